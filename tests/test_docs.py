@@ -1,4 +1,6 @@
-"""Docs that cannot drift: what exists is documented, what the README says to run runs, published numbers have records."""
+"""Docs that cannot drift: what exists is documented, what the README says to run runs, published
+numbers have records.
+"""
 
 import os
 import re
@@ -33,7 +35,9 @@ from steelyard.sources import table as sources
 from steelyard.tasks import kind as kinds
 
 ROOT = Path(__file__).parent.parent
-DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {"README.md": (ROOT / "README.md").read_text()}
+DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")} | {
+    "README.md": (ROOT / "README.md").read_text()
+}
 VERBS = (
     *(
         "list",
@@ -65,12 +69,22 @@ RULES = ("validity.py", "busy.py", "clocks.py", "plausible.py")
 
 def test_every_reason_is_documented():
     checks = "".join((ROOT / "src/steelyard/metrics" / name).read_text() for name in RULES)
-    codes = ("nan", "coverage", "tokens", "unaccounted", "interval", "slowdown", "shared", "quality")
+    codes = (
+        "nan",
+        "coverage",
+        "tokens",
+        "unaccounted",
+        "interval",
+        "slowdown",
+        "shared",
+        "quality",
+    )
     for code in (*codes, "clock", "reported", "implausible", "hidden", "busy"):
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
-    assert len({rule for kind in kinds.table().values() for rule in kind.rules}) == 7  # and so does one of a kind of work
+    # and so does one of a kind of work
+    assert len({rule for kind in kinds.table().values() for rule in kind.rules}) == 7
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'Failure\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed
@@ -103,7 +117,10 @@ def test_every_field_of_a_record_is_documented():
 
 
 def test_every_field_of_a_report_is_documented():
-    for name in (*as_csv.IDENTITY, *(field.alias or name for name, field in Report.model_fields.items())):
+    for name in (
+        *as_csv.IDENTITY,
+        *(field.alias or name for name, field in Report.model_fields.items()),
+    ):
         assert f"`{name}`" in DOCS["report.md"], name
 
 
@@ -134,14 +151,21 @@ def test_site_files_in_the_docs_are_sound():
 @pytest.mark.parametrize("verb", VERBS + GROUPS)
 def test_every_verb_is_in_the_readme_and_teaches(verb):
     assert f"steelyard {verb}" in DOCS["README.md"]
-    done = subprocess.run([sys.executable, "-m", "steelyard", verb, "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "steelyard", verb, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert f"steelyard {verb}" in done.stdout.split("Example")[1]
 
 
 def test_verbs_are_all_there_are():
     from steelyard.cli import app
 
-    assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(VERBS)
+    assert {
+        command.name or command.callback.__name__ for command in app.registered_commands
+    } == set(VERBS)
     assert {group.name for group in app.registered_groups} == set(GROUPS)
 
 
@@ -155,25 +179,48 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("line", sorted({line for text in DOCS.values() for line in commands(text)}))
+@pytest.mark.parametrize(
+    "line", sorted({line for text in DOCS.values() for line in commands(text)})
+)
 def test_commands_in_the_docs_are_understood(line, tmp_path):
-    """Each is run for real where it needs nothing that is not here; the others must be refused for that alone."""
+    """Each is run for real where it needs nothing that is not here; the others must be refused for
+    that alone.
+    """
     for name in ("data.tar", "tokenizer.model"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "Llama-2-7b-hf").mkdir()
     (tmp_path / "ids.txt").write_text("12\n")
     here = [sys.executable, "-m", "steelyard", *shlex.split(line.replace("…", "tune.warmup=1"))[1:]]
-    elsewhere = ("records", "RECORD", "mine.toml", "conform mine", "run smoke", "--engine all", "steelyard check")
+    elsewhere = (
+        "records",
+        "RECORD",
+        "mine.toml",
+        "conform mine",
+        "run smoke",
+        "--engine all",
+        "steelyard check",
+    )
     elsewhere += ("conform transformers",)  # by hard/test_conform
-    elsewhere += ("data get", "weights get")  # by tests/sources and cli/test_get: nothing here goes out to a network
+    # by tests/sources and cli/test_get: nothing here goes out to a network
+    elsewhere += ("data get", "weights get")
     if any(word in line for word in elsewhere):
         here = [
             *here[:4],
             "--help",
         ]  # run elsewhere: verbs on real records, all of smoke by make run, engines by test_engines
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # where nothing was got
-    done = subprocess.run(here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=env)
-    absent = ("data.tar: ", "tokenizer.model: ", "site.toml", "is not a folder", "does not exist", "this host only", "salloc")
+    done = subprocess.run(
+        here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=env
+    )
+    absent = (
+        "data.tar: ",
+        "tokenizer.model: ",
+        "site.toml",
+        "is not a folder",
+        "does not exist",
+        "this host only",
+        "salloc",
+    )
     absent += ("cannot be started: No such file", "no run.py in it", "is not here yet")
     refused = done.returncode == 2 and any(text in done.stderr for text in absent)
     assert done.returncode == 0 or refused, done.stderr
@@ -202,7 +249,10 @@ def anchor(heading: str) -> str:
 
 
 def test_anchors_lead_somewhere():
-    heads = {name: {anchor(one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)} for name, text in DOCS.items()}
+    heads = {
+        name: {anchor(one) for one in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+        for name, text in DOCS.items()
+    }
     for name, text in DOCS.items():
         for target, found in re.findall(r"\]\(([^)#]*)#([^)]+)\)", text):
             assert found in heads[Path(target).name or name], (name, target, found)
@@ -288,13 +338,19 @@ def test_files_that_the_design_names_exist():
     for name in ("flow.md", "design.md"):
         named[name] = set(re.findall(r"`([\w/.-]+(?:/|\.(?:py|toml|md|json)))`", DOCS[name]))
     for name, paths in named.items():
-        absent = [path for path in paths if not (ROOT / path).exists() and not (ROOMS / path).exists()]
+        absent = [
+            path for path in paths if not (ROOT / path).exists() and not (ROOMS / path).exists()
+        ]
         assert sorted(absent) == [], name
 
 
 def block(name: str, begin: str) -> list[str]:
     """Return the lines of the only code block of a document that has `begin` in it."""
-    (found,) = [one for one in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE) if begin in one]
+    (found,) = [
+        one
+        for one in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE)
+        if begin in one
+    ]
     return found.splitlines()
 
 
@@ -324,4 +380,6 @@ def test_a_comparison_is_shown_with_the_columns_of_its_answers():
     def heads(lines):
         return re.split(r"\s{2,}", lines[lines.index("Answers") + 3])
 
-    assert heads(block("comparing.md", "Answers")) == heads(report.text(report.comparison(found)).splitlines())
+    assert heads(block("comparing.md", "Answers")) == heads(
+        report.text(report.comparison(found)).splitlines()
+    )

@@ -1,4 +1,6 @@
-"""Bounded reading of files: regular files only, opened without waiting; TOML within limits of depth and length."""
+"""Bounded reading of files: regular files only, opened without waiting; TOML within limits of depth
+and length.
+"""
 
 import os
 import socket
@@ -25,7 +27,9 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
         files.open_regular(tmp_path / "fifo")
 
 
-def test_a_fifo_that_replaces_a_file_is_refused_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fifo_that_replaces_a_file_is_refused_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between the first look and the opening."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").touch()
@@ -37,8 +41,11 @@ def test_a_fifo_that_replaces_a_file_is_refused_too(tmp_path: Path, monkeypatch:
 
 def test_devices_sockets_and_folders_are_refused(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
-        place = os.path.relpath(tmp_path / "socket")  # the path of a socket has 108 characters at most
-        bound.bind(place if len(place) < len(str(tmp_path / "socket")) else str(tmp_path / "socket"))
+        # the path of a socket has 108 characters at most
+        place = os.path.relpath(tmp_path / "socket")
+        bound.bind(
+            place if len(place) < len(str(tmp_path / "socket")) else str(tmp_path / "socket")
+        )
         for path in (Path("/dev/zero"), tmp_path / "socket"):
             with pytest.raises(OSError, match="not a regular file"):
                 files.open_regular(path)
@@ -49,7 +56,11 @@ def test_devices_sockets_and_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_shipped_cases_are_parsed_as_tomllib_does() -> None:
-    shipped = [path for path in (resources.files("steelyard") / "cases").iterdir() if path.name.endswith(".toml")]
+    shipped = [
+        path
+        for path in (resources.files("steelyard") / "cases").iterdir()
+        if path.name.endswith(".toml")
+    ]
     assert len(shipped) == 6
     for path in shipped:
         assert files.parse_toml(path.read_bytes()) == tomllib.loads(path.read_text())
@@ -63,7 +74,10 @@ def test_shipped_cases_are_parsed_as_tomllib_does() -> None:
         "x = " + "[" * 16 + "]" * 16,
         f"x = '{'.a' * 300}'  # {'a.' * 300} " + "[" * 300,
         f'x = """\n{"a." * 300}\n{"[" * 300} \\" """"',
-        "x = [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5]",
+        (
+            "x = [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5, 9.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5,"
+            " 8.5, 9.5]"
+        ),
         "x = 1979-05-27T07:32:00.999999-07:00",
         f"x = {'9' * 255}",
     ],
@@ -108,6 +122,8 @@ def test_toml_with_a_word_that_is_too_long(text: str) -> None:
     ids=range(7),
 )
 def test_strings_without_an_end_are_scanned_once(text: str) -> None:
-    """Each of these took the square of its length, or would with a careless pattern: nearly a minute."""
+    """Each of these took the square of its length, or would with a careless pattern: nearly a
+    minute.
+    """
     with pytest.raises(ValueError):
         files.parse_toml(text)

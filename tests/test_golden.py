@@ -1,4 +1,6 @@
-"""Every expected sentence of fixtures/golden is used by a test, and each that a test names is there."""
+"""Every expected sentence of fixtures/golden is used by a test, and each that a test names is
+there.
+"""
 
 import re
 import tomllib
@@ -9,6 +11,11 @@ USED = re.compile(r'golden\(\s*"([^"]+)"')
 
 
 def test_sentences_are_those_that_tests_expect() -> None:
-    used = {key for path in TESTS.rglob("test_*.py") for key in USED.findall(path.read_text("utf-8"))}
-    stored = [tomllib.loads(path.read_text("utf-8")) for path in sorted((TESTS / "fixtures" / "golden").glob("*.toml"))]
+    used = {
+        key for path in TESTS.rglob("test_*.py") for key in USED.findall(path.read_text("utf-8"))
+    }
+    stored = [
+        tomllib.loads(path.read_text("utf-8"))
+        for path in sorted((TESTS / "fixtures" / "golden").glob("*.toml"))
+    ]
     assert {key for language in stored for key in language} == used

@@ -1,6 +1,7 @@
 """What docs/results.md and docs/notebook.md say of the records, beyond the numbers of their tables.
 
-The tables themselves are made from the records, and compared with the documents by tests/test_docs.py.
+The tables themselves are made from the records, and compared with the documents by
+tests/test_docs.py.
 """
 
 from statistics import fmean

@@ -12,20 +12,38 @@ RECORDS = ROOT / "results" / "cpu"
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*map(str, command)], cwd=cwd, capture_output=True, text=True, check=check, timeout=400)
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, check=check, timeout=400
+    )
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of an environment with nothing in it but the wheel and what it needs."""
+    """The folder of the programs of an environment with nothing in it but the wheel and what it
+    needs.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    made = run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT, cwd=folder, check=False)
+    made = run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "-w",
+        folder,
+        ROOT,
+        cwd=folder,
+        check=False,
+    )
     wheels = list(folder.glob("steelyard-*.whl"))
     if made.returncode or not wheels:
         pytest.skip(f"pip cannot build a wheel here: {made.stderr.strip()[-200:]}")
     run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
     programs = folder / "env" / "bin"
-    got = run(programs / "python", "-m", "pip", "install", "--quiet", wheels[0], cwd=folder, check=False)
+    got = run(
+        programs / "python", "-m", "pip", "install", "--quiet", wheels[0], cwd=folder, check=False
+    )
     if got.returncode:
         pytest.skip(f"pip cannot install what the wheel needs: {got.stderr.strip()[-200:]}")
     return programs
@@ -36,12 +54,14 @@ def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Pa
     def steelyard(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
         return run(installed / "steelyard", *arguments, cwd=tmp_path, check=False)
 
-    assert run(installed / "python", "-c", "import torch", cwd=tmp_path, check=False).returncode == 1
+    assert (
+        run(installed / "python", "-c", "import torch", cwd=tmp_path, check=False).returncode == 1
+    )
     listed = json.loads(steelyard("list", "--json").stdout)
     missing = {row["name"]: row["missing"] for row in listed["engines"]}
-    assert missing == dict.fromkeys(("torch", "transformers", "reference", "megatron", "flagscale"), "torch") | {
-        "paddle": "paddle"
-    }
+    assert missing == dict.fromkeys(
+        ("torch", "transformers", "reference", "megatron", "flagscale"), "torch"
+    ) | {"paddle": "paddle"}
     assert len(listed["cases"]) == 6
     shown = steelyard("show", "glm-large-record", "--size", "smoke")
     assert shown.returncode == 0
@@ -55,4 +75,7 @@ def test_what_needs_no_framework_works_without_one(installed: Path, tmp_path: Pa
         assert json.loads(steelyard("schema", of).stdout)["type"] == "object"
     refused = steelyard("run", "smoke")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "torch is not installed, and engine torch needs it; pip install 'steelyard[torch]'" in refused.stderr
+    assert (
+        "torch is not installed, and engine torch needs it; pip install 'steelyard[torch]'"
+        in refused.stderr
+    )

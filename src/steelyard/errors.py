@@ -1,4 +1,6 @@
-"""The errors a user meets as one line: a request that cannot be carried out as it was made, a lost answer, a bad network."""
+"""The errors a user meets as one line: a request that cannot be carried out as it was made, a lost
+answer, a bad network.
+"""
 
 import errno
 import os
@@ -8,8 +10,10 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
-MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"  # the next step of whoever has too little
-# What torch's CPU allocator and the C library say: neither has an exception of its own for a lack of memory.
+# the next step of whoever has too little
+MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"
+# What torch's CPU allocator and the C library say: neither has an exception of its own for a lack
+# of memory.
 NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
 NOT_MAPPED = "failed to map segment from shared object"
 # The last line of a Python program that ran out of memory, or of a C++ program that did.
@@ -17,8 +21,9 @@ OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a value from someone else's file, for an error message: on one line and at most 100 characters. A
-    container is named by its type unless it holds a few short values: its text can be many times as long as the file."""
+    """Return the repr of a value from someone else's file, for an error message: on one line and at
+    most 100 characters. A container is named by its type unless it holds a few short values: its
+    text can be many times as long as the file."""
     if isinstance(value, str | bytes):
         value = value[:100]
     elif isinstance(value, Collection):
@@ -34,18 +39,26 @@ def short_repr(value: Any) -> str:
 def _is_short(value: Any) -> bool:
     if isinstance(value, int):
         return value.bit_length() <= 128
-    return len(value) <= 100 if isinstance(value, str | bytes) else not isinstance(value, Collection)
+    return (
+        len(value) <= 100 if isinstance(value, str | bytes) else not isinstance(value, Collection)
+    )
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:
-    """What to write instead of a name that is none of these: the one it looks like, else all of them."""
+    """What to write instead of a name that is none of these: the one it looks like, else all of
+    them.
+    """
     spelled = {name.lower(): name for name in names}
     near = get_close_matches(name[:200].lower(), spelled, 1)
-    return f"did you mean {spelled[near[0]]!r}?" if near else f"{word}: {', '.join(spelled.values())}"
+    return (
+        f"did you mean {spelled[near[0]]!r}?" if near else f"{word}: {', '.join(spelled.values())}"
+    )
 
 
 class RequestError(Exception):
-    """One line: the value, what is allowed, the next step. The command ends with exit code 2 and leaves no record."""
+    """One line: the value, what is allowed, the next step. The command ends with exit code 2 and
+    leaves no record.
+    """
 
     @property
     def lines(self) -> list[str]:
@@ -58,8 +71,8 @@ class EngineError(RequestError):
 
 
 class LostError(Exception):
-    """The work was done and its answer has nowhere to go: a full disk, say. The command ends with exit code 1. What is left
-    of the answer, where no file could take it, is printed on stderr."""
+    """The work was done and its answer has nowhere to go: a full disk, say. The command ends with
+    exit code 1. What is left of the answer, where no file could take it, is printed on stderr."""
 
     def __init__(self, text: str, left: str | None = None) -> None:
         super().__init__(text)
@@ -90,11 +103,15 @@ def _starved(error: BaseException) -> bool:
         return True
     text = str(error)
     mapped = NOT_MAPPED in text and os.strerror(errno.EPERM) not in text
-    return any(one in text for one in NO_MEMORY) or (mapped and not _runs_nothing(getattr(error, "path", None)))
+    return any(one in text for one in NO_MEMORY) or (
+        mapped and not _runs_nothing(getattr(error, "path", None))
+    )
 
 
 def _runs_nothing(path: str | None) -> bool:
-    """Return whether a file lies on a file system that is mounted noexec; False if that cannot be known."""
+    """Return whether a file lies on a file system that is mounted noexec; False if that cannot be
+    known.
+    """
     try:
         return path is not None and bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
     except OSError:

@@ -1,7 +1,8 @@
 """Files: read within a limit, unpacked where they are gzip's; written whole or not at all.
 
-A stranger's file may be of any size and hold anything, so every reader here takes a limit and stops at it. A file that is
-written is first complete under another name, then synced, then renamed: a reader sees all of it or nothing.
+A stranger's file may be of any size and hold anything, so every reader here takes a limit and stops
+at it. A file that is written is first complete under another name, then synced, then renamed: a
+reader sees all of it or nothing.
 """
 
 import contextlib
@@ -46,8 +47,8 @@ class TomlLimitError(ValueError):
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading, in bytes.
 
-    Raise OSError for anything else, at once: opening a FIFO would wait for a writer, and a device may
-    never end."""
+    Raise OSError for anything else, at once: opening a FIFO would wait for a writer, and a device
+    may never end."""
     _require_regular(path.stat().st_mode, path)  # before a device is opened
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -66,11 +67,12 @@ def _require_regular(mode: int, path: Path) -> None:
 
 
 def read(path: Path, most_bytes: int, unpack: bool = True) -> bytes:
-    """Read a whole file, unpacked if it is gzip's and `unpack` holds. Raise OSError if it cannot be read,
-    TooLargeError beyond the limit."""
+    """Read a whole file, unpacked if it is gzip's and `unpack` holds. Raise OSError if it cannot be
+    read, TooLargeError beyond the limit."""
     chunks, size = [], 0
     with _unpacked(path, unpack) as (file, _):
-        while chunk := file.read(CHUNK_BYTES):  # a read of the whole limit would take that much memory for any file
+        # a read of the whole limit would take that much memory for any file
+        while chunk := file.read(CHUNK_BYTES):
             chunks.append(chunk)
             size += len(chunk)
             if size > most_bytes:
@@ -86,10 +88,14 @@ def begin(path: Path, size_bytes: int) -> bytes:
 
 
 def lines(
-    path: Path, most_line_bytes: int, most_bytes: int | None = None, watch: Callable[[int], None] | None = None
+    path: Path,
+    most_line_bytes: int,
+    most_bytes: int | None = None,
+    watch: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, one at a time, its end left out. A line beyond the limit comes cut off, one byte longer
-    than the limit: its reader says what is wrong with it. `watch` is told how far in the file, packed or not, a line ends."""
+    """Number and bytes of each line, one at a time, its end left out. A line beyond the limit comes
+    cut off, one byte longer than the limit: its reader says what is wrong with it. `watch` is told
+    how far in the file, packed or not, a line ends."""
     size = 0
     with _unpacked(path) as (file, raw):
         number = 0
@@ -117,13 +123,17 @@ def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[b
 
 
 def parse(raw: bytes) -> Any:
-    """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason otherwise."""
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+    """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason
+    otherwise.
+    """
+    return json.loads(
+        raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
+    )
 
 
-# Strings of TOML, the longest form first. One over several lines may end in one or two quotes of its own.
-# A string without an end reaches to the end of its line or text: searching on behind its first quote
-# would take time that grows with the square of its length.
+# Strings of TOML, the longest form first. One over several lines may end in one or two quotes of
+# its own. A string without an end reaches to the end of its line or text: searching on behind its
+# first quote would take time that grows with the square of its length.
 TOML_STRING = (
     r'"""(?:\\.|[^\\])*?(?:"{3,5}|\\?\Z)'
     r"|'''.*?(?:'{3,5}|\Z)"
@@ -136,14 +146,16 @@ _TOML_LONG_WORD = re.compile(rf"[\w+-]{{{MAX_TOML_WORD + 1}}}", re.ASCII)
 
 
 def parse_toml(raw: bytes | str) -> dict[str, Any]:
-    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, and TomlLimitError
-    if it is nested deeper than `MAX_TOML_DEPTH` or holds a bare key or number longer than `MAX_TOML_WORD`.
+    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, and
+    TomlLimitError if it is nested deeper than `MAX_TOML_DEPTH` or holds a bare key or number longer
+    than `MAX_TOML_WORD`.
 
-    Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted key's
-    length. Where this scan and tomllib would disagree on what a string is, the text is not TOML, and
-    tomllib stops there."""
+    Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted
+    key's length. Where this scan and tomllib would disagree on what a string is, the text is not
+    TOML, and tomllib stops there."""
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
-    bare = _TOML_TEXT.sub(lambda match: "s" if match[1] else "", text)  # a quoted part of a key counts
+    # a quoted part of a key counts
+    bare = _TOML_TEXT.sub(lambda match: "s" if match[1] else "", text)
     if _TOML_DEEP_KEY.search(bare) or _bracket_depth(bare) > MAX_TOML_DEPTH:
         raise TomlLimitError(f"tables nested more than {MAX_TOML_DEPTH} deep")
     if _TOML_LONG_WORD.search(bare):
@@ -179,11 +191,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)  # for a part of a text
+# for a part of a text
+DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
 def write(path: Path, content: Content, new: bool = False, durable: bool = True) -> None:
-    """A whole file or none, on disk when this returns unless it need not be `durable`. A `new` one must not exist yet."""
+    """A whole file or none, on disk when this returns unless it need not be `durable`. A `new` one
+    must not exist yet.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         with temporary.open("xb") as file:
@@ -227,8 +242,11 @@ def sync(folder: Path) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git says about the folder; None without git, without a repository or without a timely answer."""
-    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is taken to only look.
+    """What git says about the folder; None without git, without a repository or without a timely
+    answer.
+    """
+    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is
+    # taken to only look.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:

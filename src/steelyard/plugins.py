@@ -1,4 +1,6 @@
-"""Rows that other packages bring, through entry points, and code that a row names and that is imported on use."""
+"""Rows that other packages bring, through entry points, and code that a row names and that is
+imported on use.
+"""
 
 import sys
 from functools import cache
@@ -22,7 +24,9 @@ def rows(group: str, kind: type[Kind], noun: str) -> list[Kind]:
         except (ImportError, AttributeError) as error:
             raise RequestError(f"{about}: {error}; fix or uninstall its package") from error
         if not isinstance(row, kind):
-            raise RequestError(f"{about} is not of type {kind.__name__}; fix or uninstall its package")
+            raise RequestError(
+                f"{about} is not of type {kind.__name__}; fix or uninstall its package"
+            )
         found.append(row)
     return found
 
@@ -39,7 +43,9 @@ def table(shipped: list[Kind], group: str, kind: type[Kind], noun: str) -> dict[
     for row in [*shipped, *rows(group, kind, noun)]:
         name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
         if name in out:
-            raise RequestError(f"{noun} {name!r} is defined twice; uninstall one of the packages that define it")
+            raise RequestError(
+                f"{noun} {name!r} is defined twice; uninstall one of the packages that define it"
+            )
         out[name] = row
     return out
 
@@ -51,7 +57,8 @@ def load(reference: str) -> Any:
 
 
 def installed(module: str) -> bool:
-    """Return whether this Python has a module; raise RequestError if the package around it is there but fails.
+    """Return whether this Python has a module; raise RequestError if the package around it is there
+    but fails.
 
     Looking for a module in a package imports the package, which may be what is missing."""
     try:

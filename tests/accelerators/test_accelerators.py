@@ -1,4 +1,6 @@
-"""The accelerator table: the devices that NVML tells of, those that are visible, and rows of third parties."""
+"""The accelerator table: the devices that NVML tells of, those that are visible, and rows of third
+parties.
+"""
 
 from importlib.metadata import EntryPoint
 
@@ -46,7 +48,9 @@ DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("setting", [*({"CUDA_VISIBLE_DEVICES": value} for value in ("", "-1", " ")), DRIVER_NOT_LOADED])
+@pytest.mark.parametrize(
+    "setting", [*({"CUDA_VISIBLE_DEVICES": value} for value in ("", "-1", " ")), DRIVER_NOT_LOADED]
+)
 def test_no_device(fake: str, setting: dict[str, str]) -> None:
     assert python(FIND, LD_LIBRARY_PATH=fake, **setting) == ["cpu", []]
 
@@ -64,7 +68,9 @@ pynvml.CDLL = missing
 @pytest.mark.process
 def test_a_broken_driver_is_an_error(fake: str) -> None:
     version_mismatch = "18"
-    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (golden("nvml-rm-has-detected-an-nvml"))
+    assert python(FIND, LD_LIBRARY_PATH=fake, FAKE_NVML_INIT=version_mismatch) == (
+        golden("nvml-rm-has-detected-an-nvml")
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,9 @@ OTHER_CPU = row("cpu", [])
 
 def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.GROUP)
-    monkeypatch.setattr(plugins, "_entries", lambda group, path: (entry,) if group == accelerators.GROUP else ())
+    monkeypatch.setattr(
+        plugins, "_entries", lambda group, path: (entry,) if group == accelerators.GROUP else ()
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 

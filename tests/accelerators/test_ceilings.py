@@ -1,4 +1,6 @@
-"""What accelerators tell `steelyard spec` of themselves: what they lack, and memory that is not tried."""
+"""What accelerators tell `steelyard spec` of themselves: what they lack, and memory that is not
+tried.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,9 @@ OF_HOST = "not tried: the host's memory, which no control group limits further"
         ("nothing", {}, (HOST, OF_HOST)),
     ],
 )
-def test_the_memory_of_a_cpu_is_what_is_said_of_it(groups: str, files: dict[str, str], expected, tmp_path: Path):
+def test_the_memory_of_a_cpu_is_what_is_said_of_it(
+    groups: str, files: dict[str, str], expected, tmp_path: Path
+):
     proc, place = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
@@ -51,11 +55,16 @@ def test_a_cpu_is_not_filled():
         ((9, 0), set()),
     ],
 )
-def test_a_cuda_device_lacks_by_its_capability(capability, lacking, monkeypatch: pytest.MonkeyPatch):
+def test_a_cuda_device_lacks_by_its_capability(
+    capability, lacking, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     device = cuda_torch.Device.__new__(cuda_torch.Device)
     device._index = 0
     assert set(device.lacks) == lacking
     assert device.capacity() is None
     if "fp8" in lacking:
-        assert device.lacks["fp8"] == f"compute capability {capability[0]}.{capability[1]}: fp8 needs 8.9"
+        assert (
+            device.lacks["fp8"]
+            == f"compute capability {capability[0]}.{capability[1]}: fp8 needs 8.9"
+        )

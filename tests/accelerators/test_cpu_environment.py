@@ -1,4 +1,6 @@
-"""AMX that a virtual machine advertises and does not run: found by a real process that dies of it, and asked once."""
+"""AMX that a virtual machine advertises and does not run: found by a real process that dies of it,
+and asked once.
+"""
 
 import subprocess
 from collections.abc import Iterator
@@ -42,7 +44,10 @@ def test_other_precisions_are_left_alone(matmul: str) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("probe", ["pass", "raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"])
+@pytest.mark.parametrize(
+    "probe",
+    ["pass", "raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"],
+)
 def test_only_sigill_tells(monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
     monkeypatch.setattr(cpu, "PROBE", probe)
     assert cpu.environment("bf16") == {}
@@ -83,6 +88,8 @@ def test_without_torch_there_is_nothing_to_probe(monkeypatch: pytest.MonkeyPatch
 def test_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     text = tmp_path / "cpuinfo"
-    text.write_text("processor\t: 0\nflags\t\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n")
+    text.write_text(
+        "processor\t: 0\nflags\t\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+    )
     assert cpu._flags(text) == {"fpu", "amx_bf16", "amx_tile"}
     assert cpu._flags(tmp_path / "absent") == set()

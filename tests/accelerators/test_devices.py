@@ -49,12 +49,17 @@ SECOND = {
 def test_readings(fake: str) -> None:
     got = python(READ, LD_LIBRARY_PATH=fake, FAKE_NVML_PROCESSES="2")
     between = [{**FIRST, "energy_j": None}] * 9
-    assert got == [["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}], ["cuda:1", *[SECOND] * 11]]
+    assert got == [
+        ["cuda:0", FIRST, *between, {**FIRST, "energy_j": 5000.5}],
+        ["cuda:1", *[SECOND] * 11],
+    ]
 
 
 @pytest.mark.process
 def test_readings_of_an_old_driver(tmp_path: Path) -> None:
-    (_, first, *_), (_, second, *_) = python(READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER"))
+    (_, first, *_), (_, second, *_) = python(
+        READ, LD_LIBRARY_PATH=library(tmp_path / "old", "-DOLD_DRIVER")
+    )
     assert first == {
         **FIRST, "memory_bytes": 1512, "temperature_c": 62, "reasons": ["gpu_idle", "sw_power_cap"], "processes": 0
     }  # fmt: skip
@@ -91,7 +96,10 @@ for one, columns in zip(kept, rows):
 print(json.dumps([one.series().model_dump(mode="json") for one in kept]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
-    assert [(one["device"], one["baseline_processes"]) for one in series] == [("cuda:0", 3), ("cuda:1", 3)]
+    assert [(one["device"], one["baseline_processes"]) for one in series] == [
+        ("cuda:0", 3),
+        ("cuda:1", 3),
+    ]
     assert [one["columns"]["sm_clock_mhz"][0] for one in series] == [1200, 1980]
     assert [one["columns"]["processes"][-1] for one in series] == [4, 4]
     energy = [one for one in series[1]["columns"]["energy_j"] if one is not None]
@@ -104,19 +112,30 @@ def test_reasons() -> None:
     assert nvml.reason_names(0x1FF) == [reason.name for reason in nvml.REASONS[:9]]
     assert nvml.reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
     assert "unknown_0x1000" not in nvml.SEVERITY
-    by_severity = {word: [r.name for r in nvml.REASONS[:9] if nvml.SEVERITY[r.name] == word] for word in ("note", "nothing")}
+    by_severity = {
+        word: [r.name for r in nvml.REASONS[:9] if nvml.SEVERITY[r.name] == word]
+        for word in ("note", "nothing")
+    }
     assert by_severity == {
         "note": ["sw_power_cap"],
         "nothing": ["gpu_idle", "applications_clocks", "sync_boost", "display_clock"],
     }
-    slowed = ["hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"]
+    slowed = [
+        "hw_slowdown",
+        "sw_thermal_slowdown",
+        "hw_thermal_slowdown",
+        "hw_power_brake_slowdown",
+    ]
     assert [nvml.SEVERITY[name] for name in slowed] == ["invalidates"] * 4
 
 
 def test_reason_bits_are_those_of_the_library() -> None:
     import pynvml
 
-    official = {"applications_clocks": "ApplicationsClocksSetting", "display_clock": "DisplayClockSetting"}
+    official = {
+        "applications_clocks": "ApplicationsClocksSetting",
+        "display_clock": "DisplayClockSetting",
+    }
     for reason in nvml.REASONS[:9]:
         suffix = official.get(reason.name, reason.name.title().replace("_", ""))
         assert reason.bit == getattr(pynvml, f"nvmlClocksEventReason{suffix}")
@@ -124,7 +143,10 @@ def test_reason_bits_are_those_of_the_library() -> None:
 
 def test_cpu_model_name(tmp_path: Path) -> None:
     text = tmp_path / "cpuinfo"
-    text.write_text("processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the second\n")
+    text.write_text(
+        "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the"
+        " second\n"
+    )
     assert cpu.model_name(text) == "Xeon: the first"
     text.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
     assert cpu.model_name(text) == platform.machine()
@@ -158,7 +180,11 @@ def test_the_cpu_device() -> None:
 
     device = cpu_torch.Device(3, now)
     total = psutil.virtual_memory().total
-    assert (device.backend, device.matmul_shape, device.torch_device) == ("gloo", 1024, torch.device("cpu"))
+    assert (device.backend, device.matmul_shape, device.torch_device) == (
+        "gloo",
+        1024,
+        torch.device("cpu"),
+    )
     assert isinstance(device.event(), HostEvent)
     device.synchronize()
     device.reset_memory()
@@ -172,7 +198,10 @@ def test_the_cpu_device() -> None:
     assert device.attention("bf16", True) == "rows"
     for precision in ("fp32", "fp16", "bf16"):
         device.set_precision(precision)
-    with pytest.raises(RequestError, match="a CPU has no precision 'tf32'; use --precision with one of: fp32, fp16, bf16"):
+    with pytest.raises(
+        RequestError,
+        match="a CPU has no precision 'tf32'; use --precision with one of: fp32, fp16, bf16",
+    ):
         device.set_precision("tf32")
 
 
@@ -196,7 +225,14 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
     for name in ("set_device", "synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda index, name=name: calls.append((name, index)))
-    seen = SimpleNamespace(name="NVIDIA H200", uuid="aaaa0000", total_memory=10, major=9, minor=0, multi_processor_count=132)
+    seen = SimpleNamespace(
+        name="NVIDIA H200",
+        uuid="aaaa0000",
+        total_memory=10,
+        major=9,
+        minor=0,
+        multi_processor_count=132,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: seen}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
@@ -205,13 +241,21 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device.synchronize()
     device.reset_memory()
     assert calls == [("set_device", 2), ("synchronize", 2), ("reset_peak_memory_stats", 2)]
-    assert (device.backend, device.matmul_shape, device.torch_device) == ("nccl", 8192, torch.device("cuda", 2))
+    assert (device.backend, device.matmul_shape, device.torch_device) == (
+        "nccl",
+        8192,
+        torch.device("cuda", 2),
+    )
     assert device.event().elapsed_s(device.event()) == 0.25
     assert device.memory() == {"allocated_bytes": 7, "reserved_bytes": 8}
     assert device.identity() == {
         "name": "NVIDIA H200", "uuid": "GPU-aaaa0000", "memory_bytes": 10, "capability": "9.0", "multiprocessors": 132
     }  # fmt: skip
-    assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == ["flash", "flash", "efficient"]
+    assert [device.attention(name, False) for name in ("fp16", "bf16", "fp32")] == [
+        "flash",
+        "flash",
+        "efficient",
+    ]
     FakeEvent.clock_ms = iter((0.0,))
     with pytest.raises(TypeError, match="two kinds of device"):
         device.event().elapsed_s(HostEvent(now))
@@ -226,7 +270,11 @@ def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.cudnn.m.version", lambda: 91002)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert cuda_torch.Device(0, now).versions() == {"cuda": "12.8", "cudnn": "9.10.2", "nccl": "2.27.5"}
+    assert cuda_torch.Device(0, now).versions() == {
+        "cuda": "12.8",
+        "cudnn": "9.10.2",
+        "nccl": "2.27.5",
+    }
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert cuda_torch.Device(0, now).versions()["nccl"] is None
     assert cuda_torch.cudnn_version(None) is None
@@ -265,8 +313,12 @@ class WithoutTriton(WithTriton):
     triton = False
 
 
-@pytest.mark.parametrize(("device", "runs"), [(WithTriton, True), (WithoutTriton, False), (cpu_torch.Device, False)])
-def test_a_device_class_says_whether_triton_runs(device: type, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "runs"), [(WithTriton, True), (WithoutTriton, False), (cpu_torch.Device, False)]
+)
+def test_a_device_class_says_whether_triton_runs(
+    device: type, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jit, "HERE", True)
     monkeypatch.setattr(jit, "_without", ["cpu"])
     framework = TorchFramework(f"{device.__module__}:{device.__name__}", 0, now)

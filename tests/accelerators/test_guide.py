@@ -16,7 +16,9 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
 
 def blocks() -> dict[str, str]:
     """The files of the guide: a name in backquotes, then its code block."""
-    return dict(re.findall(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE))
+    return dict(
+        re.findall(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
+    )
 
 
 @pytest.fixture
@@ -29,7 +31,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     info = package / f"{project['name']}-{project['version']}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
     groups = [
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
         for group, entries in project["entry-points"].items()
@@ -44,7 +48,12 @@ def test_the_guide_names_every_field_and_member() -> None:
     assert set(blocks()) == {"abacus.py", "abacus_torch.py", "pyproject.toml"}
     for field in Accelerator.__dataclass_fields__:
         assert f"| `{field}` |" in GUIDE
-    members = {name for kind in (FrameworkDevice, TorchDevice) for name in vars(kind) if not name.startswith("_")}
+    members = {
+        name
+        for kind in (FrameworkDevice, TorchDevice)
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
     for member in members:
         assert re.search(rf"`{member}(\(|`)", GUIDE), member
         assert re.search(rf"(def |    ){member}\b", blocks()["abacus_torch.py"]), member
@@ -54,18 +63,41 @@ def test_the_guides_package_runs(shell: Shell) -> None:
     options = ("--size", "smoke", "--accelerator", "abacus", "--out", shell.out)
     site = shell.folder / "abacus.toml"
     site.write_text('[environment]\nABACUS_WIRE = "steel"\n')
-    done = shell("run", CASE, *options, "--site", site, "--set", "tune.env.ABACUS_FRAME=oak", ABACUS_BEADS="91")
+    done = shell(
+        "run",
+        CASE,
+        *options,
+        "--site",
+        site,
+        "--set",
+        "tune.env.ABACUS_FRAME=oak",
+        ABACUS_BEADS="91",
+    )
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert record["status"] == "valid"
     hardware, software = record["environment"]["hardware"], record["environment"]["software"]
     assert (hardware["accelerator"], hardware["devices"][0]["name"]) == ("abacus", "Abacus 13")
-    assert (hardware["peak"]["name"], hardware["peak"]["flops_per_s"]) == ("Abacus 13", {"fp32": 1e12})
+    assert (hardware["peak"]["name"], hardware["peak"]["flops_per_s"]) == (
+        "Abacus 13",
+        {"fp32": 1e12},
+    )
     assert record["metrics"]["mfu"]["value"] > 0
-    abacus = {name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")}
+    abacus = {
+        name: value for name, value in software["variables"].items() if name.startswith("ABACUS_")
+    }
     set_by_others = {"ABACUS_FRAME": "oak", "ABACUS_WIRE": "steel"}
-    assert abacus == {"ABACUS_BEADS": "91", "ABACUS_MODE": "fp32", "ABACUS_ORDER": "left", **set_by_others}
-    assert (software["driver"], software["abacus"], software["packages"]["abacus"]) == ("1.0", "1.0", "1.0")
+    assert abacus == {
+        "ABACUS_BEADS": "91",
+        "ABACUS_MODE": "fp32",
+        "ABACUS_ORDER": "left",
+        **set_by_others,
+    }
+    assert (software["driver"], software["abacus"], software["packages"]["abacus"]) == (
+        "1.0",
+        "1.0",
+        "1.0",
+    )
     (series,) = record["telemetry"]
     assert (series["device"], series["severity"]) == ("abacus:0", {"stuck_bead": "invalidates"})
     assert set(series["columns"]["beads_per_s"]) == {3.5}
@@ -77,8 +109,28 @@ def test_the_guides_package_runs(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_what_it_refuses(shell: Shell) -> None:
-    options = ("--size", "smoke", "--accelerator", "abacus", "--precision", "fp16", "--out", shell.out)
+    options = (
+        "--size",
+        "smoke",
+        "--accelerator",
+        "abacus",
+        "--precision",
+        "fp16",
+        "--out",
+        shell.out,
+    )
     done = shell("run", CASE, *options)
     assert (done.code, done.lines) == (2, [golden("error-an-abacus-has-no-precision")])
-    done = shell("run", CASE, "--size", "smoke", "--accelerator", "abacus", "--devices", "2", "--out", shell.out)
+    done = shell(
+        "run",
+        CASE,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "abacus",
+        "--devices",
+        "2",
+        "--out",
+        shell.out,
+    )
     assert done.lines == ["error: --devices 2: 1 abacus device(s) here; allowed: 1 to 1"]

@@ -52,7 +52,9 @@ def test_the_peaks_of_an_h200_are_dense() -> None:
     assert found.bandwidth_bytes_per_s == 4.8e12
 
 
-@pytest.mark.parametrize("name", ["", "NVIDIA H20", "H200", "nvidia h200", "NVIDIA H200 ", "AMD EPYC", "Tesla T4"])
+@pytest.mark.parametrize(
+    "name", ["", "NVIDIA H20", "H200", "nvidia h200", "NVIDIA H200 ", "AMD EPYC", "Tesla T4"]
+)
 def test_only_equal_names_match(name: str) -> None:
     found = peak(name, None)
     assert found is None or name == "NVIDIA H20" == found.match[0]
@@ -88,7 +90,11 @@ def test_memory_tells_devices_of_one_name_apart() -> None:
         (ROW.format(name="a", more="colour = 1", rate=1), "Extra inputs"),
         (ROW.format(name="a", more="", rate=1) + "fp7 = 1", "unknown precisions"),
         (ROW.format(name="a", more="", rate=1).replace("a book, 2020", ""), "at least 1 character"),
-        (ROW.format(name="a", more="", rate=1) + ROW.format(name="b", more="memory_gib = 1", rate=1), "also in another row"),
+        (
+            ROW.format(name="a", more="", rate=1)
+            + ROW.format(name="b", more="memory_gib = 1", rate=1),
+            "also in another row",
+        ),
     ],
 )
 def test_a_bad_peak_table(text: str, message: str) -> None:
@@ -101,4 +107,6 @@ def test_a_row_that_an_accelerator_brings_comes_first() -> None:
     mine = replace(CUDA, peaks=(own,))
     assert accelerators.peak(mine, Found("X", None, None, 0, None)) is own
     assert accelerators.peak(CUDA, Found("X", None, None, 0, None)) is None
-    assert accelerators.peak(mine, Found("NVIDIA H200", None, None, 0, None)) == peak("NVIDIA H200", None)
+    assert accelerators.peak(mine, Found("NVIDIA H200", None, None, 0, None)) == peak(
+        "NVIDIA H200", None
+    )

@@ -11,7 +11,10 @@ from steelyard.record.facts import DeviceState
 
 pytestmark = pytest.mark.process
 
-STATES = "import json; from steelyard import accelerators as a; print(json.dumps(a.CUDA.states(a.CUDA.find())))"
+STATES = (
+    "import json; from steelyard import accelerators as a;"
+    " print(json.dumps(a.CUDA.states(a.CUDA.find())))"
+)
 CHECK = """
 import io, json, sys
 from contextlib import redirect_stdout
@@ -50,7 +53,13 @@ def test_every_setting_is_read(fake: str) -> None:
         "invalidating": [],
         "numa_node": None,
     }
-    changed = {"persistence": False, "application_clock_mhz": 1200, "power_limit_w": 350.0, "ecc": False, "mig": True}
+    changed = {
+        "persistence": False,
+        "application_clock_mhz": 1200,
+        "power_limit_w": 350.0,
+        "ecc": False,
+        "mig": True,
+    }
     assert {name: second[name] for name in changed} == changed
     assert second["invalidating"] == ["hw_slowdown", "hw_power_brake_slowdown"]
     assert set(DeviceState.model_fields) == set(first)
@@ -58,7 +67,9 @@ def test_every_setting_is_read(fake: str) -> None:
 
 def test_a_driver_that_tells_nothing(tmp_path: Path) -> None:
     first, _ = python(STATES, LD_LIBRARY_PATH=library(tmp_path / "bare", "-DBARE"))
-    assert {name: value for name, value in first.items() if value is not None} == {"device": "cuda:0"}
+    assert {name: value for name, value in first.items() if value is not None} == {
+        "device": "cuda:0"
+    }
 
 
 def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,9 @@ from steelyard.record.record import Record
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make browser installs it")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: make browser installs it"
+    )
     if not CHROMIUM.exists():
         pytest.skip(f"no {CHROMIUM}: make browser installs it where root and apt-get are at hand")
     with sync_api.sync_playwright() as play:
@@ -29,14 +31,20 @@ def look(browser: Any) -> Iterator[Callable[..., View]]:
 
     def opened(url: str, width: int = 1200, scheme: str = "light", scripts: bool = True) -> View:
         context = browser.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme, java_script_enabled=scripts, offline=True
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            java_script_enabled=scripts,
+            offline=True,
         )
         contexts.append(context)
         view = View(context.new_page())
         view.page.on("request", lambda request: view.requests.append(request.url))
         view.page.on("console", lambda message: view.complaints.append(message.text))
         view.page.on("pageerror", lambda error: view.complaints.append(str(error)))
-        view.page.on("dialog", lambda dialog: (view.complaints.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        view.page.on(
+            "dialog",
+            lambda dialog: (view.complaints.append(f"dialog {dialog.message}"), dialog.dismiss()),
+        )
         view.page.goto(url)
         return view
 
@@ -51,7 +59,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made
     folder = tmp_path_factory.mktemp("pages")
     read: dict[str, list[Record]] = {}
     sources: dict[str, Callable[[], list[Record]]] = {
-        "h200": lambda: [records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))],
+        "h200": lambda: [
+            records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))
+        ],
         "made": lambda: [*everything(), make(id="4d" * 16, case__size="smoke")],
         "two": two_accelerators,
         "hostile": lambda: [hostile(), make(), failed()],

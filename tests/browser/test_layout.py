@@ -1,4 +1,6 @@
-"""At every width, light and dark, in both languages: nothing is cut off, nothing is too small, nothing is loaded."""
+"""At every width, light and dark, in both languages: nothing is cut off, nothing is too small,
+nothing is loaded.
+"""
 
 from collections.abc import Callable
 
@@ -31,7 +33,9 @@ SMALL_TEXT = """() => {
 @pytest.mark.parametrize("lang", report.LANGS)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_overflows_and_nothing_is_loaded(look: Look, pages: Pages, width: int, scheme: str, lang: str) -> None:
+def test_nothing_overflows_and_nothing_is_loaded(
+    look: Look, pages: Pages, width: int, scheme: str, lang: str
+) -> None:
     made = pages("h200", lang)
     view = look(made.url, width, scheme)
     for _ in range(2):  # as it comes, then with all that is folded
@@ -45,7 +49,9 @@ def test_nothing_overflows_and_nothing_is_loaded(look: Look, pages: Pages, width
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_table_fits_or_scrolls_under_its_first_column(look: Look, pages: Pages, width: int) -> None:
+def test_the_table_fits_or_scrolls_under_its_first_column(
+    look: Look, pages: Pages, width: int
+) -> None:
     view = look(pages("h200").url, width)
     box = "document.querySelector('.table')"
     inner, outer = view.js(f"{box}.scrollWidth"), view.js(f"{box}.clientWidth")

@@ -1,4 +1,6 @@
-"""The page in a real browser: nothing is cut off, all can be opened and linked to, nothing is loaded, strings stay text."""
+"""The page in a real browser: nothing is cut off, all can be opened and linked to, nothing is
+loaded, strings stay text.
+"""
 
 import re
 from collections.abc import Callable
@@ -19,7 +21,10 @@ TOP_OF = "selector => document.querySelector(selector).getBoundingClientRect().t
 
 def test_colours_follow_the_scheme(look: Look, pages: Pages) -> None:
     code = "getComputedStyle(document.body).backgroundColor"
-    assert [look(pages("two").url, 1200, scheme).js(code) for scheme in SCHEMES] == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
+    assert [look(pages("two").url, 1200, scheme).js(code) for scheme in SCHEMES] == [
+        "rgb(255, 255, 255)",
+        "rgb(20, 23, 26)",
+    ]
 
 
 def test_the_comparison_is_what_one_sees_first(look: Look, pages: Pages) -> None:
@@ -67,7 +72,10 @@ def test_folding_by_clicking_and_by_keys(look: Look, pages: Pages, scripts: bool
 
 def test_one_button_opens_and_closes_all(look: Look, pages: Pages) -> None:
     view = look(pages("two").url)
-    button, states = view.page.locator("#open-all"), "[...document.querySelectorAll('details')].map(one => one.open)"
+    button, states = (
+        view.page.locator("#open-all"),
+        "[...document.querySelectorAll('details')].map(one => one.open)",
+    )
     button.click()
     assert set(view.js(states)) == {True}
     assert button.text_content() == "Collapse all"
@@ -78,15 +86,25 @@ def test_one_button_opens_and_closes_all(look: Look, pages: Pages) -> None:
 
 def test_bars_are_as_long_as_their_numbers(look: Look, pages: Pages) -> None:
     view = look(pages("two").url)
-    widths = view.js("[...document.querySelectorAll('.bars .row')].map(row => row.querySelector('rect')?.getBBox().width)")
+    widths = view.js(
+        "[...document.querySelectorAll('.bars .row')].map(row =>"
+        " row.querySelector('rect')?.getBBox().width)"
+    )
     fast, torch, other, slow = widths[1:]
     assert torch / fast == pytest.approx(40 / 42, rel=1e-3)
     assert other / fast == pytest.approx(21 / 42, rel=1e-3)
     assert slow / fast == pytest.approx(20 / 42, rel=1e-3)
-    colours = view.js("[...document.querySelectorAll('.bars rect')].map(one => getComputedStyle(one).fill)")
+    colours = view.js(
+        "[...document.querySelectorAll('.bars rect')].map(one => getComputedStyle(one).fill)"
+    )
     assert len(set(colours)) == 2
-    names = view.js("[...document.querySelectorAll('.bars .track svg')].map(one => one.querySelector('title').textContent)")
-    assert names[0].endswith("Throughput per device: 42,000 tokens/s, 95 % interval 41,000 – 43,000")
+    names = view.js(
+        "[...document.querySelectorAll('.bars .track svg')].map(one =>"
+        " one.querySelector('title').textContent)"
+    )
+    assert names[0].endswith(
+        "Throughput per device: 42,000 tokens/s, 95 % interval 41,000 – 43,000"
+    )
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
@@ -99,12 +117,22 @@ def test_hostile_strings_stay_text(look: Look, pages: Pages, lang: str) -> None:
     assert view.requests == [made.url]
     assert view.js("document.querySelectorAll('script').length") == 1
     assert view.js("document.querySelectorAll('style').length") == 1
-    assert view.js("document.querySelectorAll('img, iframe, [onload], [onerror], [onmouseover], [style]').length") == 0
-    assert view.js("[...document.querySelectorAll('a')].every(one => one.getAttribute('href').startsWith('#'))")
+    assert (
+        view.js(
+            "document.querySelectorAll('img, iframe, [onload], [onerror], [onmouseover],"
+            " [style]').length"
+        )
+        == 0
+    )
+    assert view.js(
+        "[...document.querySelectorAll('a')].every(one => one.getAttribute('href').startsWith('#'))"
+    )
     text = view.js("document.body.innerText")
     assert "<script>alert(1)</script>" in text
     assert "<svg onload=alert(3)>" in text
-    assert not re.search("[\u200e\u200f\u202a-\u202e\u2066-\u2069]", view.js("document.documentElement.outerHTML"))
+    assert not re.search(
+        "[\u200e\u200f\u202a-\u202e\u2066-\u2069]", view.js("document.documentElement.outerHTML")
+    )
     assert view.js("document.documentElement.scrollWidth") <= 400
     assert view.js(BEYOND) == []
 
@@ -121,15 +149,23 @@ def test_the_policy_stops_what_is_not_ours(look: Look, pages: Pages) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width", "scheme", "lang"),
-    [("made", 1200, "light", "en"), ("made", 400, "dark", "zh"), ("two", 1200, "dark", "en"), ("hostile", 1200, "light", "en")],
+    [
+        ("made", 1200, "light", "en"),
+        ("made", 400, "dark", "zh"),
+        ("two", 1200, "dark", "en"),
+        ("hostile", 1200, "light", "en"),
+    ],
 )
-def test_axe_finds_nothing_serious(look: Look, pages: Pages, name: str, width: int, scheme: str, lang: str) -> None:
+def test_axe_finds_nothing_serious(
+    look: Look, pages: Pages, name: str, width: int, scheme: str, lang: str
+) -> None:
     if not AXE.exists():
         pytest.skip("no axe-core: make browser installs it where npm is at hand")
     view = look(pages(name, lang).url, width, scheme)
     view.js(
-        "[...document.querySelectorAll('details')].slice(0, 4).concat([...document.querySelectorAll('details')].slice(-2))"
-        ".forEach(one => one.open = true)"
+        "[...document.querySelectorAll('details')].slice(0,"
+        " 4).concat([...document.querySelectorAll('details')].slice(-2)).forEach(one => one.open ="
+        " true)"
     )
     view.js(AXE.read_text("utf-8"))
     found: dict[str, Any] = view.js("axe.run(document, {resultTypes: ['violations']})")

@@ -1,4 +1,6 @@
-"""Cases: what a file may say, what the command line changes, where each value came from, and what makes two comparable."""
+"""Cases: what a file may say, what the command line changes, where each value came from, and what
+makes two comparable.
+"""
 
 from pathlib import Path
 
@@ -26,7 +28,10 @@ def test_the_shipped_case() -> None:
     assert found.question.data.made is None
     assert found.gate is not None
     assert (found.gate.target, found.gate.within, found.gate.agree_within) == (0.458, 0.01, 0.005)
-    assert [(row.published_as, row.ran_as) for row in found.reference] == [("fp16", "fp16"), ("fp32", "tf32")]
+    assert [(row.published_as, row.ran_as) for row in found.reference] == [
+        ("fp16", "fp16"),
+        ("fp32", "tf32"),
+    ]
     assert found.reference[0].values["p_infer_core"] == 10052.2
     assert NAME in resolve.names()
 
@@ -48,7 +53,9 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
     }  # fmt: skip
     assert smoke.question == full.question.model_copy(update=changed)
     assert smoke.question.precision.name == "fp32"
-    assert smoke.tune == full.tune.model_copy(update={"batch_tokens": 1024, "compile": False, "warmup": 1, "env": ONE_THREAD})
+    assert smoke.tune == full.tune.model_copy(
+        update={"batch_tokens": 1024, "compile": False, "warmup": 1, "env": ONE_THREAD}
+    )
     assert (smoke.gate, smoke.reference, smoke.title) == (full.gate, full.reference, full.title)
 
 
@@ -61,7 +68,10 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
     assert resolve.resolve("own.toml").case == found.case
-    assert resolve.resolve("own.toml", "smoke").case == found.case.model_copy(update={"size": "smoke"})  # it has no smoke table
+    # it has no smoke table
+    assert resolve.resolve("own.toml", "smoke").case == found.case.model_copy(
+        update={"size": "smoke"}
+    )
 
 
 def test_names_that_are_none(tmp_path: Path) -> None:
@@ -69,10 +79,16 @@ def test_names_that_are_none(tmp_path: Path) -> None:
     known = ", ".join(resolve.names())
     assert refusal("zzz") == golden("no-case-zzz-known-cases-smoke", known)
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
-        assert refusal(path) == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
+        assert (
+            refusal(path)
+            == f"case file {path!r} does not exist; give the path of a TOML file or one of: {known}"
+        )
     folder = tmp_path / "folder.toml"
     folder.mkdir()
-    assert refusal(str(folder)) == f"case file {str(folder)!r} cannot be read: Is a directory; check its path"
+    assert (
+        refusal(str(folder))
+        == f"case file {str(folder)!r} cannot be read: Is a directory; check its path"
+    )
     assert refusal("../cases/llama2-7b-mmlu").startswith("no case '../cases/llama2-7b-mmlu'")
 
 
@@ -91,7 +107,10 @@ def test_sizes_that_are_none(size: str) -> None:
         (b"\x00", "Invalid statement (at line 1, column 1)"),
         (b"x = " + b"[" * 10_000, "tables nested more than 16 deep; a case has tables four deep"),
         (b"a." * 32_000 + b"a = 1", "tables nested more than 16 deep; a case has tables four deep"),
-        (b"[" + b'"a".' * 12_000 + b"a]", "tables nested more than 16 deep; a case has tables four deep"),
+        (
+            b"[" + b'"a".' * 12_000 + b"a]",
+            "tables nested more than 16 deep; a case has tables four deep",
+        ),
         (b"x = " + b"1" * 5_000, "a key or a number has more than 255 characters"),
         (b"x = 0x" + b"f" * 5_000, "a key or a number has more than 255 characters"),
     ],
@@ -100,23 +119,40 @@ def test_files_that_are_not_toml(content: bytes, reason: str, tmp_path: Path) ->
     path = tmp_path / "bad.toml"
     path.write_bytes(content)
     line = refusal(str(path))
-    assert line.startswith((f"case file {str(path)!r} is not TOML: {reason}", f"case file {str(path)!r}: {reason}"))
+    assert line.startswith(
+        (f"case file {str(path)!r} is not TOML: {reason}", f"case file {str(path)!r}: {reason}")
+    )
 
 
 def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "huge.toml"
     with path.open("wb") as file:
         file.truncate((64 << 10) + 1)
-    assert refusal(str(path)) == f"case file {str(path)!r} is larger than 65536 bytes; a case file is a few kilobytes"
+    assert (
+        refusal(str(path))
+        == f"case file {str(path)!r} is larger than 65536 bytes; a case file is a few kilobytes"
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "place"),
     [
-        ('kind = "score"', 'kind = "score"\nfast = true', "line 7: unknown key 'question.fast'; remove it"),
-        ("layers = 1", "layers = 1\nlayer = 2", "line 13: unknown key 'question.model.layer'; did you mean 'layers'?"),
+        (
+            'kind = "score"',
+            'kind = "score"\nfast = true',
+            "line 7: unknown key 'question.fast'; remove it",
+        ),
+        (
+            "layers = 1",
+            "layers = 1\nlayer = 2",
+            "line 13: unknown key 'question.model.layer'; did you mean 'layers'?",
+        ),
         ("context = 64", "context = 64\n[extra]\nx = 1", "line 23: unknown key 'extra'; remove it"),
-        ("context = 64", "context = 64\n[tune]\nbatch = 1", "line 24: unknown key 'tune.batch'; did you mean 'batching'?"),
+        (
+            "context = 64",
+            "context = 64\n[tune]\nbatch = 1",
+            "line 24: unknown key 'tune.batch'; did you mean 'batching'?",
+        ),
         (
             "positions = 64",
             "positions = 64\nrope_theta = 1e4",
@@ -129,7 +165,9 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unknown_keys_are_refused_in_one_line(old: str, new: str, place: str, tmp_path: Path) -> None:
+def test_unknown_keys_are_refused_in_one_line(
+    old: str, new: str, place: str, tmp_path: Path
+) -> None:
     path = own(tmp_path, OWN, (old, new))
     assert refusal(path) == f"case {path!r}, {place}; see docs/cases.md"
 
@@ -143,12 +181,28 @@ INTEGER = "must be a whole number"
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
-        ("context = 64", "context = 64\n[tune]\nenv = 3", "line 24: tune.env: must be a table (it is 3)"),
-        ("layers = 1", 'layers = "many"', f"line 12: question.model.layers: {INTEGER} (it is 'many')"),
+        (
+            "context = 64",
+            "context = 64\n[tune]\nenv = 3",
+            "line 24: tune.env: must be a table (it is 3)",
+        ),
+        (
+            "layers = 1",
+            'layers = "many"',
+            f"line 12: question.model.layers: {INTEGER} (it is 'many')",
+        ),
         ("layers = 1", "layers = 1.5", f"line 12: question.model.layers: {INTEGER} (it is 1.5)"),
-        ("layers = 1", "layers = 0", "line 12: question.model.layers: must be at least 1 (it is 0)"),
+        (
+            "layers = 1",
+            "layers = 0",
+            "line 12: question.model.layers: must be at least 1 (it is 0)",
+        ),
         ("layers = 1\n", "", "line 10: question.model.layers is missing"),
-        ("context = 64", "context = [64]", f"line 22: question.data.context: {INTEGER} (it is [64])"),
+        (
+            "context = 64",
+            "context = [64]",
+            f"line 22: question.data.context: {INTEGER} (it is [64])",
+        ),
         ('kind = "mmlu"', 'kind = "gsm8k"', f"line 20: question.data: {KIND}"),
         ('family = "llama"', 'family = "bert"', f"line 10: question.model: {FAMILY}"),
         (
@@ -169,8 +223,10 @@ INTEGER = "must be a whole number"
         (
             'precision = "fp16"',
             'precision = "fp4"',
-            "line 8: precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16, fp8; train: fp32, tf32, fp16, "
-            "bf16, bf16-pure, fp8, fp8-pure, fp16-o2, bf16-o2",
+            (
+                "line 8: precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16,"
+                " fp8; train: fp32, tf32, fp16, bf16, bf16-pure, fp8, fp8-pure, fp16-o2, bf16-o2"
+            ),
         ),
         (
             "context = 64",
@@ -179,7 +235,9 @@ INTEGER = "must be a whole number"
         ),
     ],
 )
-def test_wrong_values_are_refused_in_one_line(old: str, new: str, line: str, tmp_path: Path) -> None:
+def test_wrong_values_are_refused_in_one_line(
+    old: str, new: str, line: str, tmp_path: Path
+) -> None:
     path = own(tmp_path, OWN, (old, new))
     assert refusal(path) == f"case {path!r}, {line}; see docs/cases.md"
 
@@ -187,7 +245,9 @@ def test_wrong_values_are_refused_in_one_line(old: str, new: str, line: str, tmp
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     """Of both sizes, in the order of the file, one a line."""
     text = OWN + "\n[smoke.question.model]\nlayers = 0\nlayer = 1\n"
-    path = own(tmp_path, text, ("ffn = 12", "intermediate_size = 12"), ("vocab = 32", 'vocab = "32k"'))
+    path = own(
+        tmp_path, text, ("ffn = 12", "intermediate_size = 12"), ("vocab = 32", 'vocab = "32k"')
+    )
     with pytest.raises(RequestError) as caught:
         resolve.resolve(path)
     assert caught.value.lines == [
@@ -226,15 +286,22 @@ def test_a_long_value_is_shortened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "hidden"), [(3, 1, 8), (4, 3, 8), (8, 8, 8), (2, 1, 6)], ids=["heads", "groups", "odd", "odd 3"]
+    ("heads", "kv_heads", "hidden"),
+    [(3, 1, 8), (4, 3, 8), (8, 8, 8), (2, 1, 6)],
+    ids=["heads", "groups", "odd", "odd 3"],
 )
-def test_dimensions_that_do_not_divide(heads: int, kv_heads: int, hidden: int, tmp_path: Path) -> None:
+def test_dimensions_that_do_not_divide(
+    heads: int, kv_heads: int, hidden: int, tmp_path: Path
+) -> None:
     changes = (
         ("hidden = 8", f"hidden = {hidden}"),
         ("\nheads = 2", f"\nheads = {heads}"),
         ("kv_heads = 1", f"kv_heads = {kv_heads}"),
     )
-    expected = f"hidden {hidden} must be an even multiple of heads {heads}, and heads of kv_heads {kv_heads}"
+    expected = (
+        f"hidden {hidden} must be an even multiple of heads {heads}, and heads of kv_heads"
+        f" {kv_heads}"
+    )
     assert f"question.model: {expected}" in refusal(own(tmp_path, OWN, *changes))
 
 
@@ -263,7 +330,15 @@ def test_unknown_keys_inside_smoke(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["LD_PRELOAD", "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "PYTHONSTARTUP", "TORCHINDUCTOR_CACHE_DIR"]
+    "name",
+    [
+        "LD_PRELOAD",
+        "PATH",
+        "PYTHONPATH",
+        "LD_LIBRARY_PATH",
+        "PYTHONSTARTUP",
+        "TORCHINDUCTOR_CACHE_DIR",
+    ],
 )
 def test_environment_that_is_not_allowed(name: str, tmp_path: Path) -> None:
     path = own(tmp_path, OWN + f'\n[tune.env]\n{name} = "x"\n')

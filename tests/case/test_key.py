@@ -23,7 +23,8 @@ from steelyard.record import record
 from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.task import Sources
 
-ROWS = {"model": LlamaModel, "data": MmluData}  # the types of this case's tables, which its family and its task name
+# the types of this case's tables, which its family and its task name
+ROWS = {"model": LlamaModel, "data": MmluData}
 
 
 def question_leaves(model: type[BaseModel] = Question, prefix: str = "") -> list[str]:
@@ -45,7 +46,9 @@ OTHER = {
 
 def with_leaf(model: Any, dotted: str, value: object) -> Any:
     head, _, rest = dotted.partition(".")
-    return model.model_copy(update={head: with_leaf(getattr(model, head), rest, value) if rest else value})
+    return model.model_copy(
+        update={head: with_leaf(getattr(model, head), rest, value) if rest else value}
+    )
 
 
 def other(old: object) -> object:
@@ -56,7 +59,13 @@ def other(old: object) -> object:
 
 def test_the_questions_leaves() -> None:
     assert len(question_leaves()) == len(set(question_leaves())) >= 30
-    assert {"seed", "data.made.seed", "model.rope_base", "precision.states", "data.fingerprint"} <= set(question_leaves())
+    assert {
+        "seed",
+        "data.made.seed",
+        "model.rope_base",
+        "precision.states",
+        "data.fingerprint",
+    } <= set(question_leaves())
 
 
 @pytest.mark.parametrize("dotted", [one for one in question_leaves() if one != "data.fingerprint"])
@@ -81,7 +90,17 @@ def test_the_data_that_was_read_is_in_the_key() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tune": case.Tune(batch_tokens=7, compile=False, attention="rows", batching="single", pad_to=3, order=9, warmup=0)},
+        {
+            "tune": case.Tune(
+                batch_tokens=7,
+                compile=False,
+                attention="rows",
+                batching="single",
+                pad_to=3,
+                order=9,
+                warmup=0,
+            )
+        },
         {"tune": case.Tune(env={"OMP_NUM_THREADS": "1"})},
         {"size": "full"},
         {"name": "other"},
@@ -105,9 +124,17 @@ def test_nothing_else_is_in_the_key(changes: dict[str, Any]) -> None:
 def test_the_key_is_a_hash_of_values_not_of_spellings(tmp_path: Path) -> None:
     key = resolve(own(tmp_path)).case.key(FINGERPRINT)
     assert re.fullmatch("[0-9a-f]{16}", key)
-    spelled = own(tmp_path, OWN, ("layers = 1", "layers = 0x1\nrope_base = 1e4"), ("context = 64", "shots = 5\ncontext = 6_4"))
+    spelled = own(
+        tmp_path,
+        OWN,
+        ("layers = 1", "layers = 0x1\nrope_base = 1e4"),
+        ("context = 64", "shots = 5\ncontext = 6_4"),
+    )
     assert resolve(spelled).case.key(FINGERPRINT) == key
-    assert resolve(own(tmp_path), settings=["question.model.rope_base=10000"]).case.key(FINGERPRINT) == key
+    assert (
+        resolve(own(tmp_path), settings=["question.model.rope_base=10000"]).case.key(FINGERPRINT)
+        == key
+    )
     assert resolve(own(tmp_path), precision="fp16", division="closed").case.key(FINGERPRINT) == key
 
 
@@ -148,7 +175,8 @@ def test_cases_are_frozen(dotted: str) -> None:
     assert getattr(owner, name) == before
 
 
-# Keys that are published never change. Literals: what the committed records say, not what the code says today.
+# Keys that are published never change. Literals: what the committed records say, not what the code
+# says today.
 
 SMOKE = {
     ("aquila2-34b-lambada", "closed"): "7a9e52e92dd6c079",
@@ -164,7 +192,8 @@ MMLU = "90f52819be1bff05e4587a05913ab9d83358d65684ff4760c7fc87f35dc9bc3f"
 LAMBADA = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
 CORPUS = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
 ALPACA = (
-    "7e5bf3047f77954a319420ca99b6d2a3780547a7892629f6c73eb477bb076376"  # the same file as below, joined with three line feeds
+    # the same file as below, joined with three line feeds
+    "7e5bf3047f77954a319420ca99b6d2a3780547a7892629f6c73eb477bb076376"
 )
 RECORD = "1982248769febc8d45b5df91fdf08e40243d3cbea9b94ed3d0fe61abe18570b6"
 FULL = {
@@ -188,16 +217,27 @@ FULL = {
     ("glm-large-record", "open", "bf16", RECORD): "00531b394b46f00b",
     ("glm-large-record", "closed", "fp16", RECORD): "59d7c2c96d5fc38b",
 }
-# Of a case that got fields later: what the records of before have, with the fields at their defaults.
+# Of a case that got fields later: what the records of before have, with the fields at their
+# defaults.
 BEFORE = ['question.data.joint="\\n"', "question.data.last_target=false"]
 EARLIER = {
-    ("smoke", "fp32", "addd00c60bc7572e83ece5a0d418cdda1f3818d5472159bca72e444aefb574bb"): "ecd3e70bcb8fdf75",
-    ("full", "bf16-pure", "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"): "4c8d255b4e04c557",
+    (
+        "smoke",
+        "fp32",
+        "addd00c60bc7572e83ece5a0d418cdda1f3818d5472159bca72e444aefb574bb",
+    ): "ecd3e70bcb8fdf75",
+    (
+        "full",
+        "bf16-pure",
+        "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17",
+    ): "4c8d255b4e04c557",
 }
 
 
 def test_every_shipped_case_is_pinned() -> None:
-    assert set(SMOKE) == {(name, one) for name in names() for one in resolve(name, "smoke").case.divisions}
+    assert set(SMOKE) == {
+        (name, one) for name in names() for one in resolve(name, "smoke").case.divisions
+    }
     assert {name for name, *_ in FULL} == set(names())
 
 
@@ -217,10 +257,15 @@ def test_keys_of_full_sizes(name: str, division: str, precision: str, fingerprin
 
 
 @pytest.mark.parametrize(("size", "precision", "fingerprint"), EARLIER)
-def test_keys_of_alpaca_before_its_later_fields(size: str, precision: str, fingerprint: str) -> None:
+def test_keys_of_alpaca_before_its_later_fields(
+    size: str, precision: str, fingerprint: str
+) -> None:
     name, key = "aquila2-7b-alpaca", EARLIER[size, precision, fingerprint]
     assert resolve(name, size, precision, settings=BEFORE).case.key(fingerprint) == key
-    others = [resolve(name, size, precision, settings=BEFORE[i : i + 1]).case.key(fingerprint) for i in (0, 1)]
+    others = [
+        resolve(name, size, precision, settings=BEFORE[i : i + 1]).case.key(fingerprint)
+        for i in (0, 1)
+    ]
     assert len({key, *others, resolve(name, size, precision).case.key(fingerprint)}) == 4
 
 
@@ -247,7 +292,8 @@ def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
     without = {name: value for name, value in train.items() if name != "evaluate_every"}
     assert key_of(question | {"train": without}, FINGERPRINT) == key
     assert key_of(question | {"train": train | {"evaluate_every": 5}}, FINGERPRINT) != key
-    assert key_of(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT) != key  # equal is not enough
+    # equal is not enough
+    assert key_of(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT) != key
     scored = resolve(NAME, "smoke").case.question.model_dump(mode="json")
     assert scored["train"] is None
     bare = {name: value for name, value in scored.items() if name != "train"}
@@ -260,10 +306,18 @@ def test_every_later_field_is_a_field_with_that_default() -> None:
     for place, default in LATER:
         models: list[Any] = [Question]
         if place[0] == "data":
-            models = [task.data for task in tasks.table().values() if place[1] in task.data.model_fields]
+            models = [
+                task.data for task in tasks.table().values() if place[1] in task.data.model_fields
+            ]
         elif place[0] == "model":
-            models = [row.shape for row in families.table().values() if place[1] in row.shape.model_fields]
+            models = [
+                row.shape for row in families.table().values() if place[1] in row.shape.model_fields
+            ]
         elif place[1:]:
-            models = [kind for kind in get_args(Question.model_fields[place[0]].annotation) if issubclass(kind, BaseModel)]
+            models = [
+                kind
+                for kind in get_args(Question.model_fields[place[0]].annotation)
+                if issubclass(kind, BaseModel)
+            ]
         assert [model.model_fields[place[-1]].default for model in models] == [default]
         assert type(models[0].model_fields[place[-1]].default) is type(default)

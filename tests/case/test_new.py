@@ -1,4 +1,6 @@
-"""Cases that are made of a model's folder: what config.json tells, what is assumed, and that they can be read again."""
+"""Cases that are made of a model's folder: what config.json tells, what is assumed, and that they
+can be read again.
+"""
 
 import json
 import tomllib
@@ -75,7 +77,9 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
     assert origins["question.model.layers"] == "made from config.json"
     assert origins["question.data.shots"] == "made from llama2-7b-mmlu"
     assert origins["question.seed"] == "default"
-    assert not any(origin.startswith("made from") for origin in resolve.resolve(str(path)).origins.values())
+    assert not any(
+        origin.startswith("made from") for origin in resolve.resolve(str(path)).origins.values()
+    )
     assert "layers = 30 # num_hidden_layers\n" in made.source.text
     assert "rope_base = 100000.0 # rope_theta\n" in made.source.text
     assert all(f"# - {one}\n" in made.source.text for one in made.assumed)
@@ -101,7 +105,11 @@ def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Pat
     for size in ("full", "smoke"):
         model = resolve.resolve(made.source, size).case.question.model.model_dump(mode="json")
         for name, value in fields.items():
-            assert model[name] == value if size == "full" or isinstance(value, bool | dict) else model[name] is not None
+            assert (
+                model[name] == value
+                if size == "full" or isinstance(value, bool | dict)
+                else model[name] is not None
+            )
 
 
 def test_what_was_assumed_is_said(tmp_path: Path) -> None:
@@ -125,10 +133,22 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "model_type": "mine"}, "auto_map names code of the folder"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantised, which are not read here"),
-        ({"num_hidden_layers": "absent"}, "does not tell num_hidden_layers; give a complete config.json"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', which depends on the length"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "model_type": "mine"},
+            "auto_map names code of the folder",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "its weights are quantised, which are not read here",
+        ),
+        (
+            {"num_hidden_layers": "absent"},
+            "does not tell num_hidden_layers; give a complete config.json",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dynamic', which depends on the length",
+        ),
     ],
 )
 def test_folders_that_are_refused(changes: dict[str, Any], line: str, tmp_path: Path) -> None:
@@ -142,7 +162,9 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"config\.json: cannot be read"):
         own.new_case(tmp_path, "mmlu")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(RequestError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+    with pytest.raises(
+        RequestError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"
+    ):
         own.new_case(tmp_path, "mmlu")
     with pytest.raises(RequestError, match="no tokenizer found"):
         own.new_case(folder_of(tmp_path), "mmlu")
@@ -153,7 +175,9 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
 def test_templates_are_one_for_each_task() -> None:
     assert sorted(new.templates()) == list(TASKS)
     works = families.LLAMA.works
-    assert all(resolve.resolve(name).case.question.row.work in works for name in new.templates().values())
+    assert all(
+        resolve.resolve(name).case.question.row.work in works for name in new.templates().values()
+    )
 
 
 def test_names() -> None:
@@ -180,5 +204,9 @@ def test_toml_comes_back_as_it_was() -> None:
 
 def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> None:
     """Aquila2's folders name code of their own, and are computed here without it."""
-    made = made_of(tmp_path, model_type="aquila", auto_map={"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"})
+    made = made_of(
+        tmp_path,
+        model_type="aquila",
+        auto_map={"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"},
+    )
     assert resolve.resolve(made.source).case.question.model.family == "llama"

@@ -10,7 +10,9 @@ from steelyard.case.precision import presets
 from steelyard.case.resolve import Resolved, resolve
 
 
-@pytest.mark.parametrize("key", ["question.precision.matmul", "question.precision.weights", "question.precision.name"])
+@pytest.mark.parametrize(
+    "key", ["question.precision.matmul", "question.precision.weights", "question.precision.name"]
+)
 def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
     """A part of it under the name of the whole would be a wrong label on every number."""
     assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
@@ -23,15 +25,25 @@ def test_precisions(name: str) -> None:
         "fp16": ("fp16", "fp16", None, None), "bf16": ("bf16", "bf16", None, None),
         "fp8": ("fp8", "bf16", None, None),
     }[name]  # fmt: skip
-    for found in (resolve(NAME, precision=name), resolve(NAME, settings=[f"question.precision={name}"])):
+    for found in (
+        resolve(NAME, precision=name),
+        resolve(NAME, settings=[f"question.precision={name}"]),
+    ):
         precision = found.case.question.precision
         assert precision.name == name
-        assert (precision.matmul, precision.weights, precision.gradients, precision.states) == expected
+        assert (
+            precision.matmul,
+            precision.weights,
+            precision.gradients,
+            precision.states,
+        ) == expected
         assert found.origins["question.precision.matmul"] == f"preset {name} (command line)"
 
 
 def test_training_precisions() -> None:
-    assert {name: (p.matmul, p.weights, p.gradients, p.states) for name, p in presets()["train"].items()} == {
+    assert {
+        name: (p.matmul, p.weights, p.gradients, p.states) for name, p in presets()["train"].items()
+    } == {
         "fp32": ("fp32", "fp32", "fp32", "fp32"),
         "tf32": ("tf32", "fp32", "fp32", "fp32"),
         "fp16": ("fp16", "fp32", "fp32", "fp32"),
@@ -54,7 +66,11 @@ def test_a_precision_spelled_out(tmp_path: Path) -> None:
     table = '\n[question.precision]\nname = "mine"\nmatmul = "tf32"\nweights = "bf16"\n'
     path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
     precision = resolve(path).case.question.precision
-    assert (precision.name, precision.matmul, precision.weights) == ("matmul tf32, weights bf16", "tf32", "bf16")
+    assert (precision.name, precision.matmul, precision.weights) == (
+        "matmul tf32, weights bf16",
+        "tf32",
+        "bf16",
+    )
     assert resolve(path).origins["question.precision.matmul"] == "case"
 
 
@@ -106,7 +122,11 @@ def test_every_value_has_an_origin() -> None:
     def leaves(table: dict[str, Any], prefix: str = "") -> list[str]:
         out = []
         for key, value in table.items():
-            out += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [f"{prefix}{key}"]
+            out += (
+                leaves(value, f"{prefix}{key}.")
+                if isinstance(value, dict) and value
+                else [f"{prefix}{key}"]
+            )
         return out
 
     assert set(leaves(found.case.model_dump(mode="json"))) <= set(found.origins)

@@ -50,10 +50,19 @@ def test_set(setting: str, key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("tune.batch_token=1", "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?"),
+        (
+            "tune.batch_token=1",
+            "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?",
+        ),
         ("batch_tokens=1", "--set: no key 'batch_tokens'; did you mean 'tune.batch_tokens'?"),
         ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(resolve.settable())}"),
-        ("tune.batch_tokens", "--set 'tune.batch_tokens' is not of the form key=value, such as tune.batch_tokens=16384"),
+        (
+            "tune.batch_tokens",
+            (
+                "--set 'tune.batch_tokens' is not of the form key=value, such as"
+                " tune.batch_tokens=16384"
+            ),
+        ),
         ("=3", "--set '=3' is not of the form key=value, such as tune.batch_tokens=16384"),
         ("", "--set '' is not of the form key=value, such as tune.batch_tokens=16384"),
     ],
@@ -63,7 +72,17 @@ def test_settings_without_a_known_key(setting: str, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["question.kind", "question.task", "question.model.family", "question.data.kind", "name", "size", "tune", "question"]
+    "key",
+    [
+        "question.kind",
+        "question.task",
+        "question.model.family",
+        "question.data.kind",
+        "name",
+        "size",
+        "tune",
+        "question",
+    ],
 )
 def test_keys_that_cannot_be_set(key: str) -> None:
     assert refusal(NAME, "full", f"{key}=train").startswith(f"--set: no key {key!r}; ")
@@ -75,7 +94,10 @@ def test_keys_that_cannot_be_set(key: str) -> None:
         ("tune.batch_tokens=[1, 2]", f"tune.batch_tokens: {INTEGER}, or auto (it is [1, 2])"),
         ("tune.batch_tokens=0", "tune.batch_tokens: must be at least 1, or auto (it is 0)"),
         ("tune.batch_tokens=many", f"tune.batch_tokens: {INTEGER}, or auto (it is 'many')"),
-        ("question.model.norm_eps=nan", "question.model.norm_eps: must be a finite number (it is nan)"),
+        (
+            "question.model.norm_eps=nan",
+            "question.model.norm_eps: must be a finite number (it is nan)",
+        ),
         ("max_interval=inf", "max_interval: must be a finite number (it is inf)"),
         ("question.division=shut", "question.division: allowed: 'closed' or 'open' (it is 'shut')"),
         ("tune.compile=7", "tune.compile: must be true or false (it is 7)"),
@@ -83,7 +105,9 @@ def test_keys_that_cannot_be_set(key: str) -> None:
     ],
 )
 def test_settings_of_the_wrong_type(setting: str, line: str) -> None:
-    assert refusal(NAME, "full", setting) == f"case '{NAME}', command line: {line}; see docs/cases.md"
+    assert (
+        refusal(NAME, "full", setting) == f"case '{NAME}', command line: {line}; see docs/cases.md"
+    )
 
 
 def test_deep_settings_are_refused() -> None:
@@ -122,7 +146,9 @@ OTHER_KIND = {
         "last_target",
     )
 }
-OTHER_KIND |= {f"published.{name}" for task in tasks.table().values() for name in task.published_facts}
+OTHER_KIND |= {
+    f"published.{name}" for task in tasks.table().values() for name in task.published_facts
+}
 OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
 OTHER_KIND |= {
     "question.data.made.queries",

@@ -8,7 +8,13 @@ from steelyard.errors import RequestError
 
 
 def test_axes() -> None:
-    told = ["tune.micro_batch=1, 2,4", "recompute=none,full", 'env.NCCL_ALGO="ring,tree",ring', "devices=1,2", "parallel=TP2"]
+    told = [
+        "tune.micro_batch=1, 2,4",
+        "recompute=none,full",
+        'env.NCCL_ALGO="ring,tree",ring',
+        "devices=1,2",
+        "parallel=TP2",
+    ]
     assert sweep.axes(told, {"tune.batch_tokens": "--set tune.batch_tokens=9"}) == (
         Axis("tune.micro_batch", ("1", "2", "4")),
         Axis("tune.recompute", ("none", "full")),
@@ -38,22 +44,48 @@ def test_the_last_axis_changes_first() -> None:
         (
             ["tune.micro_batch"],
             {},
-            "--sweep 'tune.micro_batch' is not of the form key=value,value, such as tune.micro_batch=1,2,4",
+            (
+                "--sweep 'tune.micro_batch' is not of the form key=value,value, such as"
+                " tune.micro_batch=1,2,4"
+            ),
         ),
         (["=1,2"], {}, "is not of the form key=value,value"),
-        (["tune.micro_bach=1"], {}, "--sweep: no key 'tune.micro_bach'; did you mean 'tune.micro_batch'?"),
+        (
+            ["tune.micro_bach=1"],
+            {},
+            "--sweep: no key 'tune.micro_bach'; did you mean 'tune.micro_batch'?",
+        ),
         (["device=1"], {}, "--sweep: no key 'device'; did you mean 'devices'?"),
         (["xyzzy=1"], {}, "--sweep: no key 'xyzzy'; allowed: devices, gate."),
         (["published.rows=1"], {}, "--sweep: no key 'published.rows'"),
-        (["micro_batch="], {}, "--sweep 'micro_batch=': a value is empty; name each, as in tune.micro_batch=1,2,4"),
+        (
+            ["micro_batch="],
+            {},
+            "--sweep 'micro_batch=': a value is empty; name each, as in tune.micro_batch=1,2,4",
+        ),
         (["micro_batch=1,,2"], {}, "a value is empty"),
         (["micro_batch=1,"], {}, "a value is empty"),
-        (["tune.env={}"], {}, "--sweep 'tune.env={}': {} is a table or a list; a sweep has single values"),
-        (["devices=two"], {}, "--sweep 'devices=two': two is no number of devices; allowed: 1 or more, as in devices=1,2,4"),
+        (
+            ["tune.env={}"],
+            {},
+            "--sweep 'tune.env={}': {} is a table or a list; a sweep has single values",
+        ),
+        (
+            ["devices=two"],
+            {},
+            (
+                "--sweep 'devices=two': two is no number of devices; allowed: 1 or more, as in"
+                " devices=1,2,4"
+            ),
+        ),
         (["devices=1,0"], {}, "0 is no number of devices"),
         (["nodes=1.5"], {}, "1.5 is no number of nodes"),
         (["nodes=true"], {}, "true is no number of nodes"),
-        (["micro_batch=1", "tune.micro_batch=2"], {}, "tune.micro_batch is swept twice; name all its values in one --sweep"),
+        (
+            ["micro_batch=1", "tune.micro_batch=2"],
+            {},
+            "tune.micro_batch is swept twice; name all its values in one --sweep",
+        ),
         (
             ["tune.env=a", "env.NCCL_ALGO=ring"],
             {},
@@ -62,7 +94,10 @@ def test_the_last_axis_changes_first() -> None:
         (
             ["parallel=TP,DP"],
             {"tune.parallel": "--parallel TP2"},
-            "--sweep 'parallel=TP,DP': tune.parallel is also set by --parallel TP2; leave one of the two out",
+            (
+                "--sweep 'parallel=TP,DP': tune.parallel is also set by --parallel TP2; leave one"
+                " of the two out"
+            ),
         ),
         (
             ["tune.env=a,b"],

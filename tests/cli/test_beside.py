@@ -51,10 +51,7 @@ def test_report_json_is_one_document(shell: Shell, run: Path, of_spec: Path) -> 
 
 @pytest.mark.parametrize("options", [("--format", "csv"), ("--layout", "flagperf"), ("--explain",)])
 def test_report_in_other_forms(
-    shell: Shell,
-    run: Path,
-    of_spec: Path,
-    options: tuple[str, ...],
+    shell: Shell, run: Path, of_spec: Path, options: tuple[str, ...]
 ) -> None:
     done = shell.ask("report", shell.out, *options)
     assert (done.code, done.lines) == (0, [left_out(of_spec)])

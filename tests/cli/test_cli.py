@@ -1,4 +1,6 @@
-"""The command line as its users meet it: answers on stdout, everything else on stderr, and one line for a mistake."""
+"""The command line as its users meet it: answers on stdout, everything else on stderr, and one line
+for a mistake.
+"""
 
 import os
 import subprocess
@@ -19,10 +21,32 @@ def test_json_is_all_there_is_on_stdout(shell: Shell, smoke: dict[str, Path]) ->
     for verb, keys in {
         ("list",): {"cases", "engines", "accelerators", "launchers"},
         ("show", CASE): {"name", "size", "values", "reference"},
-        ("report", smoke["closed"], smoke["open"]): {"schema", "kind", "summary", "cases", "repeats", "engines", "pages"},
-        ("report", smoke["closed"], "--format", "html", "--to", page): {"schema", "kind", "summary", "cases", "pages"},
+        ("report", smoke["closed"], smoke["open"]): {
+            "schema",
+            "kind",
+            "summary",
+            "cases",
+            "repeats",
+            "engines",
+            "pages",
+        },
+        ("report", smoke["closed"], "--format", "html", "--to", page): {
+            "schema",
+            "kind",
+            "summary",
+            "cases",
+            "pages",
+        },
         ("verify", smoke["closed"], smoke["open"]): {"records"},
-        ("schema",): {"$schema", "$defs", "title", "type", "properties", "required", "additionalProperties"},
+        ("schema",): {
+            "$schema",
+            "$defs",
+            "title",
+            "type",
+            "properties",
+            "required",
+            "additionalProperties",
+        },
     }.items():
         done = shell(*verb, "--json")
         assert (done.code, done.err) == (0, ""), verb
@@ -36,7 +60,9 @@ def test_run_json(shell: Shell) -> None:
     found = done.json()
     assert found.keys() == {"records", "repeats"}
     stored = [record.printed(record.read(path)) for path in sorted(shell.out.iterdir())]
-    assert sorted(found["records"], key=lambda one: one["id"]) == sorted(stored, key=lambda one: one["id"])
+    assert sorted(found["records"], key=lambda one: one["id"]) == sorted(
+        stored, key=lambda one: one["id"]
+    )
     assert len({one["id"] for one in found["records"]}) == 2
     [group] = found["repeats"]
     assert (group["case"], group["config"], group["not_valid"]) == (CASE, "1x1", [])
@@ -51,12 +77,24 @@ def test_run_json(shell: Shell) -> None:
 @pytest.mark.parametrize(
     "arguments,said",
     [
-        (("run", CASE, "--sise", "smoke"), "No such option --sise; did you mean --size? See steelyard run -h"),
+        (
+            ("run", CASE, "--sise", "smoke"),
+            "No such option --sise; did you mean --size? See steelyard run -h",
+        ),
         (("run", CASE, "--xyzzy"), "No such option --xyzzy; see steelyard run -h"),
         (("run", CASE, "--devices"), "Option '--devices' requires an argument"),
         ((*SMOKE, "--engine", "torhc"), "no engine 'torhc'; did you mean 'torch'?"),
-        (("show", "smoke", "--size", "full"), "smoke runs every case at size smoke; name a case to use --size full"),
-        (("run",), "name a case, or smoke for every case, tiny; or a model's folder with --model and --task"),
+        (
+            ("show", "smoke", "--size", "full"),
+            "smoke runs every case at size smoke; name a case to use --size full",
+        ),
+        (
+            ("run",),
+            (
+                "name a case, or smoke for every case, tiny; or a model's folder with --model and"
+                " --task"
+            ),
+        ),
         (("run", "lama2-7b-mmlu"), "no case 'lama2-7b-mmlu'; did you mean 'llama2-7b-mmlu'?"),
         (("show", "nothing-like-it"), "no case 'nothing-like-it'; known cases: "),
         (("show", "./none.toml"), "case file './none.toml' does not exist"),
@@ -69,8 +107,14 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--passes", "train"), "no pass 'train'; allowed: val, infer, bare"),
         ((*SMOKE, "--passes", "val,val"), "name each pass once"),
         ((*SMOKE, "--passes", ","), "name each pass once"),
-        ((*SMOKE, "--precision", "fp4"), "precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16, fp8"),
-        ((*SMOKE, "--precision", "fp8", "--engine", "transformers"), "engine transformers has no matmuls in fp8; allowed: "),
+        (
+            (*SMOKE, "--precision", "fp4"),
+            "precision 'fp4' is not known; allowed for score: fp32, tf32, fp16, bf16, fp8",
+        ),
+        (
+            (*SMOKE, "--precision", "fp8", "--engine", "transformers"),
+            "engine transformers has no matmuls in fp8; allowed: ",
+        ),
         ((*SMOKE, "--precision", "tf32"), "a CPU has no precision 'tf32'"),
         ((*SMOKE, "--division", "ajar"), "division"),
         ((*SMOKE, "--size", "huge"), "size 'huge' is not known; allowed: smoke, full"),
@@ -82,16 +126,25 @@ def test_run_json(shell: Shell) -> None:
         ((*SMOKE, "--nodes", "2"), "--nodes 2: "),
         ((*SMOKE, "--nodes", "0"), "must be at least 1"),
         ((*SMOKE, "--sample", "0"), "--sample 0: must be at least 1"),
-        ((*SMOKE, "--sample", "1000"), "--sample 1000: the data has 48 questions; allowed: 1 to 48"),
+        (
+            (*SMOKE, "--sample", "1000"),
+            "--sample 1000: the data has 48 questions; allowed: 1 to 48",
+        ),
         ((*SMOKE, "--steps", "0"), "--steps 0: must be at least 1"),
         ((*SMOKE, "--repeat", "0"), "--repeat 0: must be 1 to 10,000"),
         ((*SMOKE, "--hang-after", "nan"), "--hang-after nan: must be more than 0"),
         ((*SMOKE, "--time-limit", "-1"), "--time-limit -1"),
         (
             (*SMOKE, "--engine", "tensorflow"),
-            "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch, transformers",
+            (
+                "no engine 'tensorflow'; known: flagscale, megatron, paddle, reference, torch,"
+                " transformers"
+            ),
         ),
-        (("run", CASE, "--accelerator", "abacus", "--size", "smoke"), "accelerator 'abacus' is not known; known: cuda, cpu"),
+        (
+            ("run", CASE, "--accelerator", "abacus", "--size", "smoke"),
+            "accelerator 'abacus' is not known; known: cuda, cpu",
+        ),
         ((*SMOKE, "--weights", "no/such"), "--weights 'no/such' does not exist"),
         ((*SMOKE, "--data", "no/such"), "--data 'no/such' does not exist"),
         ((*SMOKE, "--site", "no.toml"), "--site 'no.toml' cannot be read"),
@@ -126,7 +179,9 @@ def test_reader_that_has_gone(shell: Shell) -> None:
     command = [sys.executable, "-m", "steelyard", "show", CASE]
     read, write = os.pipe()
     os.close(read)
-    process = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=shell.env(), text=True)
+    process = subprocess.Popen(
+        command, stdout=write, stderr=subprocess.PIPE, env=shell.env(), text=True
+    )
     os.close(write)
     assert process.communicate()[1] == ""
     assert process.returncode == 1
@@ -135,7 +190,9 @@ def test_reader_that_has_gone(shell: Shell) -> None:
 def test_stdout_that_is_full(shell: Shell) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "steelyard", "show", CASE]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=shell.env(), text=True, check=False)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, env=shell.env(), text=True, check=False
+        )
     assert done.returncode == 1
     assert done.stderr == golden("error-stdout-cannot-be-written-no")
 
@@ -151,7 +208,9 @@ sys.stderr.write(" ".join(heavy))
 
 
 def test_list_and_show_import_nothing_heavy(shell: Shell) -> None:
-    done = subprocess.run([sys.executable, "-c", LIST], env=shell.env(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIST], env=shell.env(), capture_output=True, text=True, check=True
+    )
     assert done.stderr == ""
     assert CASE in done.stdout
 
@@ -173,9 +232,13 @@ def test_parent_of_a_run_never_imports_torch(shell: Shell) -> None:
 
 def test_own_case_file(shell: Shell) -> None:
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()
-    text = text.replace(f'name = "{CASE}"', 'name = "mine"').replace("questions = 12", "questions = 3")
+    text = text.replace(f'name = "{CASE}"', 'name = "mine"').replace(
+        "questions = 12", "questions = 3"
+    )
     (shell.folder / "mine.toml").write_text(text)
-    done = shell("run", "./mine.toml", "--size", "smoke", "--accelerator", "cpu", "--out", shell.out)
+    done = shell(
+        "run", "./mine.toml", "--size", "smoke", "--accelerator", "cpu", "--out", shell.out
+    )
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert (record["case"]["name"], record["data"]["rows"]) == ("mine", 12)
@@ -188,7 +251,17 @@ def test_own_case_file(shell: Shell) -> None:
 
 
 def test_show_says_where_values_come_from(shell: Shell) -> None:
-    done = shell("show", CASE, "--size", "smoke", "--set", "tune.batch_tokens=99", "--precision", "fp16", "--json")
+    done = shell(
+        "show",
+        CASE,
+        "--size",
+        "smoke",
+        "--set",
+        "tune.batch_tokens=99",
+        "--precision",
+        "fp16",
+        "--json",
+    )
     rows = {row["key"]: (row["value"], row["origin"]) for row in done.json()["values"]}
     assert rows["tune.batch_tokens"] == (99, "command line")
     assert rows["question.model.layers"] == (2, "case, size smoke")
@@ -201,7 +274,11 @@ def test_show_says_where_values_come_from(shell: Shell) -> None:
 def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     done = finish(shell.start("run", "smoke", "--accelerator", "cpu", "--out", shell.out), 300)
     records = shell.records()
-    wanted = {(name, one) for name in resolve.names() for one in resolve.resolve(name, "smoke").case.divisions}
+    wanted = {
+        (name, one)
+        for name in resolve.names()
+        for one in resolve.resolve(name, "smoke").case.divisions
+    }
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
     assert {one["case"]["size"] for one in records} == {"smoke"}
     # Without a terminal, stderr holds two lines a record and nothing else; the table is the answer.

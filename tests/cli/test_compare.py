@@ -42,12 +42,19 @@ def test_json_has_the_exact_numbers(sides: Shell) -> None:
     assert told["ratio"]["verdict"] == "significant"
     assert told["ratio"]["interval"][1] < 1
     assert (told["outcome"], told["regressed"], told["unit"]) == ("slower", True, "tokens/s")
-    rate = json.loads((sides.folder / "old" / "01-00.json").read_bytes())["metrics"]["tokens_per_device_s"]["value"]
+    rate = json.loads((sides.folder / "old" / "01-00.json").read_bytes())["metrics"][
+        "tokens_per_device_s"
+    ]["value"]
     assert told["base"]["rate"] == pytest.approx(rate * sum(1 / one for one in EVEN) / 3)
     assert [one["valid"] for one in (told["base"], told["new"])] == [3, 3]
     phases = {one["name"]: one["ratio"]["value"] for one in told["phases"]}
     assert phases["compute"] == pytest.approx(1.1)
-    assert told["answers"]["new"]["chosen"] == {"items": 48, "other": 0, "largest": None, "tokens": None}
+    assert told["answers"]["new"]["chosen"] == {
+        "items": 48,
+        "other": 0,
+        "largest": None,
+        "tokens": None,
+    }
     assert told["differs"] == []
 
 
@@ -64,7 +71,9 @@ def test_different_questions_end_with_exit_code_2(sides: Shell) -> None:
     assert done.code == 2
     assert done.err.startswith(golden("error-the-questions-differ-question-division"))
     across = sides.ask("compare", "old", "open", "--across", "question.division", "--json")
-    assert across.json()["across"] == [{"field": "question.division", "base": ["closed"], "new": ["open"]}]
+    assert across.json()["across"] == [
+        {"field": "question.division", "base": ["closed"], "new": ["open"]}
+    ]
     assert across.json()["unit"] == "questions/s"
     typo = sides.ask("compare", "old", "open", "--across", "question.divison")
     assert (typo.code, "did you mean 'question.division'?" in typo.err) == (2, True)
@@ -79,7 +88,9 @@ def test_a_record_that_does_not_verify_is_refused(sides: Shell) -> None:
 
 
 def test_a_page_goes_to_a_file(sides: Shell) -> None:
-    done = sides.ask("compare", "old", "old", "--format", "html", "--lang", "zh", "--to", "page.html")
+    done = sides.ask(
+        "compare", "old", "old", "--format", "html", "--lang", "zh", "--to", "page.html"
+    )
     assert (done.code, done.out) == (0, "")
     assert "对比" in (sides.folder / "page.html").read_text()
     told = sides.ask("compare", "old", "old", "--to", "page.md", "--format", "md", "--json").json()
@@ -95,8 +106,12 @@ def test_history_finds_the_first_bad_point(sides: Shell) -> None:
     assert done.code == 0, done.err
     [trend] = done.json()["trends"]
     assert [len(point["records"]) for point in trend["points"]] == [3, 3, 2]
-    assert trend["points"][1]["to_first"]["value"] == pytest.approx(geometric(SLOW) / geometric(EVEN), rel=1e-9)
-    assert trend["points"][2]["to_before"]["value"] == pytest.approx(1 / geometric((1.05, 1.0501)), rel=1e-4)
+    assert trend["points"][1]["to_first"]["value"] == pytest.approx(
+        geometric(SLOW) / geometric(EVEN), rel=1e-9
+    )
+    assert trend["points"][2]["to_before"]["value"] == pytest.approx(
+        1 / geometric((1.05, 1.0501)), rel=1e-4
+    )
     assert trend["first_bad"]["id"] == "0400" * 8
     assert "First bad record: 04000400" in sides.ask("history", "slow").out
 
@@ -104,7 +119,11 @@ def test_history_finds_the_first_bad_point(sides: Shell) -> None:
 def test_history_reads_a_record_once(sides: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     first = sides.ask("history", "old", "--json")
     assert own_index(sides).is_file()
-    assert sorted(path.name for path in (sides.folder / "old").iterdir()) == ["01-00.json", "01-01.json", "01-02.json"]
+    assert sorted(path.name for path in (sides.folder / "old").iterdir()) == [
+        "01-00.json",
+        "01-01.json",
+        "01-02.json",
+    ]
     from steelyard.metrics import history
 
     def never(path: Path) -> None:
@@ -148,7 +167,9 @@ def test_history_without_an_index_or_with_another(sides: Shell) -> None:
     assert (other.code, (sides.folder / "mine.txt").read_text()) == (2, "mine")
 
 
-def test_history_without_a_cache_keeps_no_index(sides: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_without_a_cache_keeps_no_index(
+    sides: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (sides.folder / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(sides.folder / "file"))
     done = sides.ask("history", "old")

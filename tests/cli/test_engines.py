@@ -24,15 +24,26 @@ INSTALLED = ("torch", "transformers", "reference")
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed here."""
-    monkeypatch.setattr(engine_rows.plugins, "installed", lambda module: not module.startswith(("megatron", "paddle")))
+    monkeypatch.setattr(
+        engine_rows.plugins,
+        "installed",
+        lambda module: not module.startswith(("megatron", "paddle")),
+    )
 
 
 def asked(
-    *changes: str, case: str = CASE, division: str | None = None, precision: str | None = None, **options: Any
+    *changes: str,
+    case: str = CASE,
+    division: str | None = None,
+    precision: str | None = None,
+    **options: Any,
 ) -> list[Request]:
     resolved = resolve(case, "smoke", precision, division, list(changes))
     every = engines_and_settings("all", [])[0]
-    return [Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options) for name, _ in every]
+    return [
+        Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options)
+        for name, _ in every
+    ]
 
 
 @pytest.mark.parametrize(
@@ -42,11 +53,19 @@ def asked(
             asked(),
             ["torch", "transformers"],
             {
-                "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
-                "megatron": "megatron.core is not installed, and engine megatron needs it; pip install 'steelyard[megatron]', "
-                "then run again",
+                "reference": (
+                    f"engine 'reference' does not run {CASE}; allowed: torch, transformers,"
+                    " megatron"
+                ),
+                "megatron": (
+                    "megatron.core is not installed, and engine megatron needs it; pip install"
+                    " 'steelyard[megatron]', then run again"
+                ),
                 **{
-                    name: f"engine {name!r} does not run {CASE}; allowed: torch, transformers, megatron"
+                    name: (
+                        f"engine {name!r} does not run {CASE}; allowed: torch, transformers,"
+                        " megatron"
+                    )
                     for name in ("paddle", "flagscale")
                 },
             },
@@ -55,11 +74,19 @@ def asked(
             asked(division="open"),
             ["torch"],
             {
-                "transformers": f"{CASE} has no division 'open' with engine transformers; allowed: closed",
-                "reference": f"engine 'reference' does not run {CASE}; allowed: torch, transformers, megatron",
+                "transformers": (
+                    f"{CASE} has no division 'open' with engine transformers; allowed: closed"
+                ),
+                "reference": (
+                    f"engine 'reference' does not run {CASE}; allowed: torch, transformers,"
+                    " megatron"
+                ),
                 "megatron": f"{CASE} has no division 'open' with engine megatron; allowed: closed",
                 **{
-                    name: f"engine {name!r} does not run {CASE}; allowed: torch, transformers, megatron"
+                    name: (
+                        f"engine {name!r} does not run {CASE}; allowed: torch, transformers,"
+                        " megatron"
+                    )
                     for name in ("paddle", "flagscale")
                 },
             },
@@ -67,7 +94,9 @@ def asked(
     ],
     ids=["closed", "open"],
 )
-def test_those_that_cannot_are_named_with_the_reason(requests: list[Request], able: list[str], reasons: dict[str, str]) -> None:
+def test_those_that_cannot_are_named_with_the_reason(
+    requests: list[Request], able: list[str], reasons: dict[str, str]
+) -> None:
     runs, left_out = verb.able(requests)
     assert [one.engine.name for one in runs] == able
     assert {one.engine: one.reason for one in left_out} == reasons
@@ -88,20 +117,32 @@ def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
     assert reasons["paddle"] == golden("engine-paddle-does-not-train-in")
 
 
-def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(tmp_path: Path) -> None:
+def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(
+    tmp_path: Path,
+) -> None:
     runs, left_out = verb.able(asked(case="llama1-7b-openwebtext"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
     assert reasons["flagscale"] == golden("engine-flagscale-runs-checkout-of-flagscale")
     (tmp_path / "run.py").touch()
     *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
-    runs, left_out = verb.able([*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))])
-    assert {one.engine: one.reason for one in left_out}["flagscale"] == golden("passes-no-pass-after-allowed-train")
+    runs, left_out = verb.able(
+        [*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))]
+    )
+    assert {one.engine: one.reason for one in left_out}["flagscale"] == golden(
+        "passes-no-pass-after-allowed-train"
+    )
 
 
 def test_what_no_engine_can_is_a_wrong_request() -> None:
     with pytest.raises(RequestError) as caught:
-        verb.able([request for request in asked(division="open") if request.engine in ("transformers", "paddle")])
+        verb.able(
+            [
+                request
+                for request in asked(division="open")
+                if request.engine in ("transformers", "paddle")
+            ]
+        )
     assert str(caught.value) == (golden("no-engine-can-do-it-transformers", CASE, CASE, CASE))
 
 
@@ -117,7 +158,9 @@ def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
     return names
 
 
-def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_engines_take_turns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
     assert verb.run_engines(asked(), 3, Output()) == 0
     assert names == ["torch", "transformers"] * 3
@@ -125,17 +168,32 @@ def test_repeated_engines_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [line.split(":")[:2] for line in told.err.splitlines()] == [
         ["left out", f" {name}"] for name in ("reference", "megatron", "paddle", "flagscale")
     ]
-    assert told.out.startswith("Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n")
+    assert told.out.startswith(
+        "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200\n"
+    )
     assert "1 of 8" in told.out
 
 
-def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
     assert verb.run_engines(asked(), 1, Output(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
-    assert [one["engine"] for one in told["engines"]["left_out"]] == ["reference", "megatron", "paddle", "flagscale"]
-    numbers = {"rate": 100.0, "rate_interval": None, "ratio": 1.0, "ratio_interval": None, "interval_from": None}
+    assert [one["engine"] for one in told["engines"]["left_out"]] == [
+        "reference",
+        "megatron",
+        "paddle",
+        "flagscale",
+    ]
+    numbers = {
+        "rate": 100.0,
+        "rate_interval": None,
+        "ratio": 1.0,
+        "ratio_interval": None,
+        "interval_from": None,
+    }
     numbers |= {"mfu": 0.25, "mem": 10.0, "quality": 0.5, "valid": 1}
     apart = {
         "chosen": {"items": 8, "other": 1, "largest": None, "tokens": None},
@@ -144,18 +202,38 @@ def test_json_has_the_comparison(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         "quality": 0.0,
     }
     assert told["engines"]["groups"] == [
-        {"case": CASE, "key": "4be1c0ffee123456", "division": "closed", "precision": "bf16", "unit": "tokens/s"}
+        {
+            "case": CASE,
+            "key": "4be1c0ffee123456",
+            "division": "closed",
+            "precision": "bf16",
+            "unit": "tokens/s",
+        }
         | {"quality": "acc", "without": []}
         | {
             "rows": [
-                {"engine": "torch", "base": True, "answers": None, **numbers, "records": [f"{1:032x}"]},
-                {"engine": "transformers", "base": False, "answers": apart, **numbers, "records": [f"{2:032x}"]},
+                {
+                    "engine": "torch",
+                    "base": True,
+                    "answers": None,
+                    **numbers,
+                    "records": [f"{1:032x}"],
+                },
+                {
+                    "engine": "transformers",
+                    "base": False,
+                    "answers": apart,
+                    **numbers,
+                    "records": [f"{2:032x}"],
+                },
             ]
         }
     ]
 
 
-def test_an_interrupted_run_is_the_last(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_is_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
     monkeypatch.setattr(verb, "interrupted", lambda made: len(names) == 2)
     assert verb.run_engines(asked(), 2, Output()) == 1
@@ -186,11 +264,16 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
     }
     assert told.err.splitlines()[-1] == golden("left-out-transformers-weights-of-another")
     unable = {"torch", "transformers"}
-    with pytest.raises(RequestError, match="no engine can do it: torch: weights of another layout; transformers: weights"):
+    with pytest.raises(
+        RequestError,
+        match="no engine can do it: torch: weights of another layout; transformers: weights",
+    ):
         verb.run_engines(asked(), 2, Output(json=True))
 
 
-def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_engine_alone_has_a_table_of_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ran(monkeypatch, {"torch": "A" * 8})
     assert verb.run_engines(asked(division="open"), 1, Output()) == 0
     told = capsys.readouterr()
@@ -199,27 +282,44 @@ def test_one_engine_alone_has_a_table_of_runs(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_where_each_engine_lives() -> None:
-    chosen, others = engines_and_settings("all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"])
+    chosen, others = engines_and_settings(
+        "all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"]
+    )
     pythons = {name: settings.python for name, settings in chosen}
     assert pythons == dict.fromkeys(engine_rows.table()) | {"megatron": "a/b:c", "torch": "d"}
     assert others == ["tune.warmup=1"]
-    assert engines_and_settings("torch", ["engine.python=a:b"]) == ([("torch", EngineSettings(python="a:b"))], [])
+    assert engines_and_settings("torch", ["engine.python=a:b"]) == (
+        [("torch", EngineSettings(python="a:b"))],
+        [],
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--sweep", "batch_tokens=1,2"), "--engine all and --sweep cannot be combined; name one engine, or drop --sweep"),
-        (("--resume", "x.json"), "--engine all and --resume cannot be combined; name the engine of the checkpoint"),
+        (
+            ("--sweep", "batch_tokens=1,2"),
+            "--engine all and --sweep cannot be combined; name one engine, or drop --sweep",
+        ),
+        (
+            ("--resume", "x.json"),
+            "--engine all and --resume cannot be combined; name the engine of the checkpoint",
+        ),
         (
             ("--set", "engine.python=venv/bin/python"),
-            "--set 'engine.python=venv/bin/python': with --engine all a setting names its engine, such as "
-            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle, flagscale",
+            (
+                "--set 'engine.python=venv/bin/python': with --engine all a setting names its"
+                " engine, such as engine.python=megatron:venv/bin/python; known: torch,"
+                " transformers, reference, megatron, paddle, flagscale"
+            ),
         ),
         (
             ("--set", "engine.python=mine:venv/bin/python"),
-            "--set 'engine.python=mine:venv/bin/python': with --engine all a setting names its engine, such as "
-            "engine.python=megatron:venv/bin/python; known: torch, transformers, reference, megatron, paddle, flagscale",
+            (
+                "--set 'engine.python=mine:venv/bin/python': with --engine all a setting names its"
+                " engine, such as engine.python=megatron:venv/bin/python; known: torch,"
+                " transformers, reference, megatron, paddle, flagscale"
+            ),
         ),
         (("--steps", "0"), "--steps 0: must be at least 1"),
     ],
@@ -231,7 +331,9 @@ def test_requests_that_are_wrong(arguments: tuple[str, ...], reason: str, shell:
 
 @pytest.mark.full
 def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
-    """Really run: on one question torch and transformers give the same answers, and a page of their folder says so."""
+    """Really run: on one question torch and transformers give the same answers, and a page of their
+    folder says so.
+    """
     pytest.importorskip("transformers")
     done = shell(*SMOKE, "--engine", "all", "--passes", "infer", "--out", shell.out, "--json")
     assert done.code == 0, done.err
@@ -240,6 +342,11 @@ def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
     rows = {row["engine"]: row for row in group["rows"]}
     assert [one["engine"]["name"] for one in told["records"]][:2] == ["torch", "transformers"]
     assert rows["torch"]["answers"] is None
-    assert rows["transformers"]["answers"]["chosen"] == {"items": 48, "other": 0, "largest": None, "tokens": 0}
+    assert rows["transformers"]["answers"]["chosen"] == {
+        "items": 48,
+        "other": 0,
+        "largest": None,
+        "tokens": 0,
+    }
     page = shell("report", shell.out, "--full")
     assert (page.code, "other answers" in page.out, "0 of 48" in page.out) == (0, True, True)

@@ -1,4 +1,6 @@
-"""What `report` gives beside a page: CSV, JSON and pages of FlagPerf's form, on stdout and in files."""
+"""What `report` gives beside a page: CSV, JSON and pages of FlagPerf's form, on stdout and in
+files.
+"""
 
 import csv
 import io
@@ -26,8 +28,13 @@ def test_csv(shell: Shell, records: list[Path]) -> None:
     done = shell("report", *records, "--format", "csv")
     assert (done.code, done.err) == (0, "")
     heads, *rows = csv.reader(io.StringIO(done.out, newline=""))
-    assert [row[heads.index("case")] for row in rows] == [LAMBADA.removesuffix("-smoke"), ALPACA.removesuffix("-smoke")]
-    assert [row[heads.index("id")] for row in rows] == [json.loads(path.read_bytes())["id"] for path in records]
+    assert [row[heads.index("case")] for row in rows] == [
+        LAMBADA.removesuffix("-smoke"),
+        ALPACA.removesuffix("-smoke"),
+    ]
+    assert [row[heads.index("id")] for row in rows] == [
+        json.loads(path.read_bytes())["id"] for path in records
+    ]
     file = shell.folder / "runs.csv"
     assert shell("report", *records, "--format", "csv", "--to", file).lines == [f"table: {file}"]
     command = [sys.executable, "-m", "steelyard", "report", *map(str, records), "--format", "csv"]
@@ -41,7 +48,10 @@ def test_json_is_data_of_its_schema(shell: Shell, records: list[Path]) -> None:
     schema = shell("schema", "report").json()
     jsonschema.Draft202012Validator(schema).validate(done.json())
     assert schema["title"] == "Steelyard report"
-    assert [one["case"] for one in done.json()["cases"]] == [LAMBADA.removesuffix("-smoke"), ALPACA.removesuffix("-smoke")]
+    assert [one["case"] for one in done.json()["cases"]] == [
+        LAMBADA.removesuffix("-smoke"),
+        ALPACA.removesuffix("-smoke"),
+    ]
     assert done.json()["pages"] == []
     page = shell.folder / "page.md"
     both = shell("report", *records, "--json", "--format", "md", "--to", page).json()
@@ -62,7 +72,9 @@ def test_flagperf_pages_follow_one_another(shell: Shell, records: list[Path]) ->
     assert first.startswith("### 1. 推理数据集\n> Download website：/\n")
     assert "* 性能指标" in second
     file = shell.folder / "both.md"
-    assert shell("report", *records, "--layout", "flagperf", "--lang", "zh", "--to", file).lines == [f"page: {file}"]
+    assert shell(
+        "report", *records, "--layout", "flagperf", "--lang", "zh", "--to", file
+    ).lines == [f"page: {file}"]
     assert file.read_text() == done.out
 
 
@@ -70,10 +82,14 @@ def test_flagperf_pages_in_a_folder(shell: Shell, records: list[Path]) -> None:
     folder = shell.folder / "new" / "pages"
     done = shell("report", *records, "--layout", "flagperf", "--to", folder)
     written = sorted(folder.iterdir())
-    device = json.loads(records[0].read_bytes())["environment"]["hardware"]["devices"][0]["name"].replace(" ", "_")
+    device = json.loads(records[0].read_bytes())["environment"]["hardware"]["devices"][0][
+        "name"
+    ].replace(" ", "_")
     assert [path.name for path in written] == [f"{LAMBADA}-{device}.md", f"{ALPACA}-{device}.md"]
     assert sorted(done.lines) == [f"page: {path}" for path in written]
-    told = shell("report", *records, "--layout", "flagperf", "--to", folder, "--json").json()["pages"]
+    told = shell("report", *records, "--layout", "flagperf", "--to", folder, "--json").json()[
+        "pages"
+    ]
     assert sorted(one["path"] for one in told) == [str(path) for path in written]
     assert written[0].read_text().startswith("### 1. Inference dataset\n")
 
@@ -83,16 +99,27 @@ def test_flagperf_pages_in_a_folder(shell: Shell, records: list[Path]) -> None:
     [
         (("--layout", "other"), "--layout 'other': allowed: flagperf"),
         (("--format", "xls"), "--format 'xls': allowed: text, md, html, csv"),
-        (("--layout", "flagperf", "--format", "html"), "--layout flagperf is Markdown; leave out --format html"),
+        (
+            ("--layout", "flagperf", "--format", "html"),
+            "--layout flagperf is Markdown; leave out --format html",
+        ),
         (("--layout", "flagperf", "--lang", "fr"), "--lang 'fr': allowed: en, zh"),
-        (("--explain", "--format", "csv"), "--explain and --format csv do not go together; ask for them one after the other"),
+        (
+            ("--explain", "--format", "csv"),
+            "--explain and --format csv do not go together; ask for them one after the other",
+        ),
         (
             ("--json", "--format", "html"),
-            "--json prints data, not a page; add --to FILE to write the page too, or leave out --json",
+            (
+                "--json prints data, not a page; add --to FILE to write the page too, or leave out"
+                " --json"
+            ),
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+def test_what_does_not_go_together_is_one_line(
+    shell: Shell, arguments: tuple[str, ...], said: str
+) -> None:
     done = shell("report", RESULTS / "cpu", *arguments)
     assert (done.code, done.out, done.lines) == (2, "", [f"error: {said}"])
 

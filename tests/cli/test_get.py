@@ -1,4 +1,6 @@
-"""data get, data list and --data auto as their users meet them, with a server on loopback in the place of publishers."""
+"""data get, data list and --data auto as their users meet them, with a server on loopback in the
+place of publishers.
+"""
 
 import signal
 import stat
@@ -23,7 +25,9 @@ FULL = ("run", "llama1-7b-openwebtext", "--accelerator", "cpu")
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A mirror that has the token files of OpenWebText, ten tiny documents, under the names of the published ones."""
+    """A mirror that has the token files of OpenWebText, ten tiny documents, under the names of the
+    published ones.
+    """
     lens = np.full(10, 40, dtype=np.int32)
     ids = np.arange(400, dtype=np.uint16) % 250
     np.save(tmp_path / "ids.npy", ids)
@@ -58,8 +62,11 @@ def test_get_then_list_then_auto(shell: Shell, server: Server, cache: Path) -> N
     assert done.err.startswith("openwebtext: OpenWebText, 100k documents")
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     listed = shell.ask("data", "list").out.splitlines()
-    assert [line.split()[:4] for line in listed if line.startswith("openwebtext")] == [["openwebtext", "1.52", "KiB", "here"]]
-    again = shell.ask("data", "get", "llama1-7b-openwebtext", "--json")  # the case stands for its data
+    assert [line.split()[:4] for line in listed if line.startswith("openwebtext")] == [
+        ["openwebtext", "1.52", "KiB", "here"]
+    ]
+    # the case stands for its data
+    again = shell.ask("data", "get", "llama1-7b-openwebtext", "--json")
     assert (again.code, again.err) == (0, "")
     assert (again.json()["before"], again.json()["path"]) == (True, str(cache / "openwebtext"))
     assert shell.ask("data", "inspect", cache / "openwebtext", "--json").json()["documents"] == 10
@@ -69,15 +76,9 @@ def test_get_then_list_then_auto(shell: Shell, server: Server, cache: Path) -> N
 
 def test_auto_without_data_says_what_to_get(shell: Shell, cache: Path) -> None:
     done = shell.ask(*FULL, "--data", "auto")
-    assert (done.code, done.err) == (
-        2,
-        golden("error-data-auto-openwebtext-is-not"),
-    )
+    assert (done.code, done.err) == (2, golden("error-data-auto-openwebtext-is-not"))
     done = shell.ask(*FULL)
-    assert (done.code, done.err) == (
-        2,
-        golden("error-llama-1-7-openwebtext-at"),
-    )
+    assert (done.code, done.err) == (2, golden("error-llama-1-7-openwebtext-at"))
 
 
 def test_auto_is_for_size_full_and_a_path_stays_a_path(cache: Path) -> None:
@@ -87,33 +88,55 @@ def test_auto_is_for_size_full_and_a_path_stays_a_path(cache: Path) -> None:
     assert data_of(None, smoke) is None
 
 
-def test_auto_of_a_task_that_nobody_publishes_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_of_a_task_that_nobody_publishes_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("steelyard.sources.table.DATA", ())
-    with pytest.raises(RequestError, match="--data auto: nothing is known to get for task 'mmlu'; give a path"):
+    with pytest.raises(
+        RequestError, match="--data auto: nothing is known to get for task 'mmlu'; give a path"
+    ):
         data_of(Path("auto"), resolve.resolve("llama2-7b-mmlu").case)
 
 
-def test_a_download_that_fails_is_one_line_and_code_1(shell: Shell, server: Server, cache: Path) -> None:
+def test_a_download_that_fails_is_one_line_and_code_1(
+    shell: Shell, server: Server, cache: Path
+) -> None:
     server.pages[f"/m/openwebtext/{STEM}_idx.npz"].content = b"other"
     done = shell.ask("data", "get", "lambada", "--from", shell.folder)
     assert (done.code, done.out) == (2, "")
-    assert done.err.splitlines()[-1].startswith(golden("error-from-no-lambada_test-jsonl-in", shell.folder))
+    assert done.err.splitlines()[-1].startswith(
+        golden("error-from-no-lambada_test-jsonl-in", shell.folder)
+    )
     (shell.folder / "lambada_test.jsonl").write_bytes(b"x" * 1_819_752)
     done = shell.ask("data", "get", "lambada", "--from", shell.folder, "--quiet")
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: {shell.folder / 'lambada_test.jsonl'}: sha256 ")
     assert "the table of sources says 4aa8d02cd17c7191" in done.err
-    assert [one["here"] for one in shell.ask("data", "list", "--json").json()["sources"]] == [False] * 6
+    assert [one["here"] for one in shell.ask("data", "list", "--json").json()["sources"]] == [
+        False
+    ] * 6
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
         (("data", "get", "mmul"), "no data 'mmul' to get; did you mean 'mmlu'?"),
-        (("data", "get", "mmlu", "--from", "nowhere"), "--from 'nowhere' is not a folder; name the one that has the files"),
-        (("data", "get", "mmlu", "--mirror", "ftp://x"), "--mirror 'ftp://x': not an address; allowed: https://… or http://…"),
-        (("data", "get", "mmlu", "--from", ".", "--mirror", "https://x"), "--from and --mirror cannot be combined; drop one"),
-        (("data", "get", "mmlu", "--timeout", "0"), "--timeout 0: must be more than 0 and at most 86400 seconds"),
+        (
+            ("data", "get", "mmlu", "--from", "nowhere"),
+            "--from 'nowhere' is not a folder; name the one that has the files",
+        ),
+        (
+            ("data", "get", "mmlu", "--mirror", "ftp://x"),
+            "--mirror 'ftp://x': not an address; allowed: https://… or http://…",
+        ),
+        (
+            ("data", "get", "mmlu", "--from", ".", "--mirror", "https://x"),
+            "--from and --mirror cannot be combined; drop one",
+        ),
+        (
+            ("data", "get", "mmlu", "--timeout", "0"),
+            "--timeout 0: must be more than 0 and at most 86400 seconds",
+        ),
         (
             ("weights", "get", "glm-large", "--revision", "v1"),
             "--revision v1: glm-large is not a model of the hub; leave it out",
@@ -125,23 +148,37 @@ def test_a_download_that_fails_is_one_line_and_code_1(shell: Shell, server: Serv
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_requests_that_are_wrong(shell: Shell, cache: Path, words: tuple[str, ...], line: str) -> None:
+def test_requests_that_are_wrong(
+    shell: Shell, cache: Path, words: tuple[str, ...], line: str
+) -> None:
     done = shell.ask(*words)
     assert (done.code, done.out, done.err) == (2, "", f"error: {line}\n")
 
 
-def test_an_interrupt_keeps_the_part_and_the_same_command_goes_on(shell: Shell, server: Server, cache: Path) -> None:
+def test_an_interrupt_keeps_the_part_and_the_same_command_goes_on(
+    shell: Shell, server: Server, cache: Path
+) -> None:
     page = server.pages[f"/m/openwebtext/{STEM}_ids.npy"]
     page.stalls = [500]
     command = ("data", "get", "openwebtext", "--mirror", f"{server.url}/m")
     process = shell.start(*command, XDG_CACHE_HOME=str(cache.parents[1]))
     part = cache / ".openwebtext.part" / f"{STEM}_ids.npy.part"
-    assert wait_for(lambda: (part.exists() and part.stat().st_size == 500) or process.poll() is not None)
+    assert wait_for(
+        lambda: (part.exists() and part.stat().st_size == 500) or process.poll() is not None
+    )
     process.send_signal(signal.SIGINT)
     done = finish(process)
-    assert (done.code, done.out, done.lines[-1]) == (1, "", golden("interrupted-run-the-same-command-again"))
+    assert (done.code, done.out, done.lines[-1]) == (
+        1,
+        "",
+        golden("interrupted-run-the-same-command-again"),
+    )
     assert part.stat().st_size == 500
-    row = next(one for one in shell.ask("data", "list", "--json").json()["sources"] if one["name"] == "openwebtext")
+    row = next(
+        one
+        for one in shell.ask("data", "list", "--json").json()["sources"]
+        if one["name"] == "openwebtext"
+    )
     assert (row["here"], row["partial_bytes"] >= 500) == (False, True)
     server.seen.clear()
     assert shell.ask(*command, "--quiet").err == ""
@@ -155,7 +192,9 @@ def test_a_disk_that_runs_full_is_one_line(
     """The server does not say how large the file is, so that nobody could know before."""
     monkeypatch.setattr("steelyard.sources.download.SPARE_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
-    server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(bytes(3 << 20), length=False, chunked=True)
+    server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(
+        bytes(3 << 20), length=False, chunked=True
+    )
     done = shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet")
     folder = small_disk / "steelyard" / "data"
     line = f"error: {folder}: No space left on device; mend that, then run the same command again\n"
@@ -171,13 +210,39 @@ def test_a_disk_that_runs_full_is_one_line(
 @pytest.mark.full
 def test_a_run_takes_what_was_got(shell: Shell, server: Server, cache: Path) -> None:
     """A model of two layers at size full, its documents from the folder that get made."""
-    assert shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet").code == 0
-    small = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 256, "positions": 32}
+    assert (
+        shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet").code == 0
+    )
+    small = {
+        "layers": 2,
+        "hidden": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "ffn": 128,
+        "vocab": 256,
+        "positions": 32,
+    }
     settings = [f"question.model.{name}={value}" for name, value in small.items()]
-    settings += ["question.train.length=32", "question.train.batch=2", "question.data.held_out=1", "question.precision=fp32"]
+    settings += [
+        "question.train.length=32",
+        "question.train.batch=2",
+        "question.data.held_out=1",
+        "question.precision=fp32",
+    ]
     settings += ["tune.compile=false", "tune.micro_batch=1"]
     words = [word for setting in settings for word in ("--set", setting)]
-    command = (*FULL, "--data", "auto", "--steps", "2", "--passes", "train", *words, "--out", shell.out)
+    command = (
+        *FULL,
+        "--data",
+        "auto",
+        "--steps",
+        "2",
+        "--passes",
+        "train",
+        *words,
+        "--out",
+        shell.out,
+    )
     done = shell(*command, XDG_CACHE_HOME=str(cache.parents[1]))
     (record,) = shell.records()
     assert record["data"]["source"] == STEM, done.err
@@ -196,8 +261,17 @@ def test_a_model_of_the_hub(shell: Shell, server: Server, cache: Path) -> None:
     done = shell("weights", "get", "org/tiny", "--json", **place)
     assert done.code == 0, done.err
     told = done.json()
-    assert (told["path"], told["revision"], told["licence"]) == (str(cache.parent / "weights" / "org--tiny"), REVISION, "mit")
-    assert [one["path"] for one in told["files"]] == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert (told["path"], told["revision"], told["licence"]) == (
+        str(cache.parent / "weights" / "org--tiny"),
+        REVISION,
+        "mit",
+    )
+    assert [one["path"] for one in told["files"]] == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     rows = shell.ask("weights", "list", "--json").json()["sources"]
     assert [row["path"] for row in rows if row["here"]] == [told["path"]]
 

@@ -32,7 +32,9 @@ FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "-
 
 def examples(text: str) -> list[str]:
     """The commands of the example(s) in a help."""
-    return re.findall(r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0])
+    return re.findall(
+        r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0]
+    )
 
 
 def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
@@ -40,17 +42,26 @@ def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
     verbs = [one.callback for one in of.registered_commands if one.callback]
     hints = [hint for verb in verbs for hint in get_type_hints(verb, include_extras=True).items()]
     own = [(name, info) for name, hint in hints for info in getattr(hint, "__metadata__", ())]
-    groups = [one for group in of.registered_groups for one in options(group.typer_instance or typer.Typer())]
+    groups = [
+        one
+        for group in of.registered_groups
+        for one in options(group.typer_instance or typer.Typer())
+    ]
     return [one for one in own if isinstance(one[1], typer.models.OptionInfo)] + groups
 
 
 def test_a_placeholder_never_becomes_an_options_name() -> None:
-    """typer 0.27 calls an option `--SIZE` where its placeholder is its name in capitals and nothing else names it."""
+    """typer 0.27 calls an option `--SIZE` where its placeholder is its name in capitals and nothing
+    else names it.
+    """
     found = options(app)
     assert len(found) > 100
     alike = {name: info for name, info in found if (info.metavar or "").lower() == name}
     assert len(alike) > 5
-    assert {name: info.default for name, info in alike.items()} == {name: f"--{name}" for name in alike}  # its first argument
+    # its first argument
+    assert {name: info.default for name, info in alike.items()} == {
+        name: f"--{name}" for name in alike
+    }
 
 
 @pytest.mark.parametrize("verb", EVERY, ids=" ".join)
@@ -66,7 +77,9 @@ def test_help_fits_80_columns_and_has_an_example(shell: Shell, verb: tuple[str, 
         assert "--json" in done.out
 
 
-@pytest.mark.parametrize("verb", [verb for verb in EVERY if verb and verb[-1] not in GROUPS], ids=" ".join)
+@pytest.mark.parametrize(
+    "verb", [verb for verb in EVERY if verb and verb[-1] not in GROUPS], ids=" ".join
+)
 def test_examples_are_understood(shell: Shell, verb: tuple[str, ...]) -> None:
     """Options and arguments of every example parse; what they name is not looked for."""
     command: Any = _command(verb)
@@ -141,11 +154,19 @@ finally:
 
 
 @pytest.mark.parametrize(("typed", "offered"), COMPLETED, ids=[typed for typed, _ in COMPLETED])
-def test_bash_completes_names_and_imports_nothing_heavy(shell: Shell, typed: str, offered: list[str]) -> None:
+def test_bash_completes_names_and_imports_nothing_heavy(
+    shell: Shell, typed: str, offered: list[str]
+) -> None:
     words = typed.split(" ")
-    told = {"_STEELYARD_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    told = {
+        "_STEELYARD_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(words) - 1),
+    }
     command = [sys.executable, "-c", COMPLETE]
-    done = subprocess.run(command, env=shell.env(**told), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=shell.env(**told), capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split() == offered
 
@@ -196,17 +217,34 @@ main()
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_the_first_word_comes_before_anything_heavy(shell: Shell, command: tuple[str, ...], said: str) -> None:
+def test_the_first_word_comes_before_anything_heavy(
+    shell: Shell, command: tuple[str, ...], said: str
+) -> None:
     env = shell.env(TERM="dumb")
-    done = subprocess.run([sys.executable, "-c", FIRST_WORD, *command], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_WORD, *command],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == repr((f"steelyard 0.1.0: {said} …\n", [], True))
 
 
 @pytest.mark.parametrize(
     ("wide", "told", "columns"),
-    [(False, None, 80), (True, None, None), (False, "120", 120), (True, "120", None), (False, "9", 40), (False, "x", 80)],
+    [
+        (False, None, 80),
+        (True, None, None),
+        (False, "120", 120),
+        (True, "120", None),
+        (False, "9", 40),
+        (False, "x", 80),
+    ],
 )
-def test_how_wide_lines_may_be(monkeypatch: pytest.MonkeyPatch, wide: bool, told: str | None, columns: int | None) -> None:
+def test_how_wide_lines_may_be(
+    monkeypatch: pytest.MonkeyPatch, wide: bool, told: str | None, columns: int | None
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     if told is not None:
         monkeypatch.setenv("COLUMNS", told)
@@ -227,7 +265,13 @@ def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
 
 @pytest.mark.parametrize(
     "verb",
-    [("list",), ("show", "smoke"), ("check", "--accelerator", "cpu"), ("data", "list"), ("weights", "list")],
+    [
+        ("list",),
+        ("show", "smoke"),
+        ("check", "--accelerator", "cpu"),
+        ("data", "list"),
+        ("weights", "list"),
+    ],
     ids=" ".join,
 )
 def test_answers_fit_80_columns(shell: Shell, verb: tuple[str, ...]) -> None:

@@ -26,15 +26,31 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_path: Path) -> None:
-    done = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    done = shell.ask(
+        "case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path
+    )
     assert (done.code, done.err) == (0, "")
     path = tmp_path / "mine.toml"
     assert done.out.splitlines()[:2] == [f"{path}: mine, sizes full and smoke", "assumed:"]
     assert f"run it:  steelyard run {path} --data PATH" in done.out
     assert resolve.resolve(str(path)).case.question.model.qkv_bias
-    again = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path)
+    again = shell.ask(
+        "case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path
+    )
     assert (again.code, again.err) == (2, golden("error-exists-give-another-name-or", path))
-    forced = shell.ask("case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path, "--force", "--json")
+    forced = shell.ask(
+        "case",
+        "new",
+        "mine",
+        "--from",
+        qwen2,
+        "--task",
+        "openwebtext",
+        "--out",
+        tmp_path,
+        "--force",
+        "--json",
+    )
     told = json.loads(forced.out)
     assert (told["name"], told["sizes"]) == ("mine", ["full", "smoke"])
 
@@ -61,8 +77,10 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
         ),
         (
             ("--model", "Qwen/Qwen2.5-0.5B", "--task", "mmlu"),
-            "'Qwen/Qwen2.5-0.5B' is not a folder here; if it is a model of the Hugging Face hub, "
-            "download it first: steelyard weights get Qwen/Qwen2.5-0.5B",
+            (
+                "'Qwen/Qwen2.5-0.5B' is not a folder here; if it is a model of the Hugging Face"
+                " hub, download it first: steelyard weights get Qwen/Qwen2.5-0.5B"
+            ),
         ),
         (
             ("--model", "a/b/c", "--task", "mmlu"),
@@ -95,20 +113,36 @@ def test_problems_of_a_file_are_shown_one_a_line(shell: Shell, qwen2: Path, tmp_
     )
 
 
-def test_weights_of_another_model_are_named_before_memory(shell: Shell, qwen2: Path, gpt2: Path) -> None:
-    """The three causes that used to be named wrongly: a Qwen2 with biases, and types that are no Llama at all. The case's model
-    would not fit into the memory of any machine."""
+def test_weights_of_another_model_are_named_before_memory(
+    shell: Shell, qwen2: Path, gpt2: Path
+) -> None:
+    """The three causes that used to be named wrongly: a Qwen2 with biases, and types that are no
+    Llama at all. The case's model would not fit into the memory of any machine."""
     huge = ("--set", "question.model.layers=1000000", "--data", str(qwen2))
     for folder, model_type in ((qwen2, "qwen2"), (gpt2, "gpt2")):
         done = shell.ask("run", "llama2-7b-mmlu", "--weights", folder, *huge)
         assert done.code == 2
-        assert done.err.startswith(f"error: other weights, of model_type '{model_type}': {folder}/config.json: ")
+        assert done.err.startswith(
+            f"error: other weights, of model_type '{model_type}': {folder}/config.json: "
+        )
         assert done.err.endswith(golden("to-run-them-steelyard-run-model"))
 
 
 @pytest.mark.full
 def test_a_model_of_another_type_runs_by_engine_transformers(shell: Shell, gpt2: Path) -> None:
-    asked = ("run", "--model", gpt2, "--task", "mmlu", "--size", "smoke", "--accelerator", "cpu", "--out", shell.out)
+    asked = (
+        "run",
+        "--model",
+        gpt2,
+        "--task",
+        "mmlu",
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--out",
+        shell.out,
+    )
     refused = shell(*asked, "--engine", "torch")
     assert refused.code == 2
     last = refused.err.splitlines()[-1]
@@ -122,7 +156,15 @@ def test_a_model_of_another_type_runs_by_engine_transformers(shell: Shell, gpt2:
     assert any(note.startswith("case made in memory") for note in record["notes"])
     assert any(note.startswith(golden("model-type-gpt-2-run-by")) for note in record["notes"])
     assert record["case"]["origins"]["question.model.config.n_layer"] == "case, size smoke"
-    again = shell("reproduce", next(shell.out.glob("*.json")), "--accelerator", "cpu", "--out", shell.out, "--json")
+    again = shell(
+        "reproduce",
+        next(shell.out.glob("*.json")),
+        "--accelerator",
+        "cpu",
+        "--out",
+        shell.out,
+        "--json",
+    )
     assert again.code in (0, 1), again.err
     (second,) = json.loads(again.out)["records"]
     assert second["case"]["key"] == record["case"]["key"]
@@ -154,9 +196,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
 
 
 def test_a_config_is_enough_to_train_from_random_weights(
-    shell: Shell,
-    config_only: Path,
-    requests: list[Request],
+    shell: Shell, config_only: Path, requests: list[Request]
 ) -> None:
     done = shell.ask("run", "--model", config_only, "--task", "openwebtext", "--data", "owt")
     assert done.code == 0, done.err
@@ -202,13 +242,18 @@ def test_what_a_config_alone_is_not_enough_for(shell: Shell, config_only: Path) 
     for more, line in (
         (
             (),
-            f"{str(config_only)!r} has neither model.safetensors nor "
-            "model.safetensors.index.json; give a complete Hugging Face folder, or measure speed alone with --weights random",
+            (
+                f"{str(config_only)!r} has neither model.safetensors nor"
+                " model.safetensors.index.json; give a complete Hugging Face folder, or measure"
+                " speed alone with --weights random"
+            ),
         ),
         (
             ("--weights", "random"),
-            f"--model {str(config_only)!r}: no tokenizer in it nor beside the data, "
-            "and task mmlu needs one; name it with --tokenizer",
+            (
+                f"--model {str(config_only)!r}: no tokenizer in it nor beside the data, "
+                "and task mmlu needs one; name it with --tokenizer"
+            ),
         ),
     ):
         done = shell.ask(*asked, *more)
@@ -218,9 +263,7 @@ def test_what_a_config_alone_is_not_enough_for(shell: Shell, config_only: Path) 
 
 
 def test_a_tiny_model_needs_no_tokenizer(
-    shell: Shell,
-    config_only: Path,
-    requests: list[Request],
+    shell: Shell, config_only: Path, requests: list[Request]
 ) -> None:
     assert shell.ask("run", "--model", config_only, "--task", "mmlu", "--size", "smoke").code == 0
     assert [(one.weights, one.tokenizer) for one in requests] == [(None, None)]
@@ -228,8 +271,7 @@ def test_a_tiny_model_needs_no_tokenizer(
 
 @pytest.mark.full
 def test_a_run_of_a_config_alone_says_that_weights_are_random(
-    shell: Shell,
-    config_only: Path,
+    shell: Shell, config_only: Path
 ) -> None:
     ids = np.random.default_rng(0).integers(3, 512, 20_000, dtype=np.int32)
     np.save(shell.folder / "owt_ids.npy", ids)
@@ -246,14 +288,7 @@ def test_a_run_of_a_config_alone_says_that_weights_are_random(
         *part,
     )
     done = shell(
-        *asked,
-        "--precision",
-        "fp32",
-        "--accelerator",
-        "cpu",
-        "--out",
-        shell.out,
-        "--json",
+        *asked, "--precision", "fp32", "--accelerator", "cpu", "--out", shell.out, "--json"
     )
     assert done.code in (0, 1), done.err
     [record] = done.json()["records"]

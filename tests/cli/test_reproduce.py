@@ -51,14 +51,50 @@ def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(verb, "reproduce_record", reproduce_record)
     path = published(NAME, shell.folder)
-    options = ("--out", "again", "--hang-after", "9", "--time-limit", "60", "--weights", "w", "--data", "d", "--tokenizer", "t")
-    assert shell.ask("reproduce", path, *options, "--launcher", "ssh", "--accelerator", "cuda", "--site", "s.toml").code == 0
+    options = (
+        "--out",
+        "again",
+        "--hang-after",
+        "9",
+        "--time-limit",
+        "60",
+        "--weights",
+        "w",
+        "--data",
+        "d",
+        "--tokenizer",
+        "t",
+    )
+    assert (
+        shell.ask(
+            "reproduce",
+            path,
+            *options,
+            "--launcher",
+            "ssh",
+            "--accelerator",
+            "cuda",
+            "--site",
+            "s.toml",
+        ).code
+        == 0
+    )
     assert shell.ask("reproduce", path).code == 0
     named, plain = asked
     assert (named.out, named.hang_s, named.limit_s) == (Path("again"), 9.0, 60.0)
-    assert (named.weights, named.data, named.tokenizer, named.site) == (Path("w"), Path("d"), Path("t"), Path("s.toml"))
+    assert (named.weights, named.data, named.tokenizer, named.site) == (
+        Path("w"),
+        Path("d"),
+        Path("t"),
+        Path("s.toml"),
+    )
     assert (named.launcher, named.accelerator, named.engine) == ("ssh", "cuda", "torch")
-    assert (plain.launcher, plain.accelerator, plain.out, plain.hang_s) == (None, "cpu", Path("records"), 1800.0)
+    assert (plain.launcher, plain.accelerator, plain.out, plain.hang_s) == (
+        None,
+        "cpu",
+        Path("records"),
+        1800.0,
+    )
     assert named.resolved == plain.resolved
 
 
@@ -96,7 +132,9 @@ def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == golden("not-the-same-run-weights-seed")
 
 
-def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_comparison_is_printed_and_its_exit_code_is_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = compare.side("record", [read(path) for path in series(tmp_path / "a", [1.0, 1.001])])
     slow = [read(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
     assert verb._after(base, slow, (), 0.01, Output(), 2) == 1
@@ -105,12 +143,23 @@ def test_the_comparison_is_printed_and_its_exit_code_is_compares(tmp_path: Path,
     told = json.loads(capsys.readouterr().out)
     assert sorted(told) == ["comparison", "here", "records", "remarks"]
     assert told["comparison"]["ratio"]["value"] == 1.0
-    assert verb._after(base, list(base.records), (), 0.01, Output(), 3) == 1  # one of three runs is missing
+    # one of three runs is missing
+    assert verb._after(base, list(base.records), (), 0.01, Output(), 3) == 1
 
 
 @pytest.mark.full
 def test_a_run_is_reproduced_whole(shell: Shell) -> None:
-    made = shell(*SMOKE, "--set", "tune.batch_tokens=2048", "--passes", "infer", "--sample", "24", "--out", "first")
+    made = shell(
+        *SMOKE,
+        "--set",
+        "tune.batch_tokens=2048",
+        "--passes",
+        "infer",
+        "--sample",
+        "24",
+        "--out",
+        "first",
+    )
     assert made.code == 0, made.err
     [first] = (shell.folder / "first").iterdir()
     done = shell("reproduce", first, "--out", "second", "--json")
@@ -120,12 +169,22 @@ def test_a_run_is_reproduced_whole(shell: Shell) -> None:
     told = done.json()
     ours, theirs = read(first), read(second)
     assert [one["id"] for one in told["records"]] == [theirs.id]
-    assert (theirs.case, theirs.tune, theirs.plan, theirs.scope) == (ours.case, ours.tune, ours.plan, ours.scope)
+    assert (theirs.case, theirs.tune, theirs.plan, theirs.scope) == (
+        ours.case,
+        ours.tune,
+        ours.plan,
+        ours.scope,
+    )
     assert [window.pass_name for window in theirs.passes] == ["infer"]
     assert theirs.tune.batch_tokens == 2048
     assert told["here"] == []
     assert told["comparison"]["ratio"]["verdict"] == "not tested"
-    assert told["comparison"]["answers"]["new"]["chosen"] == {"items": 24, "other": 0, "largest": None, "tokens": 0}
+    assert told["comparison"]["answers"]["new"]["chosen"] == {
+        "items": 24,
+        "other": 0,
+        "largest": None,
+        "tokens": 0,
+    }
     assert told["comparison"]["differs"] == []
 
 
@@ -137,7 +196,18 @@ def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
     shipped = (Path(resolve.__file__).parents[1] / "cases" / "llama2-7b-mmlu.toml").read_text()
     mine = shell.folder / "mine.toml"
     mine.write_text(shipped.replace('name = "llama2-7b-mmlu"', 'name = "mine"'))
-    made = shell("run", mine, "--size", "smoke", "--accelerator", "cpu", "--passes", "infer", "--out", "first")
+    made = shell(
+        "run",
+        mine,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--passes",
+        "infer",
+        "--out",
+        "first",
+    )
     assert made.code == 0, made.err
     mine.unlink()
     [first] = (shell.folder / "first").iterdir()

@@ -57,14 +57,27 @@ Asked = Callable[..., list[Request]]
 
 
 def test_parallel_is_a_setting(asked: Asked) -> None:
-    (one,) = asked(CASE, "--size", "smoke", "--parallel", "TP2DP4", "--devices", "8", "--set", "tune.batch_tokens=99")
+    (one,) = asked(
+        CASE,
+        "--size",
+        "smoke",
+        "--parallel",
+        "TP2DP4",
+        "--devices",
+        "8",
+        "--set",
+        "tune.batch_tokens=99",
+    )
     assert (one.resolved.case.tune.parallel, one.resolved.case.tune.batch_tokens) == ("TP2DP4", 99)
     assert one.resolved.origins["tune.parallel"] == "command line"
     (late,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
     assert late.resolved.case.tune.parallel == "TP"
     (plain,) = asked(CASE)
     assert plain.resolved == resolve.resolve(CASE)
-    assert {one.resolved.case.tune.parallel for one in asked("smoke", "--parallel", "TP2", "--devices", "2")} == {"TP2"}
+    assert {
+        one.resolved.case.tune.parallel
+        for one in asked("smoke", "--parallel", "TP2", "--devices", "2")
+    } == {"TP2"}
 
 
 def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +103,12 @@ def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_smoke_runs_on_the_devices_that_a_case_names(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, numbers: tuple[int, ...], here: int, divisible: bool, run: list[int]
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, ...],
+    here: int,
+    divisible: bool,
+    run: list[int],
 ) -> None:
     show_on(monkeypatch, *numbers)
     machine(monkeypatch, here, divisible)
@@ -101,12 +119,19 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
         for number in run
     ]
     requests = asked("smoke", "--accelerator", "abacus")
-    assert [(one.resolved.case.name, one.resolved.case.question.division, one.devices) for one in requests] == wanted
+    assert [
+        (one.resolved.case.name, one.resolved.case.question.division, one.devices)
+        for one in requests
+    ] == wanted
     twice = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
-    assert [one.devices for one in twice] == [number for _ in resolve.names() for number in run for _ in range(2)]
+    assert [one.devices for one in twice] == [
+        number for _ in resolve.names() for number in run for _ in range(2)
+    ]
 
 
-def test_smoke_on_an_accelerator_that_is_unknown(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smoke_on_an_accelerator_that_is_unknown(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     show_on(monkeypatch, 1, 2)
     with pytest.raises(RequestError, match="accelerator 'slide-rule' is not known"):
         asked("smoke", "--accelerator", "slide-rule")
@@ -126,10 +151,7 @@ def test_label_tells_the_devices() -> None:
     ],
 )
 def test_more_devices_than_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-    devices: int,
-    divisible: bool,
-    line: str,
+    monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool, line: str
 ) -> None:
     machine(monkeypatch, devices, divisible)
     monkeypatch.setattr("os.cpu_count", lambda: 2)

@@ -24,7 +24,9 @@ def shell(tmp_path: Path):
 
 @pytest.mark.full
 def test_a_quick_one_on_two_ranks(shell: Shell):
-    """Exchanges too. What a busy machine has no time for says so; what it has is right, and verifies."""
+    """Exchanges too. What a busy machine has no time for says so; what it has is right, and
+    verifies.
+    """
     done = shell(*QUICK, "--devices", "2", "--out", shell.out, "--json")
     assert done.code == 0, done.err
     (told,) = done.json()["records"]
@@ -35,8 +37,14 @@ def test_a_quick_one_on_two_ranks(shell: Shell):
     assert {bench["rank"] for bench in told["benches"]} == {0, 1}
     for bench, ceiling in zip(told["benches"], told["ceilings"], strict=True):
         assert (ceiling["value"] is None) <= bool(ceiling["note"]), bench
-        assert bench["checked"] is None or bench["checked"]["error"] <= bench["checked"]["bound"], bench
-    known = {bench["name"] for bench, one in zip(told["benches"], told["ceilings"], strict=True) if one["value"] is not None}
+        assert bench["checked"] is None or bench["checked"]["error"] <= bench["checked"]["bound"], (
+            bench
+        )
+    known = {
+        bench["name"]
+        for bench, one in zip(told["benches"], told["ceilings"], strict=True)
+        if one["value"] is not None
+    }
     assert {"memory of one process", "read", "square 512"} <= known
     assert shell("verify", shell.out).out.startswith("ok  ")
     for lang, word in (("en", "Dense matmul"), ("zh", "稠密矩阵乘法")):
@@ -47,7 +55,10 @@ def test_a_quick_one_on_two_ranks(shell: Shell):
 def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
     process = shell.start(*QUICK, "--out", shell.out)
     end = time.monotonic() + 300
-    while not any("steelyard.run.ceilings" in " ".join(one.cmdline()) for one in shell.processes()) and time.monotonic() < end:
+    while (
+        not any("steelyard.run.ceilings" in " ".join(one.cmdline()) for one in shell.processes())
+        and time.monotonic() < end
+    ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(300) == 1

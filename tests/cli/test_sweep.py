@@ -1,4 +1,6 @@
-"""Sweeps as a user meets them: every point once, only what is missing the next time, and refusals before anything is run."""
+"""Sweeps as a user meets them: every point once, only what is missing the next time, and refusals
+before anything is run.
+"""
 
 import json
 import re
@@ -43,7 +45,12 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
 
     again = shell(*TWO, "--out", shell.out)  # nothing is run
     assert (again.code, again.out) == (0, first.out)
-    assert again.lines == [names[0], f"already there: {found[0]}", names[1], f"already there: {found[1]}"]
+    assert again.lines == [
+        names[0],
+        f"already there: {found[0]}",
+        names[1],
+        f"already there: {found[1]}",
+    ]
     assert sorted(shell.out.iterdir()) == found
 
     found[1].unlink()
@@ -59,30 +66,60 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
         ({"tune.batch_tokens": 4096}, 1),
         ({"tune.batch_tokens": 8192}, 0),
     ]
-    assert [one["records"] for one in told["sweep"]["points"]] == [[one["id"]] for one in told["records"]]
+    assert [one["records"] for one in told["sweep"]["points"]] == [
+        [one["id"]] for one in told["records"]
+    ]
     assert told["sweep"]["scaling"] == []
 
 
 @pytest.mark.full
 def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
-    done = shell(*SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--wide")
+    done = shell(
+        *SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--wide"
+    )
     assert done.code == 0, done.err
     assert done.lines[0] == "point 1 of 2: devices=1"
     told = done.out[done.out.index("Scaling: ") :].splitlines()
     assert told[0].startswith(f"Scaling: {CASE} · smoke · torch · fp32 · closed · full · ")
-    assert told[2].split() == ["config", "plan", "runs", "rate", "speed-up", "efficiency", "interval", "from"]
+    assert told[2].split() == [
+        "config",
+        "plan",
+        "runs",
+        "rate",
+        "speed-up",
+        "efficiency",
+        "interval",
+        "from",
+    ]
     rows = [line.split() for line in told if re.match(r"\dx\d ", line)]
     assert [row[:3] for row in rows] == [["1x1", "TP1PP1DP1", "1"], ["1x2", "TP1PP1DP2", "1"]]
     assert rows[0][4:6] == ["1.000", "100.0%"]
 
-    data = shell(*SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--json").json()
+    data = shell(
+        *SMOKE, "--passes", "infer", "--sweep", "devices=1,2", "--out", shell.out, "--json"
+    ).json()
     by_devices = {one["plan"]["devices"]: one for one in data["records"]}
     rates = {n: one["metrics"]["tokens_per_device_s"]["value"] * n for n, one in by_devices.items()}
     [group] = data["sweep"]["scaling"]
     one, two = group["rows"]
-    assert (group["case"], group["unit"], group["key"]) == (CASE, "tokens/s", by_devices[1]["case"]["key"])
-    assert (one["config"], one["base"], one["rate"], one["speedup"], one["efficiency"]) == ("1x1", True, rates[1], 1.0, 1.0)
-    assert (two["config"], two["base"], two["plan"], two["rate"]) == ("1x2", False, "TP1PP1DP2", rates[2])
+    assert (group["case"], group["unit"], group["key"]) == (
+        CASE,
+        "tokens/s",
+        by_devices[1]["case"]["key"],
+    )
+    assert (one["config"], one["base"], one["rate"], one["speedup"], one["efficiency"]) == (
+        "1x1",
+        True,
+        rates[1],
+        1.0,
+        1.0,
+    )
+    assert (two["config"], two["base"], two["plan"], two["rate"]) == (
+        "1x2",
+        False,
+        "TP1PP1DP2",
+        rates[2],
+    )
     assert (two["speedup"], two["efficiency"]) == (rates[2] / rates[1], rates[2] / rates[1] / 2)
     assert (one["records"], two["records"]) == ([by_devices[1]["id"]], [by_devices[2]["id"]])
     page = shell("report", shell.out, "--format", "md")
@@ -96,26 +133,62 @@ def test_devices_end_with_the_scaling_table(shell: Shell) -> None:
         ((*SMOKE, "--sweep", "batch_tokens"), "is not of the form key=value,value"),
         ((*SMOKE, "--sweep", "batch_token=1,2"), "--sweep: no key 'batch_token'; did you mean"),
         ((*SMOKE, "--sweep", "batch_tokens=1,,2"), "a value is empty"),
-        ((*SMOKE, "--sweep", "pad_to=8", "--sweep", "tune.pad_to=16"), "tune.pad_to is swept twice"),
-        ((*SMOKE, "--sweep", "pad_to=8,16", "--set", "tune.pad_to=4"), "tune.pad_to is also set by --set tune.pad_to=4"),
-        ((*SMOKE, "--sweep", "parallel=TP,DP", "--parallel", "TP2"), "tune.parallel is also set by --parallel TP2"),
-        ((*SMOKE, "--sweep", "devices=1,2", "--devices", "1"), "devices is also set by --devices 1"),
+        (
+            (*SMOKE, "--sweep", "pad_to=8", "--sweep", "tune.pad_to=16"),
+            "tune.pad_to is swept twice",
+        ),
+        (
+            (*SMOKE, "--sweep", "pad_to=8,16", "--set", "tune.pad_to=4"),
+            "tune.pad_to is also set by --set tune.pad_to=4",
+        ),
+        (
+            (*SMOKE, "--sweep", "parallel=TP,DP", "--parallel", "TP2"),
+            "tune.parallel is also set by --parallel TP2",
+        ),
+        (
+            (*SMOKE, "--sweep", "devices=1,2", "--devices", "1"),
+            "devices is also set by --devices 1",
+        ),
         ((*SMOKE, "--sweep", "nodes=1,2", "--nodes", "2"), "nodes is also set by --nodes 2"),
-        ((*SMOKE, "--sweep", "question.precision=fp32", "--precision", "bf16"), "is also set by --precision bf16"),
-        ((*SMOKE, "--sweep", "question.division=open", "--division", "open"), "is also set by --division open"),
-        ((*TRAIN, "--sweep", "checkpoint_every=1,2", "--checkpoint-every", "1"), "is also set by --checkpoint-every 1"),
-        ((*TRAIN, "--sweep", "micro_batch=1,2", "--resume", "x.json"), "--sweep and --resume cannot be combined; drop one"),
+        (
+            (*SMOKE, "--sweep", "question.precision=fp32", "--precision", "bf16"),
+            "is also set by --precision bf16",
+        ),
+        (
+            (*SMOKE, "--sweep", "question.division=open", "--division", "open"),
+            "is also set by --division open",
+        ),
+        (
+            (*TRAIN, "--sweep", "checkpoint_every=1,2", "--checkpoint-every", "1"),
+            "is also set by --checkpoint-every 1",
+        ),
+        (
+            (*TRAIN, "--sweep", "micro_batch=1,2", "--resume", "x.json"),
+            "--sweep and --resume cannot be combined; drop one",
+        ),
         (
             (*SMOKE, "--sweep", "batch_tokens=64,many"),
-            "point tune.batch_tokens=many: case 'llama2-7b-mmlu', command line: tune.batch_tokens: must be a whole number",
+            (
+                "point tune.batch_tokens=many: case 'llama2-7b-mmlu', command line:"
+                " tune.batch_tokens: must be a whole number"
+            ),
         ),
         (
             (*SMOKE, "--sweep", "devices=2,3", "--sweep", "parallel=TP"),
-            "point devices=3 tune.parallel=TP: TP3 does not divide the model's 2 key groups; allowed: 1, 2",
+            (
+                "point devices=3 tune.parallel=TP: TP3 does not divide the model's 2 key groups;"
+                " allowed: 1, 2"
+            ),
         ),
         ((*SMOKE, "--sweep", "devices=1,5000"), "point devices=5000: --devices 5000: "),
-        ((*SMOKE, "--sweep", "batch_tokens=64,64"), "points tune.batch_tokens=64 and tune.batch_tokens=64 are the same run"),
-        ((*SMOKE, "--sweep", "pad_to=8,0x8"), "points tune.pad_to=8 and tune.pad_to=0x8 are the same run; name each value"),
+        (
+            (*SMOKE, "--sweep", "batch_tokens=64,64"),
+            "points tune.batch_tokens=64 and tune.batch_tokens=64 are the same run",
+        ),
+        (
+            (*SMOKE, "--sweep", "pad_to=8,0x8"),
+            "points tune.pad_to=8 and tune.pad_to=0x8 are the same run; name each value",
+        ),
         ((*SMOKE, "--sweep", "pad_to=8,16", "--repeat", "0"), "--repeat 0: must be 1 to 10,000"),
         (("run", "smoke", "--accelerator", "cpu", "--sweep", "devices=7"), "point devices=7: "),
     ],
@@ -139,7 +212,14 @@ def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[Rea
     def run_case(one: Ready, *more: object) -> tuple[Record, Path]:
         done.append(one)
         status, reasons = STATUSES.get(len(done), ("valid", []))
-        made = real.model_copy(update={"status": status, "reasons": reasons, "id": f"{len(done):032}", "plan": one.plan})
+        made = real.model_copy(
+            update={
+                "status": status,
+                "reasons": reasons,
+                "id": f"{len(done):032}",
+                "plan": one.plan,
+            }
+        )
         return made, Path(f"{len(done)}.json")
 
     monkeypatch.setattr("steelyard.run.parent.run_case", run_case)
@@ -150,7 +230,9 @@ STATUSES: dict[int, tuple[str, list[record.Reason]]] = {}
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, number: int, status: str, *codes: str) -> None:
-    monkeypatch.setitem(STATUSES, number, (status, [record.Reason(code=code, text="told") for code in codes]))
+    monkeypatch.setitem(
+        STATUSES, number, (status, [record.Reason(code=code, text="told") for code in codes])
+    )
 
 
 def points(runs: list[Ready]) -> list[dict[str, str]]:
@@ -158,11 +240,31 @@ def points(runs: list[Ready]) -> list[dict[str, str]]:
 
 
 def test_grid_and_repeats(shell: Shell, carried: list[Ready]) -> None:
-    done = shell.ask(*SMOKE, "--sweep", "pad_to=8,16", "--sweep", "question.seed=0,1", "--repeat", "2", "--out", shell.out)
+    done = shell.ask(
+        *SMOKE,
+        "--sweep",
+        "pad_to=8,16",
+        "--sweep",
+        "question.seed=0,1",
+        "--repeat",
+        "2",
+        "--out",
+        shell.out,
+    )
     assert done.code == 0, done.err
-    wanted = [{"tune.pad_to": pad, "question.seed": seed} for pad in ("8", "16") for seed in ("0", "1") for _ in range(2)]
+    wanted = [
+        {"tune.pad_to": pad, "question.seed": seed}
+        for pad in ("8", "16")
+        for seed in ("0", "1")
+        for _ in range(2)
+    ]
     assert points(carried) == wanted
-    assert [(one.case.tune.pad_to, one.case.question.seed) for one in carried[::2]] == [(8, 0), (8, 1), (16, 0), (16, 1)]
+    assert [(one.case.tune.pad_to, one.case.question.seed) for one in carried[::2]] == [
+        (8, 0),
+        (8, 1),
+        (16, 0),
+        (16, 1),
+    ]
     assert [line for line in done.lines if line.startswith("point")] == [
         "point 1 of 4: tune.pad_to=8 question.seed=0",
         "point 2 of 4: tune.pad_to=8 question.seed=1",
@@ -175,7 +277,9 @@ def test_grid_and_repeats(shell: Shell, carried: list[Ready]) -> None:
 
 
 def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) -> None:
-    done = shell.ask(*TRAIN[:2], *SMOKE[1:], "--sweep", "nodes=1", "--sweep", "warmup=0,1", "--out", shell.out)
+    done = shell.ask(
+        *TRAIN[:2], *SMOKE[1:], "--sweep", "nodes=1", "--sweep", "warmup=0,1", "--out", shell.out
+    )
     assert done.code == 0, done.err
     assert [(one.case.name, one.case.tune.warmup) for one in carried] == [
         (TRAIN[1], 0),
@@ -193,20 +297,31 @@ def test_a_failure_goes_on_and_an_interrupt_does_not(
     outcome(monkeypatch, 1, "invalid", "interval")
     outcome(monkeypatch, 3, "failed", "interrupted")
     done = shell.ask(*SMOKE, "--sweep", "pad_to=1,2,4,8", "--out", shell.out)
-    assert (done.code, points(carried)) == (1, [{"tune.pad_to": "1"}, {"tune.pad_to": "2"}, {"tune.pad_to": "4"}])
+    assert (done.code, points(carried)) == (
+        1,
+        [{"tune.pad_to": "1"}, {"tune.pad_to": "2"}, {"tune.pad_to": "4"}],
+    )
     assert done.lines[:3] == ["point 1 of 4: tune.pad_to=1", "invalid: 1.json", "  interval: told"]
-    assert done.lines[-3:] == ["point 3 of 4: tune.pad_to=4", "failed: 3.json", "  interrupted: told"]
+    assert done.lines[-3:] == [
+        "point 3 of 4: tune.pad_to=4",
+        "failed: 3.json",
+        "  interrupted: told",
+    ]
     assert sum(line.startswith("tune.pad_to=") for line in done.out.splitlines()) == 3
 
 
-def test_one_invalid_point_is_exit_code_1(shell: Shell, carried: list[Ready], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_invalid_point_is_exit_code_1(
+    shell: Shell, carried: list[Ready], monkeypatch: pytest.MonkeyPatch
+) -> None:
     outcome(monkeypatch, 1, "invalid", "interval")
     assert shell.ask(*SMOKE, "--sweep", "pad_to=1,2", "--out", shell.out).code == 1
     assert len(carried) == 2
 
 
 def test_scaling_of_points(shell: Shell, carried: list[Ready]) -> None:
-    done = shell.ask(*SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out, "--wide")
+    done = shell.ask(
+        *SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out, "--wide"
+    )
     rows = [line.split() for line in done.out.splitlines() if re.match(r"\dx\d ", line)]
     assert [row[:3] for row in rows] == [["1x1", "TP1PP1DP1", "2"], ["1x2", "TP1PP1DP2", "2"]]
     assert [row[4:] for row in rows] == [
@@ -238,7 +353,9 @@ def test_a_record_answers_its_request(asked: Ready, smoke: dict[str, Path]) -> N
     ],
     ids=str,
 )
-def test_another_question_or_tune_is_not_answered(changes: dict[str, Any], asked: Ready, smoke: dict[str, Path]) -> None:
+def test_another_question_or_tune_is_not_answered(
+    changes: dict[str, Any], asked: Ready, smoke: dict[str, Path]
+) -> None:
     resolved = resolve.resolve(CASE, **{"size": "smoke"} | changes)
     other = replace(asked, request=replace(asked.request, resolved=resolved))
     assert not reproduce.answers(record.read(smoke["closed"]), other)
@@ -263,7 +380,9 @@ def test_another_run_is_not_answered(asked: Ready, smoke: dict[str, Path]) -> No
     assert not reproduce.answers(found.model_copy(update={"restarts": [restart]}), asked)
 
 
-def test_records_that_do_not_verify_are_not_counted(asked: Ready, smoke: dict[str, Path], tmp_path: Path) -> None:
+def test_records_that_do_not_verify_are_not_counted(
+    asked: Ready, smoke: dict[str, Path], tmp_path: Path
+) -> None:
     whole = smoke["closed"].read_text()
     (tmp_path / "b.json").write_text(whole)
     (tmp_path / "a.json").write_text(whole.replace('"wall_s":', '"wall_s":1', 1))
@@ -271,19 +390,32 @@ def test_records_that_do_not_verify_are_not_counted(asked: Ready, smoke: dict[st
     (tmp_path / "page.html").write_text("")
     [[found]], warnings = reproduce.find_earlier(tmp_path, [asked])
     assert found[0].name == "b.json"
-    assert [line.partition(": ")[0] for line in warnings] == [str(tmp_path / "a.json"), str(tmp_path / "c.json")]
+    assert [line.partition(": ")[0] for line in warnings] == [
+        str(tmp_path / "a.json"),
+        str(tmp_path / "c.json"),
+    ]
     assert "does not verify" in warnings[0]
     assert reproduce.find_earlier(tmp_path / "none", [asked]) == ([[]], [])
 
 
-def test_a_plain_run_always_runs(shell: Shell, carried: list[Ready], smoke: dict[str, Path]) -> None:
+def test_a_plain_run_always_runs(
+    shell: Shell, carried: list[Ready], smoke: dict[str, Path]
+) -> None:
     shell.out.mkdir()
     (shell.out / "there.json").write_bytes(smoke["closed"].read_bytes())
     assert shell.ask(*SMOKE, "--out", shell.out).code == 0
     assert len(carried) == 1
     done = shell.ask(*SMOKE, "--sweep", "pad_to=16,8", "--repeat", "2", "--out", shell.out)
-    assert done.lines[:3] == ["point 1 of 2: tune.pad_to=16", f"already there: {shell.out / 'there.json'}", "valid: 2.json"]
-    assert points(carried[1:]) == [{"tune.pad_to": "16"}, {"tune.pad_to": "8"}, {"tune.pad_to": "8"}]
+    assert done.lines[:3] == [
+        "point 1 of 2: tune.pad_to=16",
+        f"already there: {shell.out / 'there.json'}",
+        "valid: 2.json",
+    ]
+    assert points(carried[1:]) == [
+        {"tune.pad_to": "16"},
+        {"tune.pad_to": "8"},
+        {"tune.pad_to": "8"},
+    ]
 
 
 def test_help_teaches_it() -> None:

@@ -1,4 +1,6 @@
-"""Progress of a run: its line, a line every half a minute without a terminal, and what a terminal sees."""
+"""Progress of a run: its line, a line every half a minute without a terminal, and what a terminal
+sees.
+"""
 
 import io
 import json
@@ -23,9 +25,18 @@ from steelyard.run.session import PhaseProgress
     [
         (PhaseProgress("data", 0, 0, 3.9), "data  0:03"),
         (PhaseProgress("val", 0, 48, 0.0), f"val  {'╌' * 24}  0/48  0:00"),
-        (PhaseProgress("val", 12, 48, 6.0), f"val  {'━' * 6}{'╌' * 18}  12/48  2.00/s  0:06, 0:18 left"),
-        (PhaseProgress("infer", 48, 48, 24.0), f"infer  {'━' * 24}  48/48  2.00/s  0:24, 0:00 left"),
-        (PhaseProgress("weights", 1, 1000, 10.0), f"weights  {'╌' * 24}  1/1000  0.10/s  0:10, 2:46:30 left"),
+        (
+            PhaseProgress("val", 12, 48, 6.0),
+            f"val  {'━' * 6}{'╌' * 18}  12/48  2.00/s  0:06, 0:18 left",
+        ),
+        (
+            PhaseProgress("infer", 48, 48, 24.0),
+            f"infer  {'━' * 24}  48/48  2.00/s  0:24, 0:00 left",
+        ),
+        (
+            PhaseProgress("weights", 1, 1000, 10.0),
+            f"weights  {'╌' * 24}  1/1000  0.10/s  0:10, 2:46:30 left",
+        ),
         (PhaseProgress("val", 5, 4, 10.0), f"val  {'━' * 24}  5/4  0.50/s  0:10, 0:00 left"),
     ],
 )
@@ -64,7 +75,9 @@ class Clock:
         return self.now_s
 
 
-def test_without_a_terminal_progress_is_a_line_every_half_a_minute(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_progress_is_a_line_every_half_a_minute(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     time = Clock()
     with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False, clock=time) as display:
         for half in range(4):
@@ -84,15 +97,28 @@ def test_without_a_terminal_progress_is_a_line_every_half_a_minute(capsys: pytes
     assert capsys.readouterr().err == ""
 
 
-def test_a_phase_without_counts_says_how_long_it_has_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_without_counts_says_how_long_it_has_taken(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     time = Clock()
     with Display(Console(file=io.StringIO()), "a case", clock=time) as display:
         for second in range(130):
             time.now_s = float(second)
-            phase, began_s = ("starting", 0) if second < 5 else ("weights", 5) if second < 62 else ("compile infer", 62)
+            phase, began_s = (
+                ("starting", 0)
+                if second < 5
+                else ("weights", 5)
+                if second < 62
+                else ("compile infer", 62)
+            )
             display.show(PhaseProgress(phase, 0, 0, time.now_s - began_s))
     said = capsys.readouterr().err.splitlines()
-    assert said == ["  weights  0:25", "  weights  0:55", "  compile infer  0:28", "  compile infer  0:58"]
+    assert said == [
+        "  weights  0:25",
+        "  weights  0:55",
+        "  compile infer  0:28",
+        "  compile infer  0:58",
+    ]
 
 
 def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, str, str]:
@@ -100,7 +126,9 @@ def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, s
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "steelyard", *arguments]
     env = shell.env(**{"TERM": "xterm-256color", "COLUMNS": "80", **variables})
-    process = subprocess.Popen(command, cwd=shell.folder, stdout=subprocess.PIPE, stderr=theirs, env=env, text=True)
+    process = subprocess.Popen(
+        command, cwd=shell.folder, stdout=subprocess.PIPE, stderr=theirs, env=env, text=True
+    )
     os.close(theirs)
     seen = b""
     while True:
@@ -134,7 +162,9 @@ def test_progress_on_a_terminal(tmp_path: Path, faulty_package: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=str)
 def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> None:
-    code, _, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), **variables)
+    code, _, seen = on_terminal(
+        shell, *SMOKE, "--passes", "val", "--out", str(shell.out), **variables
+    )
     assert code == 0, seen
     assert f"valid: {shell.out}" in seen
     assert not re.search(r"\x1b\[[0-9;]*m", seen)
@@ -142,12 +172,16 @@ def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> 
 
 
 def test_quiet_says_nothing_but_the_result(shell: Shell) -> None:
-    code, out, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--quiet")
+    code, out, seen = on_terminal(
+        shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--quiet"
+    )
     assert (code, seen) == (0, "")
     assert "valid" in out
 
 
 def test_json_is_silent_on_a_terminal_too(shell: Shell) -> None:
-    code, out, seen = on_terminal(shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--json")
+    code, out, seen = on_terminal(
+        shell, *SMOKE, "--passes", "val", "--out", str(shell.out), "--json"
+    )
     assert (code, seen) == (0, "")
     assert json.loads(out)["records"][0]["status"] == "valid"

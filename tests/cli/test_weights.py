@@ -1,4 +1,6 @@
-"""The verbs of checkpoints as their users meet them; the work itself, which is tested elsewhere, is a stand-in here."""
+"""The verbs of checkpoints as their users meet them; the work itself, which is tested elsewhere, is
+a stand-in here.
+"""
 
 import io
 import json
@@ -21,7 +23,15 @@ from steelyard.case import resolve
 from steelyard.errors import RequestError
 
 NAMES = {"inspect": "steelyard.weights.inspection", "convert": "steelyard.weights.convert"}
-SHAPE = {"layers": 32, "hidden": 4096, "kv_heads": 32, "positions": None, "rope_base": 10000.0, "norm_eps": 1e-5, "tied": False}
+SHAPE = {
+    "layers": 32,
+    "hidden": 4096,
+    "kv_heads": 32,
+    "positions": None,
+    "rope_base": 10000.0,
+    "norm_eps": 1e-5,
+    "tied": False,
+}
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -34,7 +44,9 @@ class Inspection:
     dtype: str = "bf16"
     parameters: int = 6738415616
     size_bytes: int = 13476831232
-    files: list[tuple[str, int]] = field(default_factory=lambda: [("mp_rank_00/m.pt", 6 << 30), ("mp_rank_01/m.pt", 700)])
+    files: list[tuple[str, int]] = field(
+        default_factory=lambda: [("mp_rank_00/m.pt", 6 << 30), ("mp_rank_01/m.pt", 700)]
+    )
     shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
     notes: list[str] = field(default_factory=list)
 
@@ -51,7 +63,9 @@ class Worker:
 
     def __init__(self) -> None:
         self.found = Inspection()
-        self.made = Conversion([("config.json", 600), ("model.safetensors", 3 << 29)], (3 << 29) + 600, 0)
+        self.made = Conversion(
+            [("config.json", 600), ("model.safetensors", 3 << 29)], (3 << 29) + 600, 0
+        )
         self.error: BaseException | None = None
         self.asked: list[tuple[Any, ...]] = []
 
@@ -61,7 +75,9 @@ class Worker:
             raise self.error
         return self.found
 
-    def convert(self, source: Path, target: Path, to: str, tp: int, model: Any, progress: Any) -> Conversion:
+    def convert(
+        self, source: Path, target: Path, to: str, tp: int, model: Any, progress: Any
+    ) -> Conversion:
         self.asked.append((source, target, to, tp, model))
         progress(512 << 20, 2048 << 20)
         if self.error is not None:
@@ -101,7 +117,12 @@ def test_help_teaches(run: Run) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     assert "steelyard weights get" in out.split("Example:")[1]
-    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["get", "list", "inspect", "convert"]
+    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == [
+        "get",
+        "list",
+        "inspect",
+        "convert",
+    ]
     assert run()[0::2] == (2, "")
     for verb in ("inspect", "convert"):
         code, out, err = run(verb, "--help")
@@ -111,7 +132,9 @@ def test_help_teaches(run: Run) -> None:
 
 
 def test_inspect(run: Run, worker: Worker) -> None:
-    worker.found = Inspection(notes=["values are stored for an interleaved\nrotary patch", "one more"])
+    worker.found = Inspection(
+        notes=["values are stored for an interleaved\nrotary patch", "one more"]
+    )
     code, out, err = run("inspect", "src")
     assert (code, err) == (0, "")
     assert worker.asked == [(Path("src"),)]
@@ -141,7 +164,9 @@ def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
     worker.found = Inspection("huggingface", 1, None, "fp16+fp32", files=files)
     lines = run("inspect", "src")[1].splitlines()
     assert lines[1:4] == ["shards      1", "iteration   /", "dtype       fp16+fp32"]
-    assert lines[-9:-1] == [f"{'' if i else 'files':<12}model-{i:05}.safetensors  3.00 MiB" for i in range(8)]
+    assert lines[-9:-1] == [
+        f"{'' if i else 'files':<12}model-{i:05}.safetensors  3.00 MiB" for i in range(8)
+    ]
     assert lines[-1].strip() == "… and 3 more"
     worker.found = Inspection(files=files[:8])
     assert "more" not in run("inspect", "src")[1]
@@ -149,7 +174,12 @@ def test_inspect_huggingface_of_many_files(run: Run, worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     "size_bytes, said",
-    [(0, "0 bytes"), (700, "700 bytes"), (3 << 19, "1.50 MiB (1572864 bytes)"), (5 << 10, "5.00 KiB (5120 bytes)")],
+    [
+        (0, "0 bytes"),
+        (700, "700 bytes"),
+        (3 << 19, "1.50 MiB (1572864 bytes)"),
+        (5 << 10, "5.00 KiB (5120 bytes)"),
+    ],
 )
 def test_inspect_small_ones(size_bytes: int, said: str, run: Run, worker: Worker) -> None:
     worker.found = Inspection(size_bytes=size_bytes)
@@ -167,7 +197,10 @@ def test_inspect_json(run: Run, worker: Worker) -> None:
         "dtype": "bf16",
         "parameters": 6738415616,
         "size_bytes": 13476831232,
-        "files": [{"name": "mp_rank_00/m.pt", "size_bytes": 6 << 30}, {"name": "mp_rank_01/m.pt", "size_bytes": 700}],
+        "files": [
+            {"name": "mp_rank_00/m.pt", "size_bytes": 6 << 30},
+            {"name": "mp_rank_01/m.pt", "size_bytes": 700},
+        ],
         "shape": SHAPE,
         "notes": [],
     }
@@ -181,15 +214,36 @@ def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
     lines = dict(line.split(maxsplit=1) for line in out.splitlines())
     size = lines.pop("size")
     assert lines.pop("files").startswith("500/mp_rank_00_model_states.pt  ")
-    table = {"layout": "glm", "shards": "1", "iteration": "500", "dtype": "fp32", "parameters": "18624"}
-    assert lines == table | {"layers": "2", "hidden": "32", "heads": "/", "ffn": "48", "vocab": "61", "positions": "24"}
+    table = {
+        "layout": "glm",
+        "shards": "1",
+        "iteration": "500",
+        "dtype": "fp32",
+        "parameters": "18624",
+    }
+    assert lines == table | {
+        "layers": "2",
+        "hidden": "32",
+        "heads": "/",
+        "ffn": "48",
+        "vocab": "61",
+        "positions": "24",
+    }
     told = json.loads(run("inspect", "glm", "--json")[1])
     assert (told["layout"], told["iteration"], told["parameters"]) == ("glm", "500", 18624)
-    assert told["shape"] == {"layers": 2, "hidden": 32, "heads": None, "ffn": 48, "vocab": 61, "positions": 24}
+    assert told["shape"] == {
+        "layers": 2,
+        "hidden": 32,
+        "heads": None,
+        "ffn": 48,
+        "vocab": 61,
+        "positions": 24,
+    }
     assert str(told["size_bytes"]) in size
     code, out, err = run("convert", "glm", "dst", "--to", "hf")
     said = (
-        "error: glm: holds a checkpoint of the family glm, and one of the family llama is wanted; give weights of that family\n"
+        "error: glm: holds a checkpoint of the family glm, and one of the family llama is wanted;"
+        " give weights of that family\n"
     )
     assert (code, out, err) == (2, "", said)
 
@@ -206,9 +260,13 @@ def test_convert(run: Run, worker: Worker) -> None:
 
 
 def test_convert_that_went_on(run: Run, worker: Worker) -> None:
-    worker.made = Conversion([("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1)
+    worker.made = Conversion(
+        [("mp_rank_00/m.pt", 5 << 10), ("mp_rank_01/m.pt", 5 << 10)], 10 << 10, 1
+    )
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
-    assert worker.asked == [(Path("src"), Path("dst"), "megatron", 2, resolve.resolve(CASE).case.question.model)]
+    assert worker.asked == [
+        (Path("src"), Path("dst"), "megatron", 2, resolve.resolve(CASE).case.question.model)
+    ]
     assert out.splitlines()[-1] == golden("megatron-tp-2-2-file-10")
 
 
@@ -222,7 +280,10 @@ def test_convert_that_was_done(run: Run, worker: Worker) -> None:
 def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:
     code, out, err = run("convert", "src", "dst", "--to", "hf", "--json")
     assert (code, err, terminal.getvalue()) == (0, "", "")
-    files = [{"name": "config.json", "size_bytes": 600}, {"name": "model.safetensors", "size_bytes": 3 << 29}]
+    files = [
+        {"name": "config.json", "size_bytes": 600},
+        {"name": "model.safetensors", "size_bytes": 3 << 29},
+    ]
     assert json.loads(out) == {
         "path": "dst",
         "layout": "huggingface",
@@ -246,7 +307,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     return seen
 
 
-def test_convert_shows_progress(run: Run, worker: Worker, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_shows_progress(
+    run: Run, worker: Worker, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter((100.0, 104.0))
     monkeypatch.setattr("steelyard.run.clock.now", lambda: next(clock))
     code, out, err = run("convert", "src", "dst", "--to", "hf")
@@ -266,7 +329,10 @@ def test_convert_interrupted(run: Run, worker: Worker) -> None:
     "arguments,said",
     [
         (("inspect",), "Missing argument"),
-        (("inspect", "none"), "'none' is not a folder; give a Hugging Face folder or a Megatron checkpoint"),
+        (
+            ("inspect", "none"),
+            "'none' is not a folder; give a Hugging Face folder or a Megatron checkpoint",
+        ),
         (("look", "src"), "No such command 'look'"),
         (("convert", "src", "dst"), "Missing option '--to'"),
         (("convert", "src", "--to", "hf"), "Missing argument"),
@@ -274,13 +340,21 @@ def test_convert_interrupted(run: Run, worker: Worker) -> None:
         (("convert", "src", "dst", "--to", "megatron", "--tp", "0"), "--tp 0: must be at least 1"),
         (("convert", "src", "dst", "--to", "hf", "--tp", "-1"), "--tp -1: must be at least 1"),
         (("convert", "src", "dst", "--to", "megatron", "--tp", "two"), "--tp"),
-        (("convert", "src", "dst", "--to", "hf", "--tp", "2"), "--tp 2 --to hf: a Hugging Face folder is not sharded"),
-        (("convert", "src", "dst", "--to", "hf", "--case", "lama2-7b-mmlu"), "did you mean 'llama2-7b-mmlu'?"),
+        (
+            ("convert", "src", "dst", "--to", "hf", "--tp", "2"),
+            "--tp 2 --to hf: a Hugging Face folder is not sharded",
+        ),
+        (
+            ("convert", "src", "dst", "--to", "hf", "--case", "lama2-7b-mmlu"),
+            "did you mean 'llama2-7b-mmlu'?",
+        ),
         (("convert", "none", "dst", "--to", "hf"), "'none' is not a folder"),
     ],
     ids=lambda value: "_".join(value)[-40:] if isinstance(value, tuple) else "",
 )
-def test_mistakes_get_one_line(run: Run, worker: Worker, arguments: tuple[str, ...], said: str) -> None:
+def test_mistakes_get_one_line(
+    run: Run, worker: Worker, arguments: tuple[str, ...], said: str
+) -> None:
     code, out, err = run(*arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ")
@@ -288,14 +362,26 @@ def test_mistakes_get_one_line(run: Run, worker: Worker, arguments: tuple[str, .
     assert worker.asked == []
 
 
-@pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
-def test_refusals_of_the_work_get_one_line(run: Run, worker: Worker, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")],
+    ids=lambda one: one[0],
+)
+def test_refusals_of_the_work_get_one_line(
+    run: Run, worker: Worker, arguments: tuple[str, ...]
+) -> None:
     worker.error = RequestError("'src' holds no weights;\nlook elsewhere")
     assert run(*arguments) == (2, "", golden("error-src-holds-no-weights-look"))
 
 
-@pytest.mark.parametrize("arguments", [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")], ids=lambda one: one[0])
-def test_without_torch(run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "src"), ("convert", "src", "dst", "--to", "hf")],
+    ids=lambda one: one[0],
+)
+def test_without_torch(
+    run: Run, worker: Worker, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
     monkeypatch.setattr("steelyard.cli.weights.find_spec", lambda name: None)
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")

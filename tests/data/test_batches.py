@@ -21,7 +21,10 @@ SEED_012, SEED_201 = 2, 1
 def arrays(batch: Batch) -> dict[str, Any]:
     """Every field as plain values, so that a comparison shows what differs."""
     out = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
-    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in out.items()}
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in out.items()
+    }
 
 
 def test_closed_batch_by_hand() -> None:
@@ -36,22 +39,34 @@ def test_closed_batch_by_hand() -> None:
         "pick": [2, 6, 8],
         "items": [5, 0, 2],
         "prefixes": (),
-        "counts": {"tokens": 9, "samples": 3, "padded": 0, "logits": 3, "pairs": 6 + 10 + 3, "square": 9 + 16 + 4},
+        "counts": {
+            "tokens": 9,
+            "samples": 3,
+            "padded": 0,
+            "logits": 3,
+            "pairs": 6 + 10 + 3,
+            "square": 9 + 16 + 4,
+        },
     }
-    assert {array.dtype for array in (batch.tokens, batch.positions, batch.pick)} == {np.dtype(np.int64)}
+    assert {array.dtype for array in (batch.tokens, batch.positions, batch.pick)} == {
+        np.dtype(np.int64)
+    }
 
 
 def test_prefixes() -> None:
     assert batches.prefixes(ROWS, GROUPS) == SHARED
     assert batches.prefixes([], []) == []
     assert batches.prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
-    assert batches.prefixes([[1, 2], [1, 2]], [0, 0]) == [1]  # equal prompts: one token is left to each
-    assert batches.prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]  # one is the beginning of the other
+    # equal prompts: one token is left to each
+    assert batches.prefixes([[1, 2], [1, 2]], [0, 0]) == [1]
+    # one is the beginning of the other
+    assert batches.prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]
     assert batches.prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
     assert batches.prefixes([[1, 2, 9, 4], [1, 2, 3, 4], [1, 2, 9, 5]], [0, 0, 0]) == [2]
 
 
-# Three bins by hand: group 0 spills from the first into the second, group 2 from the second into the third.
+# Three bins by hand: group 0 spills from the first into the second, group 2 from the second into
+# the third.
 BINS = [
     [PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)],
     [PromptPiece(0, 3, 1), PromptPiece(1, 2, 2), PromptPiece(2, None, 1), PromptPiece(2, 4, 1)],
@@ -75,7 +90,14 @@ def test_open_batches_by_hand() -> None:
         "pick": [3, 5],
         "items": [0, 1],
         "prefixes": (0,),
-        "counts": {"tokens": 6, "samples": 2, "padded": 0, "logits": 2, "pairs": 6 + 4 + 9, "square": 9 + 4 + 10},
+        "counts": {
+            "tokens": 6,
+            "samples": 2,
+            "padded": 0,
+            "logits": 2,
+            "pairs": 6 + 4 + 9,
+            "square": 9 + 4 + 10,
+        },
     }
     assert second == {
         "tokens": [30, 7, 8, 9, 4],
@@ -87,7 +109,14 @@ def test_open_batches_by_hand() -> None:
         "pick": [0, 2, 4],
         "items": [3, 2, 4],
         "prefixes": (2,),
-        "counts": {"tokens": 5, "samples": 3, "padded": 0, "logits": 3, "pairs": 4 + 3 + 1 + 2, "square": 4 + 4 + 1 + 2},
+        "counts": {
+            "tokens": 5,
+            "samples": 3,
+            "padded": 0,
+            "logits": 3,
+            "pairs": 4 + 3 + 1 + 2,
+            "square": 4 + 4 + 1 + 2,
+        },
     }
     assert third == {
         "tokens": [5, 6],
@@ -106,10 +135,18 @@ def test_open_batches_by_hand() -> None:
 def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
     other = [PromptPiece(1, 2, 2)]
     assert batches.open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
-    assert batches.open_batch(ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED, 3).keep is None
+    assert (
+        batches.open_batch(
+            ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED, 3
+        ).keep
+        is None
+    )
     assert batches.open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
     # A group that goes on over a third bin stays where the first bin left it.
-    assert batches.open_batch(ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3).keep is None
+    assert (
+        batches.open_batch(ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3).keep
+        is None
+    )
 
 
 def test_open_bins_by_hand() -> None:
@@ -126,14 +163,45 @@ def test_open_bins_by_hand() -> None:
 
 
 def test_open_bins_over_ranks_by_hand() -> None:
-    """A group cut between ranks has its prefix on both; the ranks' ends are at 6.5, or at 4.33 and 8.67 of 13 tokens."""
+    """A group cut between ranks has its prefix on both; the ranks' ends are at 6.5, or at 4.33 and
+    8.67 of 13 tokens.
+    """
     assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=2) == [
-        [[PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2), PromptPiece(0, 3, 1)]],
-        [[PromptPiece(1, 2, 2), PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)]],
+        [
+            [
+                PromptPiece(0, None, 3),
+                PromptPiece(0, 0, 1),
+                PromptPiece(0, 1, 2),
+                PromptPiece(0, 3, 1),
+            ]
+        ],
+        [
+            [
+                PromptPiece(1, 2, 2),
+                PromptPiece(2, None, 1),
+                PromptPiece(2, 4, 1),
+                PromptPiece(2, 5, 2),
+            ]
+        ],
     ]
     assert batches.open_bins(ROWS, GROUPS, 100, SEED_201, world=2) == [
-        [[PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2), PromptPiece(0, None, 3), PromptPiece(0, 0, 1)]],
-        [[PromptPiece(0, None, 3), PromptPiece(0, 1, 2), PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)]],
+        [
+            [
+                PromptPiece(2, None, 1),
+                PromptPiece(2, 4, 1),
+                PromptPiece(2, 5, 2),
+                PromptPiece(0, None, 3),
+                PromptPiece(0, 0, 1),
+            ]
+        ],
+        [
+            [
+                PromptPiece(0, None, 3),
+                PromptPiece(0, 1, 2),
+                PromptPiece(0, 3, 1),
+                PromptPiece(1, 2, 2),
+            ]
+        ],
     ]
     assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=3) == [
         [[PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)]],
@@ -144,13 +212,17 @@ def test_open_bins_over_ranks_by_hand() -> None:
 
 def test_more_ranks_than_prompts() -> None:
     ranks = batches.open_bins(ROWS[:2], [0, 0], 100, 0, world=4)
-    assert sorted(p.item for bins in ranks for one in bins for p in one if p.item is not None) == [0, 1]
+    assert sorted(p.item for bins in ranks for one in bins for p in one if p.item is not None) == [
+        0,
+        1,
+    ]
     assert [[sum(p.item is not None for p in one) for one in bins] for bins in ranks].count([]) == 2
     assert sorted(batches.equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
 
 
 @pytest.mark.parametrize(
-    ("q_lens", "k_lens"), [([3, 4, 2], [3, 4, 2]), ([1], [1]), ([5, 2, 7], [5, 11, 8]), ([3, 1], [103, 1])]
+    ("q_lens", "k_lens"),
+    [([3, 4, 2], [3, 4, 2]), ([1], [1]), ([5, 2, 7], [5, 11, 8]), ([3, 1], [103, 1])],
 )
 def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
     """A query sees every key that is not after it, with both aligned at their row's end."""
@@ -166,7 +238,9 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
 
 
 def test_equal_bins_by_hand() -> None:
-    """32 tokens, budget 16, longest first into the emptiest: 9 | 7, 7 then 5, 3 to the first and 1 to the second."""
+    """32 tokens, budget 16, longest first into the emptiest: 9 | 7, 7 then 5, 3 to the first and 1
+    to the second.
+    """
     lengths = [5, 3, 9, 1, 7, 7]
     for seed in range(5):
         bins = batches.equal_bins(lengths, 16, seed)
@@ -191,13 +265,16 @@ def test_equal_bins(multiple: int, seed: int) -> None:
 
 
 def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
-    """Neither bins nor the prompts in them come sorted: the mean length of a bin's first prompts is that of all."""
+    """Neither bins nor the prompts in them come sorted: the mean length of a bin's first prompts is
+    that of all.
+    """
     rng = random.Random(0)
     lengths = [rng.randrange(200, 2049) for _ in range(2000)]
     bins = batches.equal_bins(lengths, 16384, 0)
     mean = sum(lengths) / len(lengths)
     firsts = [lengths[one[0]] for one in bins]
-    assert abs(sum(firsts) / len(firsts) - mean) < 150  # 3 standard errors; longest first would give 1900
+    # 3 standard errors; longest first would give 1900
+    assert abs(sum(firsts) / len(firsts) - mean) < 150
     half = [lengths[i] for one in bins[: len(bins) // 2] for i in one]
     assert abs(sum(half) / len(half) - mean) < 50
 
@@ -209,7 +286,10 @@ def test_a_prompt_longer_than_the_budget_is_a_bin() -> None:
 def test_sorted_batches_by_hand() -> None:
     """30 and 17 pad to 32 each, which fills 64; 16, 5 and 3 pad to 16."""
     for seed in range(4):
-        assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [[2, 0, 3], [4, 1]]
+        assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [
+            [2, 0, 3],
+            [4, 1],
+        ]
     assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 63, 16, 0)) == [[1], [2, 0, 3], [4]]
     assert sorted(batches.sorted_batches([3, 3, 2], 1, 1, 0)) == [[0], [1], [2]]
     assert batches.sorted_batches([], 64, 16, 0) == []

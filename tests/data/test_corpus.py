@@ -35,7 +35,10 @@ def write(prefix: Path, ids: Any, lens: Any, docs: Any) -> Path:
 def pair(prefix: Path, dtype: str = "uint16") -> Path:
     """Three documents: 1 2 3 (two sentences), 4 5, 6."""
     return write(
-        prefix, np.arange(1, 7, dtype=dtype), np.array([2, 1, 2, 1], dtype=np.int32), np.array([0, 2, 3, 4], dtype=np.int64)
+        prefix,
+        np.arange(1, 7, dtype=dtype),
+        np.array([2, 1, 2, 1], dtype=np.int32),
+        np.array([0, 2, 3, 4], dtype=np.int64),
     )
 
 
@@ -44,7 +47,9 @@ def plain(row: Row) -> tuple[list[int], list[int], tuple[int, ...], int, int]:
 
 
 def order(found: Corpus, seed: int, epoch: int) -> list[int]:
-    """The first token of each training document in the order of an epoch, which is one row of its length."""
+    """The first token of each training document in the order of an epoch, which is one row of its
+    length.
+    """
     whole = int(found.ends[splits(len(found.ends))[0][-1]])
     row = CorpusRows(found, whole, 1, seed, 1).row(epoch)
     return [int(row.tokens[begin]) for begin in accumulate((0, *row.lens[:-1]))]
@@ -63,7 +68,10 @@ def test_one_sentence_a_document_and_compressed_indexes(tmp_path: Path) -> None:
     prefix = write(tmp_path / "c", np.arange(6, dtype=np.uint16), np.array([3, 2, 1]), np.arange(4))
     assert open_corpus(prefix).ends.tolist() == [3, 5, 6]
     np.savez_compressed(
-        f"{prefix}_idx.npz", lens=np.array([3, 2, 1], np.uint64), docs=np.arange(4, dtype=np.uint8), sents=[0.5]
+        f"{prefix}_idx.npz",
+        lens=np.array([3, 2, 1], np.uint64),
+        docs=np.arange(4, dtype=np.uint8),
+        sents=[0.5],
     )
     assert open_corpus(prefix).ends.tolist() == [3, 5, 6]
 
@@ -76,7 +84,9 @@ def test_a_corpus_is_found_by_prefix_file_and_folder(tmp_path: Path) -> None:
     assert open_corpus(tmp_path / "one.two").name == "one.two"
     pair(tmp_path / "three")
     assert open_corpus(tmp_path / "three").name == "three"
-    with pytest.raises(RequestError, match=r"2 pairs in it \(one.two, three\); name one, such as .*one.two$"):
+    with pytest.raises(
+        RequestError, match=r"2 pairs in it \(one.two, three\); name one, such as .*one.two$"
+    ):
         open_corpus(tmp_path)
 
 
@@ -123,7 +133,10 @@ HEADER = b"\x93NUMPY\x01\x00"
         (HEADER + b"\xff\xff" + b"(" * 65535, "not a .npy array"),
         (WHOLE[:-1], "139 bytes instead of 140 for 6 tokens"),
         (WHOLE + b"\x00", "141 bytes instead of 140 for 6 tokens"),
-        (WHOLE.replace(b"(6,), }", b"(10000000000000,), }")[: len(WHOLE)], "not a .npy array|bytes instead of"),
+        (
+            WHOLE.replace(b"(6,), }", b"(10000000000000,), }")[: len(WHOLE)],
+            "not a .npy array|bytes instead of",
+        ),
         (npy(np.array([{}, []], dtype=object), allow_pickle=True), "object of shape"),
         (npy(np.zeros((3, 2), np.uint16)), r"uint16 of shape \(3, 2\)"),
         (npy(np.zeros((), np.uint16)), r"uint16 of shape \(\)"),
@@ -161,29 +174,59 @@ SHORT = npy(LENS).replace(b"(4,), }", b"(9,), }")
         (b"", "not a readable .npz"),
         (b"no zip", "not a readable .npz"),
         (GOOD[:-30], "not a readable .npz"),
-        (GOOD.replace(npy(LENS)[-16:], bytes([3]) + npy(LENS)[-15:]), "not a readable .npz: Bad CRC-32"),
+        (
+            GOOD.replace(npy(LENS)[-16:], bytes([3]) + npy(LENS)[-15:]),
+            "not a readable .npz: Bad CRC-32",
+        ),
         (archive(lens=npy(LENS)), "no docs in it"),
         (archive(docs=npy(DOCS)), "no lens in it"),
         (archive(lens=b"no array", docs=npy(DOCS)), "lens.npy: not a .npy array"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, "a"], object), allow_pickle=True)), "docs.npy: object of shape"),
-        (archive(lens=npy(LENS.reshape(2, 2)), docs=npy(DOCS)), r"lens.npy: int32 of shape \(2, 2\)"),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([0, "a"], object), allow_pickle=True)),
+            "docs.npy: object of shape",
+        ),
+        (
+            archive(lens=npy(LENS.reshape(2, 2)), docs=npy(DOCS)),
+            r"lens.npy: int32 of shape \(2, 2\)",
+        ),
         (archive(lens=npy(LENS.astype(float)), docs=npy(DOCS)), "lens.npy: float64 of shape"),
         (archive(lens=SHORT, docs=npy(DOCS)), "lens.npy: 9 int32 in 144 bytes"),
-        (archive(lens=npy(np.ones(7, np.int32)), docs=npy(DOCS)), "7 int32 in 156 bytes; allowed: at most 6"),
+        (
+            archive(lens=npy(np.ones(7, np.int32)), docs=npy(DOCS)),
+            "7 int32 in 156 bytes; allowed: at most 6",
+        ),
         (archive(lens=npy(LENS[:0]), docs=npy(DOCS)), "0 lens and 4 docs; allowed: 1 or more"),
         (archive(lens=npy(LENS), docs=npy(DOCS[:0])), "4 lens and 0 docs; allowed: 1 or more"),
         (archive(lens=npy(np.array([7, -1])), docs=npy(DOCS)), "lens holds -1; allowed: 1 to 6"),
         (archive(lens=npy(np.array([6, 0])), docs=npy(DOCS)), "lens holds 0; allowed: 1 to 6"),
-        (archive(lens=npy(np.array([1 << 62] * 4)), docs=npy(DOCS)), "lens holds 4611686018427387904; allowed: 1 to 6"),
+        (
+            archive(lens=npy(np.array([1 << 62] * 4)), docs=npy(DOCS)),
+            "lens holds 4611686018427387904; allowed: 1 to 6",
+        ),
         (
             archive(lens=npy(np.array([2, 2, 1])), docs=npy(DOCS)),
             "lens adds up to 5; the tokens are 6; the two files are not a pair",
         ),
-        (archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))), "docs goes from 1 to 4; allowed: increasing from 0 to 4"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))), "docs goes from 0 to 3; allowed: increasing from 0 to 4"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))), "docs goes from 0 to 4; allowed: increasing"),
-        (archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))), "docs goes from 0 to 4; allowed: increasing"),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([1, 2, 4]))),
+            "docs goes from 1 to 4; allowed: increasing from 0 to 4",
+        ),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([0, 2, 3]))),
+            "docs goes from 0 to 3; allowed: increasing from 0 to 4",
+        ),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([0, 3, 3, 4]))),
+            "docs goes from 0 to 4; allowed: increasing",
+        ),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([0, -3, 4]))),
+            "docs goes from 0 to 4; allowed: increasing",
+        ),
+        (
+            archive(lens=npy(LENS), docs=npy(np.array([0, 3, 2, 4], np.uint64))),
+            "docs goes from 0 to 4; allowed: increasing",
+        ),
     ],
 )
 def test_bad_indexes_are_refused(tmp_path: Path, content: bytes, reason: str) -> None:
@@ -195,7 +238,9 @@ def test_bad_indexes_are_refused(tmp_path: Path, content: bytes, reason: str) ->
     assert "\n" not in str(error.value)
 
 
-def test_an_index_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_unpacks_to_too_much_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair(tmp_path / "c")
     bomb = archive(zipfile.ZIP_DEFLATED, lens=npy(np.ones(40 << 20, np.uint8)), docs=npy(DOCS))
     assert len(bomb) < 100_000
@@ -203,7 +248,9 @@ def test_an_index_that_unpacks_to_too_much_is_not_unpacked(tmp_path: Path, monke
     with pytest.raises(RequestError, match="41943040 uint8 in 41943168 bytes; allowed: at most 6"):
         open_corpus(tmp_path / "c")
     monkeypatch.setattr("steelyard.data.corpus.MAX_INDEX_BYTES", 40 << 20)
-    with pytest.raises(RequestError, match="lens and docs are 41943328 bytes; allowed: at most 41943040 in all"):
+    with pytest.raises(
+        RequestError, match="lens and docs are 41943328 bytes; allowed: at most 41943040 in all"
+    ):
         open_corpus(tmp_path / "c")
 
 
@@ -214,29 +261,40 @@ def test_opening_reads_no_tokens(tmp_path: Path) -> None:
     ids.flush()
     np.savez(tmp_path / "c_idx.npz", lens=np.full(100, 1 << 20, np.int32), docs=np.arange(101))
     code = (
-        "import psutil, sys; from pathlib import Path; from steelyard.data.corpus import CorpusRows, open_corpus\n"
-        "before = psutil.Process().memory_info().rss\n"
-        "found = open_corpus(Path(sys.argv[1])); row = CorpusRows(found, 2048, 4, 0, 2).row(5)\n"
-        "print(psutil.Process().memory_info().rss - before, len(found.ids))"
+        "import psutil, sys; from pathlib import Path; from steelyard.data.corpus import"
+        " CorpusRows, open_corpus\nbefore = psutil.Process().memory_info().rss\nfound ="
+        " open_corpus(Path(sys.argv[1])); row = CorpusRows(found, 2048, 4, 0,"
+        " 2).row(5)\nprint(psutil.Process().memory_info().rss - before, len(found.ids))"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True
+    )
     grown, tokens = map(int, done.stdout.split())
     assert tokens == 100 << 20
     assert grown < 32 << 20
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_beyond_the_vocabulary_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("steelyard.data.corpus.BLOCK_TOKENS", 4)
     found = open_corpus(pair(tmp_path / "c"))
     check_ids(found, 7)
     check_ids(found, 1 << 17)
-    with pytest.raises(RequestError, match=r"c_ids.npy: token 5 \(counted from 0\) is 6; allowed: 0 to 5, the vocabulary"):
+    with pytest.raises(
+        RequestError,
+        match=r"c_ids.npy: token 5 \(counted from 0\) is 6; allowed: 0 to 5, the vocabulary",
+    ):
         check_ids(found, 6)
-    with pytest.raises(RequestError, match=r"hand: token 1 \(counted from 0\) is -2; allowed: 0 to 9"):
+    with pytest.raises(
+        RequestError, match=r"hand: token 1 \(counted from 0\) is -2; allowed: 0 to 9"
+    ):
         check_ids(corpus([1, -2, 3], dtype="int32"), 10)
 
 
-def test_a_fingerprint_is_of_tokens_and_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fingerprint_is_of_tokens_and_borders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = fingerprint(open_corpus(pair(tmp_path / "c")), None)
     assert one == hashlib.sha256(struct.pack("<6i3q", 1, 2, 3, 4, 5, 6, 3, 5, 6)).hexdigest()
     for dtype in ("int32", "int64", ">u2"):
@@ -254,7 +312,14 @@ def test_a_fingerprint_is_of_tokens_and_borders(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "documents, train, valid, test",
-    [(3, 1, 1, 1), (4, 2, 1, 1), (500, 498, 1, 1), (1000, 998, 1, 1), (1500, 1496, 2, 2), (100_000, 99_800, 100, 100)],
+    [
+        (3, 1, 1, 1),
+        (4, 2, 1, 1),
+        (500, 498, 1, 1),
+        (1000, 998, 1, 1),
+        (1500, 1496, 2, 2),
+        (100_000, 99_800, 100, 100),
+    ],
 )
 def test_splits(documents: int, train: int, valid: int, test: int) -> None:
     parts = splits(documents)
@@ -298,7 +363,13 @@ def test_rows_of_several_documents() -> None:
     for k in range(9):
         cuts = sorted({4 * k, *(b for b in borders if 4 * k < b < 4 * k + 4), 4 * k + 4})
         lens = tuple(b - a for a, b in pairwise(cuts))
-        assert plain(rows.row(k)) == (tokens[4 * k : 4 * k + 4], follow[4 * k : 4 * k + 4], lens, 4, 1)
+        assert plain(rows.row(k)) == (
+            tokens[4 * k : 4 * k + 4],
+            follow[4 * k : 4 * k + 4],
+            lens,
+            4,
+            1,
+        )
 
 
 def test_held_out_rows_are_whole_rows_of_the_validation_documents() -> None:
@@ -316,7 +387,13 @@ def test_held_out_rows_are_whole_rows_of_the_validation_documents() -> None:
     short = CorpusRows(found, 10, 1, 0, 4)
     assert short.held_out() == [("valid", 0)]
     tokens = [1, 2, 3, 4, 5, 7, 8, 0, 0, 0]
-    assert plain(short.row(("valid", 0))) == (tokens, [2, 3, 4, 5, X, 8, X, X, X, X], (5, 2, 3), 7, 1)
+    assert plain(short.row(("valid", 0))) == (
+        tokens,
+        [2, 3, 4, 5, X, 8, X, X, X, X],
+        (5, 2, 3),
+        7,
+        1,
+    )
 
 
 MANY = corpus(*[[i] * (1 + i % 7) for i in range(40)])
@@ -341,11 +418,11 @@ def test_the_order_changes_with_epoch_and_seed_alone() -> None:
 @pytest.mark.process
 def test_processes_agree() -> None:
     code = (
-        "import json, numpy as np; from steelyard.data.corpus import Corpus, CorpusRows\n"
-        "documents = [[i] * (1 + i % 7) for i in range(40)]\n"
-        "ends = np.cumsum([len(one) for one in documents], dtype=np.int64)\n"
-        "rows = CorpusRows(Corpus(np.array(sum(documents, []), np.uint16), ends, 'x'), 16, 2, 3, 1)\n"
-        "print(json.dumps([rows.row(k).tokens.tolist() for k in (90, 3, 41)]))"
+        "import json, numpy as np; from steelyard.data.corpus import Corpus, CorpusRows\ndocuments"
+        " = [[i] * (1 + i % 7) for i in range(40)]\nends = np.cumsum([len(one) for one in"
+        " documents], dtype=np.int64)\nrows = CorpusRows(Corpus(np.array(sum(documents, []),"
+        " np.uint16), ends, 'x'), 16, 2, 3, 1)\nprint(json.dumps([rows.row(k).tokens.tolist() for k"
+        " in (90, 3, 41)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     rows = CorpusRows(MANY, 16, 2, 3, 1)

@@ -55,10 +55,7 @@ def test_limits_count_what_stands_in_a_line(tmp_path: Path) -> None:
         (b"1\n\n", "line 2 is not JSON in UTF-8: Expecting value (column 1); a line is 1"),
         (b"NaN", "line 1 is not JSON in UTF-8: NaN is no number; a line is 1"),
         (b'{"a": 1, "a": 1}', "line 1 is not JSON in UTF-8: a key stands twice; a line is 1"),
-        (
-            gzip.compress(b"1", mtime=0)[:-9],
-            f"cannot be read: {ENDED}",
-        ),
+        (gzip.compress(b"1", mtime=0)[:-9], f"cannot be read: {ENDED}"),
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The same answers however prompts are packed, from the model and from the engines that lay batches over ranks."""
+"""The same answers however prompts are packed, from the model and from the engines that lay batches
+over ranks.
+"""
 
 import random
 from contextlib import nullcontext
@@ -27,7 +29,9 @@ from steelyard.weights import load
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-SHAPE = LlamaShape(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61, positions=64)
+SHAPE = LlamaShape(
+    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=61, positions=64
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,9 @@ def model() -> Llama:
 
 
 def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Groups of random prompts, in mixed order. Group 0 shares nothing, group 1 is one prompt, group 2 holds one twice."""
+    """Groups of random prompts, in mixed order. Group 0 shares nothing, group 1 is one prompt,
+    group 2 holds one twice.
+    """
     rng = random.Random(f"prompts:{seed}")
     pairs: list[tuple[list[int], int]] = []
     for group in range(rng.randrange(4, 8)):
@@ -61,7 +67,9 @@ def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
     rows = layout(batch.q_lens, batch.k_lens, CPU, gather)
     keep = None if batch.keep is None else slice(*batch.keep)
-    tokens, positions, pick = (torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick))
+    tokens, positions, pick = (
+        torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick)
+    )
     with torch.no_grad():
         out: Tensor = model(tokens, positions, rows, "rows", pick, prefix, keep)
     return out
@@ -72,16 +80,23 @@ def closed_ranks(rows: list[list[int]], budget: int, seed: int, world: int) -> l
     return [[batches.closed_batch(rows, one) for one in bins[rank::world]] for rank in range(world)]
 
 
-def open_ranks(rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int) -> list[list[Batch]]:
+def open_ranks(
+    rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int
+) -> list[list[Batch]]:
     shared = batches.prefixes(rows, groups)
     return [
-        [batches.open_batch(rows, one, after, shared, max(shared)) for one, after in zip(bins, [*bins[1:], None], strict=False)]
+        [
+            batches.open_batch(rows, one, after, shared, max(shared))
+            for one, after in zip(bins, [*bins[1:], None], strict=False)
+        ]
         for bins in batches.open_bins(rows, groups, budget, seed, world)
     ]
 
 
 def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tensor:
-    """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one is kept in it."""
+    """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one
+    is kept in it.
+    """
     found: dict[int, Tensor] = {}
     for own in ranks:
         prefix = None if cache is None else model.empty_prefix(cache)
@@ -100,7 +115,9 @@ def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tenso
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 @pytest.mark.parametrize("budget", [1, 23, 60, 10_000])
 @pytest.mark.parametrize("seed", range(6))
-def test_every_packing_gives_the_same_logits(model: Llama, seed: int, budget: int, world: int) -> None:
+def test_every_packing_gives_the_same_logits(
+    model: Llama, seed: int, budget: int, world: int
+) -> None:
     rows, groups = prompts(seed)
     expected = alone(model, rows)
     shared = batches.prefixes(rows, groups)
@@ -113,9 +130,13 @@ def test_every_packing_gives_the_same_logits(model: Llama, seed: int, budget: in
         found = answered(model, ranks, cache)
         assert found.shape == expected.shape
         assert float((found - expected).abs().max()) <= 1e-5
-    assert sum(batch.counts["tokens"] for batches in closed for batch in batches) == sum(map(len, rows))
+    assert sum(batch.counts["tokens"] for batches in closed for batch in batches) == sum(
+        map(len, rows)
+    )
     computed = sum(batch.counts["tokens"] for batches in opened for batch in batches)
-    once = sum(shared) + sum(len(row) - shared[group] for row, group in zip(rows, groups, strict=True))
+    once = sum(shared) + sum(
+        len(row) - shared[group] for row, group in zip(rows, groups, strict=True)
+    )
     assert once <= computed <= once + (world - 1) * max(shared)
     assert world > 1 or computed == once
 
@@ -123,7 +144,12 @@ def test_every_packing_gives_the_same_logits(model: Llama, seed: int, budget: in
 def test_the_comparison_sees_swapped_prompts(model: Llama) -> None:
     rows, _ = prompts(0)
     found = alone(model, rows)
-    near = [(a, b) for a in range(len(rows)) for b in range(a) if float((found[a] - found[b]).abs().max()) <= 1e-3]
+    near = [
+        (a, b)
+        for a in range(len(rows))
+        for b in range(a)
+        if float((found[a] - found[b]).abs().max()) <= 1e-3
+    ]
     assert [(rows[a], a) for a, b in near] == [(rows[b], a) for a, b in near]
     assert len(near) == 1  # the prompt that is there twice
 
@@ -133,14 +159,18 @@ def test_the_comparison_sees_swapped_prompts(model: Llama) -> None:
 LETTERS = [6, 22, 10, 24]  # tokens that are likely somewhere, so that every letter is chosen
 
 
-def job(rows: list[list[int]], groups: list[int], division: str, rank: int, world: int, **tune: Any) -> Job:
+def job(
+    rows: list[list[int]], groups: list[int], division: str, rank: int, world: int, **tune: Any
+) -> Job:
     settings = ["question.model.vocab=61", *(f"tune.{key}={value}" for key, value in tune.items())]
     count = len(rows)
     shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
     return Job(
         case=resolve.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
         work="score_choices",
-        inputs=Prompts(rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0),
+        inputs=Prompts(
+            rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0
+        ),
         weights=None,
         device=Device(0, now),
         rank=rank,
@@ -157,7 +187,9 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
-        engine = engine_rows.load(name, "score_choices")(job(rows, groups, division, rank, world, **tune))
+        engine = engine_rows.load(name, "score_choices")(
+            job(rows, groups, division, rank, world, **tune)
+        )
         engine.prepare("val", lambda part: nullcontext())
         works = [item for item in engine.work("val") if isinstance(item, Work)]
         assert len(works) == engine.total("val")

@@ -1,4 +1,6 @@
-"""Ids that a user names: read within limits, one spelling for one selection, and which items they are."""
+"""Ids that a user names: read within limits, one spelling for one selection, and which items they
+are.
+"""
 
 import gzip
 from pathlib import Path
@@ -31,7 +33,9 @@ def written(folder: Path, content: bytes) -> Path:
         (gzip.compress(b"1\n2\n", mtime=0), ("1-2",)),
     ],
 )
-def test_one_selection_has_one_spelling(content: bytes, ids: tuple[str, ...], tmp_path: Path) -> None:
+def test_one_selection_has_one_spelling(
+    content: bytes, ids: tuple[str, ...], tmp_path: Path
+) -> None:
     assert selection.read(written(tmp_path, content)) == ids
     assert tuple(selection.checked(one) for one in ids) == ids
 
@@ -65,7 +69,10 @@ def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(selection, "MAX_LINES", 3)
     assert selection.read(path) == ("1", "3", "5")
     monkeypatch.setattr(selection, "MAX_LINES", 2)
-    with pytest.raises(RequestError, match="more than 2 lines, the limit for a file of ids; use ranges such as 0-99"):
+    with pytest.raises(
+        RequestError,
+        match="more than 2 lines, the limit for a file of ids; use ranges such as 0-99",
+    ):
         selection.read(path)
     monkeypatch.setattr(selection, "MAX_FILE_BYTES", 5)
     with pytest.raises(RequestError, match="larger than 5 bytes, the limit for a file of ids"):
@@ -76,7 +83,9 @@ def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ids_are_places_of_the_set_or_of_a_group() -> None:
     assert selection.places(("11", "2", "5-6"), 12, "question") == [2, 5, 6, 11]
-    assert selection.places(("0", "astronomy/0-1", "college_physics/4"), 12, "question", GROUPS) == [0, 4, 5, 11]
+    assert selection.places(
+        ("0", "astronomy/0-1", "college_physics/4"), 12, "question", GROUPS
+    ) == [0, 4, 5, 11]
     assert selection.size(("0", "astronomy/0-1", "5-9")) == 8
 
 
@@ -93,13 +102,22 @@ def test_ids_are_places_of_the_set_or_of_a_group() -> None:
         (
             ("anatomy/0",),
             None,
-            "--rows: anatomy/0: the data has no groups; allowed: places counted from 0, such as 12 or 12-20",
+            (
+                "--rows: anatomy/0: the data has no groups; allowed: places counted from 0, such as"
+                " 12 or 12-20"
+            ),
         ),
         (("anatomi/0",), GROUPS, "--rows: anatomi/0: no such subject; nearest: anatomy"),
-        (("1-3", "anatomy/2"), GROUPS, "--rows: anatomy/2 and 1-3 name the same passage; name it once"),
+        (
+            ("1-3", "anatomy/2"),
+            GROUPS,
+            "--rows: anatomy/2 and 1-3 name the same passage; name it once",
+        ),
     ],
 )
-def test_ids_that_name_nothing(ids: tuple[str, ...], groups: dict[str, range] | None, line: str) -> None:
+def test_ids_that_name_nothing(
+    ids: tuple[str, ...], groups: dict[str, range] | None, line: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         selection.places(ids, 12, "passage", groups)
     assert str(caught.value) == line
@@ -116,7 +134,17 @@ def test_ids_that_name_nothing(ids: tuple[str, ...], groups: dict[str, range] | 
     ],
 )
 def test_an_unknown_subject_has_the_nearest_beside_it(name: str, hint: str) -> None:
-    assert selection.of_groups(["college_physics", "anatomy"], GROUPS) == [0, 1, 2, 3, 7, 8, 9, 10, 11]
+    assert selection.of_groups(["college_physics", "anatomy"], GROUPS) == [
+        0,
+        1,
+        2,
+        3,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]
     with pytest.raises(RequestError) as caught:
         selection.of_groups(["anatomy", name], GROUPS)
     assert str(caught.value) == f"--subjects {name!r}: no such subject; {hint}"

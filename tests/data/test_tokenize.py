@@ -63,11 +63,16 @@ def left(folder: Path) -> list[str]:
 def test_packed_documents_come_back(tmp_path: Path, name: str) -> None:
     told: list[tuple[int, int]] = []
     source = lines(tmp_path / name, TEXTS)
-    made = tokenize([source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total)))
+    made = tokenize(
+        [source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total))
+    )
     found = open_corpus(tmp_path / "c")
     expected = [[*ids, MADE.end] for ids in MADE.encode(TEXTS)]
     assert documents(found) == expected
-    sizes = [(f"c{suffix}", (tmp_path / f"c{suffix}").stat().st_size) for suffix in ("_ids.npy", "_idx.npz")]
+    sizes = [
+        (f"c{suffix}", (tmp_path / f"c{suffix}").stat().st_size)
+        for suffix in ("_ids.npy", "_idx.npz")
+    ]
     assert made == TokenFiles(3, sum(map(len, expected)), 0, sizes, fingerprint(found, None))
     assert told == [(source.stat().st_size,) * 2]
     ids, index = np.load(tmp_path / "c_ids.npy"), np.load(tmp_path / "c_idx.npz")
@@ -82,7 +87,9 @@ def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.Monke
     texts = [f"{'word ' * (i % 13)}{i}" for i in range(50)]
     inputs = [lines(tmp_path / "a.jsonl", texts[:21]), lines(tmp_path / "b.jsonl.gz", texts[21:])]
     told: list[tuple[int, int]] = []
-    made = tokenize(inputs, MadeTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now))
+    made = tokenize(
+        inputs, MadeTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now)
+    )
     found = open_corpus(tmp_path / "c")
     assert found.ids.dtype == np.int32
     assert documents(found) == [[*ids, 0] for ids in MadeTokenizer(70_000).encode(texts)]
@@ -100,7 +107,9 @@ def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
     tokenize([source], Endless(512), tmp_path / "d", key="content", append_end=False)
     tokenize([source], Ending(512), tmp_path / "e", key="content")
     assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
-    with pytest.raises(RequestError, match=r"does not say which token ends a text; .*--no-append-end"):
+    with pytest.raises(
+        RequestError, match=r"does not say which token ends a text; .*--no-append-end"
+    ):
         tokenize([source], Endless(512), tmp_path / "f", key="content")
 
 
@@ -117,7 +126,10 @@ GOOD = b'{"text": "one"}\n'
         (GOOD * 2 + b'{"text": "\xff"}\n', "line 3 is not JSON in UTF-8: 'utf-8' codec"),
         (b"\xef\xbb\xbf" + GOOD, "line 1 is not JSON in UTF-8: Unexpected UTF-8 BOM"),
         (GOOD + b"[" * 100_000, "line 2 is not JSON in UTF-8"),
-        (GOOD + b'["text"]\n', r"line 2 is \['text'\]; a line is \{\"text\": \"…\"\}; name another key with --key"),
+        (
+            GOOD + b'["text"]\n',
+            r"line 2 is \['text'\]; a line is \{\"text\": \"…\"\}; name another key with --key",
+        ),
         (GOOD + b'{"texts": "one"}\n', "line 2 is {'texts': 'one'}; a line is"),
         (GOOD + b'{"text": 1}\n', "line 2 is {'text': 1}; a line is"),
         (GOOD + b'{"text": null}\n', "line 2 is {'text': None}; a line is"),
@@ -127,7 +139,9 @@ GOOD = b'{"text": "one"}\n'
         (gzip.compress(GOOD, mtime=0)[:-8] + bytes(8), "cannot be read: CRC check failed"),
     ],
 )
-def test_bad_lines_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str) -> None:
+def test_bad_lines_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
+) -> None:
     if b"xxx" in content:
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     (tmp_path / "in.jsonl").write_bytes(content)
@@ -142,7 +156,9 @@ def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
     tokenize([source], MADE, tmp_path / "c")
     for kept in ("c_ids.npy", "c_idx.npz"):
-        with pytest.raises(RequestError, match=f"{kept} exists; choose another --out, or overwrite it with --force"):
+        with pytest.raises(
+            RequestError, match=f"{kept} exists; choose another --out, or overwrite it with --force"
+        ):
             tokenize([source], MADE, tmp_path / "c")
         (tmp_path / "c_ids.npy").unlink(missing_ok=True)
     tokenize([source], MADE, tmp_path / "c", force=True)
@@ -169,8 +185,14 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupt"])
-def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, fault: Any) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [OSError(28, "No space left on device"), KeyboardInterrupt()],
+    ids=["full", "interrupt"],
+)
+def test_a_failure_at_the_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, fault: Any
+) -> None:
     real, calls = getattr(os, call), 0
 
     def second_fails(*arguments: Any) -> None:
@@ -220,7 +242,12 @@ def test_help_teaches(run: Run) -> None:
     code, out, err = run("--help")
     assert (code, err) == (0, "")
     assert "steelyard data get" in out.split("Example:")[1]
-    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == ["get", "list", "pack", "inspect"]
+    assert [line.split()[0] for line in out.split("Commands:")[1].split("\n") if line] == [
+        "get",
+        "list",
+        "pack",
+        "inspect",
+    ]
     for verb in ("pack", "inspect"):
         code, out, err = run(verb, "--help")
         assert (code, err) == (0, "")
@@ -241,7 +268,17 @@ def test_the_verbs(run: Run, tmp_path: Path) -> None:
         f"fingerprint  {mark}",
         f"files        c_ids.npy  {128 + 2 * tokens} bytes",
     ]
-    code, out, err = run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c", "--force", "--json", "--no-append-end")
+    code, out, err = run(
+        "pack",
+        "in.jsonl",
+        "--tokenizer",
+        "any",
+        "--out",
+        "c",
+        "--force",
+        "--json",
+        "--no-append-end",
+    )
     assert (code, err) == (0, "")
     table = json.loads(out)
     assert (table["documents"], table["tokens"], table["skipped"]) == (3, tokens - 3, 1)
@@ -263,7 +300,10 @@ def test_the_verbs(run: Run, tmp_path: Path) -> None:
 def test_mistakes_end_in_one_line(run: Run, tmp_path: Path) -> None:
     for arguments, reason in (
         (("inspect", "none"), "error: data 'none' does not exist; "),
-        (("pack", "none", "--tokenizer", "any", "--out", "c"), "error: 'none' is not a file; give .jsonl"),
+        (
+            ("pack", "none", "--tokenizer", "any", "--out", "c"),
+            "error: 'none' is not a file; give .jsonl",
+        ),
         (("pack", "--tokenizer", "any", "--out", "c"), "error: Missing argument"),
     ):
         code, out, err = run(*arguments)
@@ -279,7 +319,9 @@ def test_mistakes_end_in_one_line(run: Run, tmp_path: Path) -> None:
 def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr, real = io.StringIO(), rich.console.Console
     monkeypatch.setattr(
-        rich.console, "Console", lambda **options: real(file=stderr, force_terminal=True, width=100, quiet=options["quiet"])
+        rich.console,
+        "Console",
+        lambda **options: real(file=stderr, force_terminal=True, width=100, quiet=options["quiet"]),
     )
     lines(tmp_path / "in.jsonl", TEXTS)
     assert run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")[0] == 0
@@ -290,7 +332,12 @@ def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_interrupted_it_leaves_nothing(shell: Shell, tmp_path: Path) -> None:
     vocabulary = {chr(i): i for i in (*range(33, 127), *range(161, 173), *range(174, 256))}
     missing = [i for i in range(256) if i not in vocabulary.values()]
-    ids = {piece: i for i, piece in enumerate([*vocabulary, *(chr(256 + i) for i in range(len(missing))), "<|endoftext|>"])}
+    ids = {
+        piece: i
+        for i, piece in enumerate(
+            [*vocabulary, *(chr(256 + i) for i in range(len(missing))), "<|endoftext|>"]
+        )
+    }
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     lines(tmp_path / "in.jsonl", ["word " * 2000] * 5000)

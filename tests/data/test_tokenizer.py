@@ -1,4 +1,6 @@
-"""Tokenizers: ids as published, one vocabulary from two kinds of file, where one is looked for, and files that are none."""
+"""Tokenizers: ids as published, one vocabulary from two kinds of file, where one is looked for, and
+files that are none.
+"""
 
 import hashlib
 import json
@@ -26,8 +28,12 @@ from steelyard.tasks.questions import MadeQuestions
 
 @pytest.fixture(scope="module")
 def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Llama vocabulary as a tokenizer.json: its pieces, and as merges every pair of pieces that is a piece, by score."""
-    inner: Any = sentencepiece.SentencePieceProcessor(model_file=str(data_dir / "tokenizers" / "llama" / "tokenizer.model"))
+    """The Llama vocabulary as a tokenizer.json: its pieces, and as merges every pair of pieces that
+    is a piece, by score.
+    """
+    inner: Any = sentencepiece.SentencePieceProcessor(
+        model_file=str(data_dir / "tokenizers" / "llama" / "tokenizer.model")
+    )
     ids = {inner.id_to_piece(i): i for i in range(inner.get_piece_size())}
     pairs = [
         ((-inner.get_score(i), ids[piece[:cut]], ids[piece[cut:]]), (piece[:cut], piece[cut:]))
@@ -37,7 +43,9 @@ def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     ]
     merges = [pair for _, pair in sorted(pairs)]
     made = Inner(BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    made.add_special_tokens([AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")])
+    made.add_special_tokens(
+        [AddedToken(name, normalized=False) for name in ("<unk>", "<s>", "</s>")]
+    )
     made.normalizer = Normalizers([Prepend("▁"), Replace(" ", "▁")])
     made.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
@@ -110,7 +118,11 @@ def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path)
     assert (found.source, found.vocab) == ("tokenizer.json", 50257)
     assert found.encode(["Hello world"]) == [[15496, 995]]
     pieces = json.loads((data_dir / "tokenizers" / "gpt2" / "vocab.json").read_text())
-    assert questions.answer_tokens(found) == [pieces[f"Ġ{letter}"] for letter in "ABCD"] == [317, 347, 327, 360]
+    assert (
+        questions.answer_tokens(found)
+        == [pieces[f"Ġ{letter}"] for letter in "ABCD"]
+        == [317, 347, 327, 360]
+    )
     in_order = sorted(pieces, key=lambda piece: pieces[piece])
     assert found.sha256 == hashlib.sha256(json.dumps(in_order).encode()).hexdigest()
 
@@ -121,7 +133,10 @@ def test_padding_and_truncation_of_a_file_are_not_followed(data_dir: Path, tmp_p
     made.enable_truncation(3)
     made.save(str(tmp_path / "tokenizer.json"))
     assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"]["max_length"] == 3
-    assert tokenizer.load([tmp_path]).encode(["Hello world", " A B C D"]) == [[15496, 995], [317, 347, 327, 360]]
+    assert tokenizer.load([tmp_path]).encode(["Hello world", " A B C D"]) == [
+        [15496, 995],
+        [317, 347, 327, 360],
+    ]
 
 
 def test_added_tokens_count(data_dir: Path, tmp_path: Path) -> None:
@@ -139,7 +154,8 @@ def test_vocabularies_that_fit(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "vocab", "allowed"), [(31001, 31000, "29977 to 31000"), (29976, 31000, "29977 to 31000"), (513, 512, "1 to 512")]
+    ("size", "vocab", "allowed"),
+    [(31001, 31000, "29977 to 31000"), (29976, 31000, "29977 to 31000"), (513, 512, "1 to 512")],
 )
 def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> None:
     with pytest.raises(RequestError) as caught:
@@ -150,7 +166,9 @@ def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> No
 def test_search_order(data_dir: Path, tmp_path: Path) -> None:
     """Places in their order; in each the json first, then the model, then the folder tokenizer/."""
     model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
-    empty, nested, both, file = (tmp_path / name for name in ("empty", "nested", "both", "my-own.json"))
+    empty, nested, both, file = (
+        tmp_path / name for name in ("empty", "nested", "both", "my-own.json")
+    )
     for folder in (empty, nested / "tokenizer", both):
         folder.mkdir(parents=True)
     (nested / "tokenizer" / "tokenizer.model").write_bytes(model)
@@ -169,13 +187,15 @@ def test_search_order(data_dir: Path, tmp_path: Path) -> None:
 
 def test_nothing_found(tmp_path: Path) -> None:
     advice = (
-        "put tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt beside the weights or the data, "
-        "or name it with --tokenizer"
+        "put tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt beside the"
+        " weights or the data, or name it with --tokenizer"
     )
     assert refusal() == f"no tokenizer found (looked in: nowhere); {advice}"
     other = tmp_path / "notes.md"
     other.write_text("x")
-    assert refusal(tmp_path, other) == f"no tokenizer found (looked in: {tmp_path}, {other}); {advice}"
+    assert (
+        refusal(tmp_path, other) == f"no tokenizer found (looked in: {tmp_path}, {other}); {advice}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,8 +206,17 @@ def test_nothing_found(tmp_path: Path) -> None:
         (b'{"a":\n', "not a tokenizer.json: "),
         (b"[1, 2]", "not a tokenizer.json: "),
         (b"[" * 100_000, "not a tokenizer.json: "),
-        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}', "a tokenizer.json without tokens"),
-        (b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}', "not a tokenizer.json: "),
+        (
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            "a tokenizer.json without tokens",
+        ),
+        (
+            (
+                b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a",'
+                b' "b"]]}}'
+            ),
+            "not a tokenizer.json: ",
+        ),
     ],
 )
 def test_garbage_json(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -212,7 +241,9 @@ def test_truncated_model(data_dir: Path, tmp_path: Path) -> None:
 def test_a_pointer_in_place_of_a_model(tmp_path: Path) -> None:
     """What a clone without Git LFS leaves."""
     path = tmp_path / "tokenizer.model"
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:9e556afd\nsize 499723\n")
+    path.write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:9e556afd\nsize 499723\n"
+    )
     assert refusal(tmp_path).startswith(f"{path}: not a SentencePiece model: ")
 
 
@@ -265,14 +296,20 @@ EOS = "allowed: a string, or a table with a string as content"
     [
         (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (b'{"eos_token": ', "not JSON: Expecting value: line 1 column 15 (char 14)"),
-        (b'{"eos_token": "\xff"}', "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 15: invalid start byte"),
+        (
+            b'{"eos_token": "\xff"}',
+            "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 15: invalid start byte",
+        ),
         (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
         (b"[1]", "[1]; a tokenizer_config.json is a table; repair or remove it"),
         (b'{"eos_token": 2}', f"eos_token is 2; {EOS}"),
         (b'{"eos_token": ["a"]}', f"eos_token is ['a']; {EOS}"),
         (b'{"eos_token": {"content": 2}}', f"eos_token is {{'content': 2}}; {EOS}"),
         (b'{"eos_token": {}}', f"eos_token is {{}}; {EOS}"),
-        (b'{"eos_token": ' + b"[" * 900 + b"]" * 900 + b"}", f"eos_token is [[[[[[[...]]]]]]]; {EOS}"),
+        (
+            b'{"eos_token": ' + b"[" * 900 + b"]" * 900 + b"}",
+            f"eos_token is [[[[[[[...]]]]]]]; {EOS}",
+        ),
         (b" " * ((16 << 20) + 1), "16777217 bytes; the limit is 16777216"),
     ],
 )

@@ -13,7 +13,21 @@ from steelyard.data.tokenizer import BytePairTokenizer, JsonTokenizer, WordPiece
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import queries as superglue
 
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", "os", "##lo", "cafe", "[", "]", "mask", "cls", ".", "a"]
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[MASK]",
+    "os",
+    "##lo",
+    "cafe",
+    "[",
+    "]",
+    "mask",
+    "cls",
+    ".",
+    "a",
+]
 REAL_SHA256 = "862782a2264648a2a9f2fe0ffedb5b702c097f03e4e1fb97cb88380302342c2e"
 
 
@@ -36,7 +50,16 @@ def test_pieces_by_hand(tmp_path: Path) -> None:
     assert (found.source, found.vocab, found.end) == ("vocab.txt", 13, None)
     assert (found.pad, found.cls, found.mask) == (0, 2, 3)
     assert found.sha256 == hashlib.sha256(json.dumps(PIECES).encode()).hexdigest()
-    texts = ["Oslo.", " OSLO\n oslo", "Café", "lo oslolo xos", "", "[MASK][CLS]", "a\u200ba", "a" * 101]
+    texts = [
+        "Oslo.",
+        " OSLO\n oslo",
+        "Café",
+        "lo oslolo xos",
+        "",
+        "[MASK][CLS]",
+        "a\u200ba",
+        "a" * 101,
+    ]
     assert found.encode(texts) == [
         [4, 5, 11],
         [4, 5, 4, 5],
@@ -63,7 +86,10 @@ def test_a_vocabulary_needs_its_special_pieces(name: str, tmp_path: Path) -> Non
     assert refusal(tmp_path) == (golden("no-piece-bert-vocab-txt-has", path, name))
 
 
-@pytest.mark.parametrize(("piece", "shown"), [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")])
+@pytest.mark.parametrize(
+    ("piece", "shown"),
+    [("", "''"), (" os", "' os'"), ("two words ", "'two words '"), ("os", "'os'")],
+)
 def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
     path = vocabulary(tmp_path, piece, *PIECES)
     assert refusal(path) == (golden("line-1-is-allowed-one-piece", path, shown))
@@ -73,8 +99,14 @@ def test_a_piece_that_is_none(piece: str, shown: str, tmp_path: Path) -> None:
     ("content", "reason"),
     [
         (b"", "no piece [PAD]; "),
-        (b"[PAD]\n\xff\n", "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 6: invalid start byte"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:07ec\nsize 231508\n", "no piece [PAD]; "),
+        (
+            b"[PAD]\n\xff\n",
+            "not UTF-8: 'utf-8' codec can't decode byte 0xff in position 6: invalid start byte",
+        ),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:07ec\nsize 231508\n",
+            "no piece [PAD]; ",
+        ),
     ],
 )
 def test_a_file_that_is_none(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -104,7 +136,9 @@ def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None
 def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> None:
     """As in a Hugging Face folder of BERT."""
     path = vocabulary(tmp_path / "tokenizer")
-    inner = tokenizers.Tokenizer(tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)}))
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)})
+    )
     inner.save(str(path.with_name("tokenizer.json")))
     assert isinstance(tokenizer.load([tmp_path]), JsonTokenizer)
     found = tokenizer.load_pieces([tmp_path / "absent", tmp_path])
@@ -117,8 +151,17 @@ def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> 
 
 def test_the_real_vocabulary(data_dir: Path) -> None:
     found = tokenizer.load_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
-    assert (found.vocab, found.pad, found.cls, found.mask, found.sha256) == (30522, 0, 101, 103, REAL_SHA256)
-    assert found.encode(["Hello world", "[CLS] naïve"]) == [[7592, 2088], [1031, 18856, 2015, 1033, 15743]]
+    assert (found.vocab, found.pad, found.cls, found.mask, found.sha256) == (
+        30522,
+        0,
+        101,
+        103,
+        REAL_SHA256,
+    )
+    assert found.encode(["Hello world", "[CLS] naïve"]) == [
+        [7592, 2088],
+        [1031, 18856, 2015, 1033, 15743],
+    ]
 
 
 def test_real_texts_are_read_as_the_librarys_own_bert_reads_them(data_dir: Path) -> None:

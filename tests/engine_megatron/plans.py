@@ -1,7 +1,8 @@
-"""Real processes over gloo: runs of engine megatron one after the other, in one launch. Run by torchrun from test_parity.py.
+"""Real processes over gloo: runs of engine megatron one after the other, in one launch. Run by
+torchrun from test_parity.py.
 
-Each run is a table: its case, settings, and what is special about it. The same tables make engine torch's runs, in the test
-process, which are what these are compared with.
+Each run is a table: its case, settings, and what is special about it. The same tables make engine
+torch's runs, in the test process, which are what these are compared with.
 """
 
 import gc
@@ -28,7 +29,8 @@ from steelyard.training import checkpoints, optimizer
 KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
 LAMBADA, MMLU = "aquila2-34b-lambada", "llama2-7b-mmlu"
-MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")  # rows that pad a divided vocabulary, grouped keys
+# rows that pad a divided vocabulary, grouped keys
+MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")
 TRAIN = ("steps=10", "clip=2.0", "weight_decay=0.5")
 SETTINGS = {
     CORPUS: (
@@ -48,10 +50,15 @@ SETTINGS = {
 
 def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
     name = one.get("case", CORPUS)
-    settings = [*SETTINGS[name], *[f"{key}={value}" for key, value in one.get("settings", {}).items()]]
+    settings = [
+        *SETTINGS[name],
+        *[f"{key}={value}" for key, value in one.get("settings", {}).items()],
+    ]
     case = resolve.resolve(name, "smoke", one.get("precision"), settings=settings).case
     plan = degrees.make(case, 1, world)
-    prepared = case.question.row.prepare(case.question.asked(Sources(None, None, None), None, True, {}))
+    prepared = case.question.row.prepare(
+        case.question.asked(Sources(None, None, None), None, True, {})
+    )
     return make(
         Job(
             case=case,
@@ -66,7 +73,9 @@ def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
             group=tensor_parallel.form(plan, rank, torch.device("cpu")),
             steps=None,
             keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
-            resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
+            resume=(
+                Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None
+            ),
         )
     )
 
@@ -80,7 +89,9 @@ def train(engine: Any) -> dict:
         works = [item for item in items if isinstance(item, Work) and item.counts]
         out[name] = engine.outputs(name)
         if name == "train":
-            out["phases"] = [item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)]
+            out["phases"] = [
+                item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)
+            ]
             out["losses"] = [float(work.values["loss"]) for work in works]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
             out["rows"] = [list(map(str, work.rows)) for work in works]
@@ -93,12 +104,16 @@ def score(engine: Any) -> dict:
     out: dict = {"place": [place.tp, place.pp, place.dp]}
     for name in ("val", "infer"):
         engine.prepare(name, lambda part: nullcontext())
-        out["rows"] = [row for item in engine.work(name) if isinstance(item, Work) for row in item.rows or ()]
+        out["rows"] = [
+            row for item in engine.work(name) if isinstance(item, Work) for row in item.rows or ()
+        ]
         out[name] = engine.outputs(name)
     return out | {"details": engine.details(), "source": engine.weights}
 
 
-def answer(one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]) -> tuple[dict, Any]:
+def answer(
+    one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]
+) -> tuple[dict, Any]:
     """What a run answered, and its engine."""
     work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
     for module in (optimizer, sys.modules.get("steelyard.engines.megatron.optimizer")):
@@ -147,10 +162,15 @@ def plant(bug: str | None) -> Callable[[], None]:
 
 
 def inside(engine: Any) -> dict:
-    """What only Megatron's objects tell: which parameters it takes for tensor parallel, each group's weight decay, how many
-    weights it updates, and how many of those bf16 can say. (A norm's weights of 1.0 are some.)"""
+    """What only Megatron's objects tell: which parameters it takes for tensor parallel, each
+    group's weight decay, how many weights it updates, and how many of those bf16 can say. (A norm's
+    weights of 1.0 are some.)"""
     stage = engine.trainer.model.stage
-    marked = [name for name, one in stage.named_parameters() if getattr(one, "tensor_model_parallel", False)]
+    marked = [
+        name
+        for name, one in stage.named_parameters()
+        if getattr(one, "tensor_model_parallel", False)
+    ]
     groups, kept = engine.trainer.optimizer.inner.param_groups, engine.trainer.optimizer.kept()
     return {
         "marked": marked,
@@ -172,8 +192,11 @@ def main() -> None:
     out = {}
     for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         began = monotonic()
-        if world > 1:  # anew for each plan: every group of gloo has a thread that wakes a hundred times a second
-            dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
+        # anew for each plan: every group of gloo has a thread that wakes a hundred times a second
+        if world > 1:
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
+            )
         undo = plant(one.get("bug"))
         found, engine = answer(one, rank, world, {"train": MegatronTrain, "score": MegatronScore})
         undo()

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 if find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed here; run make engine-megatron", allow_module_level=True)
+    pytest.skip(
+        "megatron-core is not installed here; run make engine-megatron", allow_module_level=True
+    )
 
 from engine_megatron.plans import CORPUS, MMLU, build
 from fixtures.commands import Shell
@@ -22,14 +24,20 @@ from steelyard.training.checkpoints import Numbers, State
 
 PATCH = Path(__file__).parents[1] / "fixtures" / "megatron_cpu"
 STATES = (
-    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: tune.sharding=0 or 1, "
-    "without tune.sharding_degree"
+    "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed:"
+    " tune.sharding=0 or 1, without tune.sharding_degree"
 )
-CPU = "engine megatron runs on CUDA devices only; this rank has cpu; choose another --accelerator, or --engine torch"
+CPU = (
+    "engine megatron runs on CUDA devices only; this rank has cpu; choose another --accelerator, or"
+    " --engine torch"
+)
 
 
 def told(**settings: object) -> dict:
-    return {"case": CORPUS, "settings": {name.replace("__", "."): value for name, value in settings.items()}}
+    return {
+        "case": CORPUS,
+        "settings": {name.replace("__", "."): value for name, value in settings.items()},
+    }
 
 
 @pytest.mark.parametrize(
@@ -48,8 +56,11 @@ def told(**settings: object) -> dict:
         (
             told() | {"precision": "bf16-pure"},
             1,
-            "engine megatron keeps weights, gradients and states in fp32, and bf16-pure does not: that takes the optimizer of "
-            "Transformer Engine; allowed: --precision fp32, tf32, fp16 or bf16",
+            (
+                "engine megatron keeps weights, gradients and states in fp32, and bf16-pure does"
+                " not: that takes the optimizer of Transformer Engine; allowed: --precision fp32,"
+                " tf32, fp16 or bf16"
+            ),
         ),
         (
             {"case": MMLU, "settings": {"tune.batching": "sorted"}},
@@ -59,7 +70,10 @@ def told(**settings: object) -> dict:
         (
             {"case": MMLU, "settings": {"tune.attention": "sdpa"}},
             1,
-            "tune.attention='sdpa' is not known; allowed: auto, cudnn, efficient, flash, packed, rows",
+            (
+                "tune.attention='sdpa' is not known; allowed: auto, cudnn, efficient, flash,"
+                " packed, rows"
+            ),
         ),
     ],
     ids=range(9),
@@ -90,7 +104,18 @@ def patched(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_a_cpu_is_refused_as_a_wrong_request(shell: Shell) -> None:
-    done = shell("run", MMLU, "--size", "smoke", "--accelerator", "cpu", "--engine", "megatron", "--out", shell.out)
+    done = shell(
+        "run",
+        MMLU,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "megatron",
+        "--out",
+        shell.out,
+    )
     assert done.code == 2
     assert done.lines[-1].endswith(CPU)
 
@@ -99,14 +124,42 @@ def test_it_conforms(patched: Shell) -> None:
     cache = {"XDG_CACHE_HOME": str(patched.folder / "cache")}
     cases = [word for name in (CORPUS, MMLU) for word in ("--case", name)]
     found = patched("conform", "megatron", *cases, "--json", **cache)
-    assert (found.code, found.json()["conforms"]) == (0, True), [row for row in found.json()["rows"] if not row["ok"]]
-    assert {row["what"] for row in found.json()["rows"]} >= {"status", "train counts", "step 1 grad_norm", "infer answers"}
+    assert (found.code, found.json()["conforms"]) == (0, True), [
+        row for row in found.json()["rows"] if not row["ok"]
+    ]
+    assert {row["what"] for row in found.json()["rows"]} >= {
+        "status",
+        "train counts",
+        "step 1 grad_norm",
+        "infer answers",
+    }
 
 
 def test_a_record_says_what_computed(patched: Shell) -> None:
     """Two ranks, through the launcher, with checkpoints."""
-    run = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--engine", "megatron", "--steps", "4")
-    how = ("--devices", "2", "--parallel", "DP2", "--set=tune.sharding=1", "--checkpoint-every", "2", "--out", patched.out)
+    run = (
+        "run",
+        CORPUS,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "megatron",
+        "--steps",
+        "4",
+    )
+    how = (
+        "--devices",
+        "2",
+        "--parallel",
+        "DP2",
+        "--set=tune.sharding=1",
+        "--checkpoint-every",
+        "2",
+        "--out",
+        patched.out,
+    )
     done = patched(*run, *how, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     [path] = patched.out.glob("*.json")

@@ -1,4 +1,5 @@
-"""Engine megatron beside engine torch, over real processes: losses, gradient norms and scores are the same under every plan.
+"""Engine megatron beside engine torch, over real processes: losses, gradient norms and scores are
+the same under every plan.
 
 Needs megatron-core, which lives in a virtual environment of its own: `make engine-megatron`.
 """
@@ -16,7 +17,9 @@ import pytest
 import torch
 
 if find_spec("megatron") is None:
-    pytest.skip("megatron-core is not installed here; run make engine-megatron", allow_module_level=True)
+    pytest.skip(
+        "megatron-core is not installed here; run make engine-megatron", allow_module_level=True
+    )
 
 from engine_megatron.plans import ALPACA, CORPUS, KEEP_EVERY, LAMBADA, MMLU, SETTINGS, answer
 from fixtures.huggingface import tensors_of, write
@@ -32,7 +35,8 @@ TESTS = HERE.parent
 NEAR = 1e-5  # of fp32, as a share
 TIED = {"question.model.tied": "true", "question.model.qkv_bias": "true"}
 HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
-STILL = {"question.train.steps": 1, "question.train.lr": 1e-12, "question.train.min_lr": 1e-12}  # weights stay what they were
+# weights stay what they were
+STILL = {"question.train.steps": 1, "question.train.lr": 1e-12, "question.train.min_lr": 1e-12}
 FEW = {"question.train.steps": 4}  # of 16 bits, whose matmuls on a CPU are many times slower
 
 
@@ -88,9 +92,15 @@ RUNS: dict[int, list[dict]] = {
 WORLD = {one["name"]: world for world, runs in RUNS.items() for one in runs}
 NAMED = {one["name"]: one for runs in RUNS.values() for one in runs}
 TRAINED = [
-    one["name"] for one in NAMED.values() if one["case"] in (CORPUS, ALPACA) and not one.keys() & {"precision", "bug", "resume"}
+    one["name"]
+    for one in NAMED.values()
+    if one["case"] in (CORPUS, ALPACA) and not one.keys() & {"precision", "bug", "resume"}
 ]
-ROUNDED = [one["name"] for one in NAMED.values() if "precision" in one and not one.keys() & {"bug", "resume"}]
+ROUNDED = [
+    one["name"]
+    for one in NAMED.values()
+    if "precision" in one and not one.keys() & {"bug", "resume"}
+]
 SCORED = [one["name"] for one in NAMED.values() if one["case"] in (LAMBADA, MMLU)]
 
 
@@ -99,7 +109,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes left of all runs."""
     out = tmp_path_factory.mktemp("megatron")
     for case in (CORPUS, LAMBADA):
-        shape = load.shape_of(resolve.resolve(case, "smoke", settings=[*SETTINGS[case]]).case.question.model)
+        shape = load.shape_of(
+            resolve.resolve(case, "smoke", settings=[*SETTINGS[case]]).case.question.model
+        )
         for name in ("hf", "megatron"):
             (out / f"{name}-{case}").mkdir()
         write(out / f"hf-{case}", shape, tame(shape))
@@ -112,7 +124,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tame(shape: LlamaShape) -> dict[str, torch.Tensor]:
     """Values that a model can be trained from."""
     found = tensors_of(shape)
-    return {name: 1 + one / 8 if one.dim() == 1 else one / math.sqrt(one.shape[-1]) for name, one in found.items()}
+    return {
+        name: 1 + one / 8 if one.dim() == 1 else one / math.sqrt(one.shape[-1])
+        for name, one in found.items()
+    }
 
 
 def located(one: dict, out: Path) -> dict:
@@ -123,19 +138,31 @@ def located(one: dict, out: Path) -> dict:
 
 def launch(out: Path, world: int, runs: list[dict]) -> None:
     (out / f"asked-{world}.json").write_text(json.dumps(runs))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", "--max-restarts=0"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world}",
+        "--max-restarts=0",
+    ]
     program = [str(HERE / "plans.py"), str(out / f"asked-{world}.json"), str(out), str(world)]
     command = [sys.executable, *(torchrun if world > 1 else []), *program]
-    path = os.pathsep.join(map(str, (TESTS / "fixtures" / "megatron_cpu", TESTS.parent / "src", TESTS)))
+    path = os.pathsep.join(
+        map(str, (TESTS / "fixtures" / "megatron_cpu", TESTS.parent / "src", TESTS))
+    )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600, env=env
+    )
     assert done.returncode == 0, done.stderr[-9000:]
 
 
 @cache
 def ranks(folder: Path, name: str) -> list[dict]:
     world = WORLD[name]
-    return [json.loads((folder / f"rank-{i}-of-{world}.json").read_text())[name] for i in range(world)]
+    return [
+        json.loads((folder / f"rank-{i}-of-{world}.json").read_text())[name] for i in range(world)
+    ]
 
 
 def by_torch(folder: Path, name: str) -> dict:
@@ -166,14 +193,23 @@ def test_every_plan_learns_what_engine_torch_learns(folder: Path, name: str) -> 
         assert furthest(rank["losses"], expected["losses"]) <= NEAR
         assert furthest(rank["norms"], expected["norms"]) <= NEAR
         assert rank["source"] == expected["source"]
-        assert rank["phases"] == (["data", "compute"] if len(found) == 1 else ["data", "meet", "compute"])
+        assert rank["phases"] == (
+            ["data", "compute"] if len(found) == 1 else ["data", "meet", "compute"]
+        )
     replicas = {rank["place"][2]: rank for rank in found}
     for when in ("before", "after"):
-        assert all(rank[when] == pytest.approx(replicas[rank["place"][2]][when], rel=NEAR) for rank in found)
-        assert sum(rank[when]["nll"] for rank in replicas.values()) == pytest.approx(expected[when]["nll"], rel=NEAR)
+        assert all(
+            rank[when] == pytest.approx(replicas[rank["place"][2]][when], rel=NEAR)
+            for rank in found
+        )
+        assert sum(rank[when]["nll"] for rank in replicas.values()) == pytest.approx(
+            expected[when]["nll"], rel=NEAR
+        )
         assert sum(rank[when]["targets"] for rank in replicas.values()) == expected[when]["targets"]
     for step, rows in enumerate(expected["rows"]):
-        assert sorted(row for rank in replicas.values() for row in rank["rows"][step]) == sorted(rows)
+        assert sorted(row for rank in replicas.values() for row in rank["rows"][step]) == sorted(
+            rows
+        )
 
 
 def test_what_they_are_compared_with_learns(folder: Path) -> None:
@@ -181,8 +217,12 @@ def test_what_they_are_compared_with_learns(folder: Path) -> None:
         told = by_torch(folder, name)
         assert told["losses"][-1] < told["losses"][0] - 0.5
         assert told["after"]["nll"] < told["before"]["nll"]
-    assert max(by_torch(folder, "single")["norms"]) > 2.0 > min(by_torch(folder, "single")["norms"])  # some are clipped
-    first = {round(by_torch(folder, name)["losses"][0], 4) for name in ("single", "alpaca", "read", "tied")}
+    # some are clipped
+    assert max(by_torch(folder, "single")["norms"]) > 2.0 > min(by_torch(folder, "single")["norms"])
+    first = {
+        round(by_torch(folder, name)["losses"][0], 4)
+        for name in ("single", "alpaca", "read", "tied")
+    }
     assert len(first) == 4
 
 
@@ -194,7 +234,9 @@ def test_16_bits_stay_near_engine_torch(folder: Path, name: str) -> None:
         taken = [math.isfinite(norm) for norm in rank["norms"]]
         assert taken == [math.isfinite(norm) for norm in expected["norms"]]
         assert all(taken) == (name != "fp16")
-        both = [[n for n in norms if math.isfinite(n)] for norms in (rank["norms"], expected["norms"])]
+        both = [
+            [n for n in norms if math.isfinite(n)] for norms in (rank["norms"], expected["norms"])
+        ]
         assert furthest(*both) <= 0.03
         types = rank["details"]["dtypes"]
         assert types.pop("parameters") == NAMED[name]["precision"]
@@ -213,7 +255,10 @@ def test_a_checkpoint_is_gone_on_from(folder: Path, name: str) -> None:
 
 def alike(one: list, other: list) -> bool:
     """Numbers near each other; tokens, which an item may have several of, the same."""
-    return all(a == (b if isinstance(b, list) else pytest.approx(b, rel=NEAR)) for a, b in zip(one, other, strict=True))
+    return all(
+        a == (b if isinstance(b, list) else pytest.approx(b, rel=NEAR))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", SCORED)
@@ -238,25 +283,42 @@ def test_records_say_what_computed_and_what_a_rank_holds(folder: Path) -> None:
     assert whole["library"].startswith("megatron-core 0.16.")
     assert whole["library"].endswith(", without Transformer Engine")
     assert whole["optimizer"] == "FP32Optimizer of torch.optim.adamw"
-    assert whole["dtypes"] == {"parameters": "fp32", "main_parameters": "fp32", "gradients": "fp32", "states": "fp32"}
+    assert whole["dtypes"] == {
+        "parameters": "fp32",
+        "main_parameters": "fp32",
+        "gradients": "fp32",
+        "states": "fp32",
+    }
     assert whole["optimizer_states"] == 2 * whole["parameters"]
-    norms, padding = 5 * 64, 2 * (256 - 251) * 64  # the same in every part; rows that pad both tables
+    # the same in every part; rows that pad both tables
+    norms, padding = 5 * 64, 2 * (256 - 251) * 64
     for rank in ranks(folder, "TP2"):
         assert rank["details"]["parameters"] == (whole["parameters"] - norms + padding) // 2 + norms
-    assert sum(rank["details"]["parameters"] for rank in ranks(folder, "PP2")) == whole["parameters"]
+    assert (
+        sum(rank["details"]["parameters"] for rank in ranks(folder, "PP2")) == whole["parameters"]
+    )
     sharded = ranks(folder, "DP2 sharded")
-    assert {rank["details"]["optimizer"] for rank in sharded} == {"DistributedOptimizer of torch.optim.adamw"}
+    assert {rank["details"]["optimizer"] for rank in sharded} == {
+        "DistributedOptimizer of torch.optim.adamw"
+    }
     assert {rank["details"]["parameters"] for rank in sharded} == {whole["parameters"]}
     assert sum(rank["held"] for rank in sharded) == whole["parameters"]
     assert sum(rank["details"]["optimizer_states"] for rank in sharded) == whole["optimizer_states"]
-    assert max(rank["details"]["optimizer_states"] for rank in sharded) < 0.6 * whole["optimizer_states"]
-    assert {rank["details"]["optimizer_states"] for rank in ranks(folder, "DP2")} == {whole["optimizer_states"]}
+    assert (
+        max(rank["details"]["optimizer_states"] for rank in sharded)
+        < 0.6 * whole["optimizer_states"]
+    )
+    assert {rank["details"]["optimizer_states"] for rank in ranks(folder, "DP2")} == {
+        whole["optimizer_states"]
+    }
     score = ranks(folder, "TP2 mmlu")[0]["details"]
     assert (score["library"], score["dtypes"]) == (whole["library"], {"parameters": "fp32"})
 
 
 def test_what_is_tensor_parallel_is_marked(folder: Path) -> None:
-    """Unmarked parameters, as `perform_initialization=False` leaves them, count once in a norm where they count once a rank."""
+    """Unmarked parameters, as `perform_initialization=False` leaves them, count once in a norm
+    where they count once a rank.
+    """
     for rank in ranks(folder, "TP2"):
         assert sum("layernorm" in name for name in rank["marked"]) == 0
         assert len(rank["marked"]) == 4 * 2 + 2
@@ -279,7 +341,9 @@ def test_norms_are_not_decayed(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bf16 still", "bf16 sharded still"])
 def test_main_weights_begin_as_those_of_every_engine(folder: Path, name: str) -> None:
-    """In fp32. Copies of bf16 parameters, which Megatron makes by itself, move nothing until updates come to half a step."""
+    """In fp32. Copies of bf16 parameters, which Megatron makes by itself, move nothing until
+    updates come to half a step.
+    """
     for rank in ranks(folder, name):
         assert 0 < rank["rounded"] < 0.1 * rank["held"]
     [wrong] = ranks(folder, "rounded weights")
@@ -296,9 +360,12 @@ def test_the_fused_loss_is_for_bf16_alone(folder: Path) -> None:
 
 
 def test_the_schedule_does_not_divide(folder: Path) -> None:
-    """Where it is left to normalise, it divides by micro-batches the loss that was returned, in place, and all gradients."""
+    """Where it is left to normalise, it divides by micro-batches the loss that was returned, in
+    place, and all gradients.
+    """
     [wrong] = ranks(folder, "schedule divides")
     expected = by_torch(folder, "single")
     assert wrong["details"]["micro_batches"] == 4
-    assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)  # what is read is a clone
+    # what is read is a clone
+    assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)
     assert 4 * wrong["norms"][0] == pytest.approx(expected["norms"][0], rel=NEAR)

@@ -1,4 +1,6 @@
-"""Engine paddle as a user runs it: workers in a Python of their own, which `make engine-paddle` makes."""
+"""Engine paddle as a user runs it: workers in a Python of their own, which `make engine-paddle`
+makes.
+"""
 
 import os
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from steelyard.run.ready import ready
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("STEELYARD_PADDLE_PYTHON", ROOT / ".venv-paddle" / "bin" / "python"))
 CORPUS = "llama1-7b-openwebtext"
-# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in every step.
+# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in
+# every step.
 MODEL = ("question.model.kv_heads=2", "question.model.qkv_bias=true", "tune.micro_batch=2")
 
 Run = Callable[..., Record]
@@ -25,7 +28,9 @@ Run = Callable[..., Record]
 @pytest.fixture(scope="session")
 def python() -> str:
     if not PYTHON.exists():
-        pytest.skip(f"no {PYTHON}: Paddle lives in a virtual environment of its own, see make engine-paddle")
+        pytest.skip(
+            f"no {PYTHON}: Paddle lives in a virtual environment of its own, see make engine-paddle"
+        )
     return str(PYTHON)
 
 

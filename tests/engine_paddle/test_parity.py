@@ -1,6 +1,8 @@
-"""Engine paddle against engine torch, in fp32 on CPUs: losses and gradient norms of ten steps, and the held-out losses.
+"""Engine paddle against engine torch, in fp32 on CPUs: losses and gradient norms of ten steps, and
+the held-out losses.
 
-A loss does not depend on the plan, so one run of engine torch is what all of a case's are compared with.
+A loss does not depend on the plan, so one run of engine torch is what all of a case's are compared
+with.
 """
 
 from pathlib import Path
@@ -23,7 +25,12 @@ MODES: dict[str, tuple[tuple[str, ...], int, list[str], int]] = {
     "single": ((), 1, ["single"], STATES),
     "recompute": (("tune.recompute=full",), 1, ["single", "recompute"], STATES),
     "dp": (("tune.parallel=DP2",), 2, ["dp"], STATES),
-    "dp with recompute": (("tune.parallel=DP2", "tune.recompute=full"), 2, ["dp", "recompute"], STATES),
+    "dp with recompute": (
+        ("tune.parallel=DP2", "tune.recompute=full"),
+        2,
+        ["dp", "recompute"],
+        STATES,
+    ),
     "sharding 1": (("tune.parallel=DP2", "tune.sharding=1"), 2, ["sharding 1"], 119_424),
 }
 EXCHANGE = {"dp": "inside", "dp with recompute": "separate", "sharding 1": "inside"}
@@ -36,8 +43,14 @@ def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
     assert_alike(found, corpus)
     details = found.engine.details.model_dump()
     assert (details["modes"], details["never_run"], details["compiled"]) == (names, [], False)
-    assert (details["parameters"], details["optimizer_states"], details["master_weights"]) == (119_360, states, 0)
-    assert details["dtypes"] == dict.fromkeys(("gradients", "logits", "parameters", "states"), "fp32")
+    assert (details["parameters"], details["optimizer_states"], details["master_weights"]) == (
+        119_360,
+        states,
+        0,
+    )
+    assert details["dtypes"] == dict.fromkeys(
+        ("gradients", "logits", "parameters", "states"), "fp32"
+    )
     assert details.get("exchange") == EXCHANGE.get(mode)
     assert found.weights == corpus.weights
     for rank in range(1, devices):
@@ -54,7 +67,11 @@ def test_packed_rows_and_weights_of_a_folder(run: Run, tmp_path: Path) -> None:
     shape = shape_of(resolve(ALPACA, "smoke").case.question.model)
     generator = torch.Generator().manual_seed(3)
     tensors = {
-        name: (torch.randn(size, generator=generator) * 0.1 if len(size) > 1 else torch.ones(size)).to(torch.bfloat16)
+        name: (
+            (
+                torch.randn(size, generator=generator) * 0.1 if len(size) > 1 else torch.ones(size)
+            ).to(torch.bfloat16)
+        )
         for name, size in sizes_of(shape).items()
     }
     folder = write(tmp_path, shape, tensors)

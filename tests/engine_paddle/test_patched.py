@@ -1,6 +1,8 @@
-"""Modes that Paddle has for GPUs alone, on CPUs with the calls that it lacks there put in (fixtures/packages/patched_paddle).
+"""Modes that Paddle has for GPUs alone, on CPUs with the calls that it lacks there put in
+(fixtures/packages/patched_paddle).
 
-It shows that our side of them is right: weights, layers, losses, norms and the order of ranks. It shows no kernel of Paddle's.
+It shows that our side of them is right: weights, layers, losses, norms and the order of ranks. It
+shows no kernel of Paddle's.
 """
 
 import re
@@ -20,7 +22,8 @@ pytestmark = pytest.mark.full
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "patched_paddle"
 SHARDED = ("tune.sharding=1", "tune.recompute=full")
-# Plan → settings; modes that nobody has run as Paddle ships them; numbers on rank 0: parameters, and states.
+# Plan → settings; modes that nobody has run as Paddle ships them; numbers on rank 0: parameters,
+# and states.
 PLANS = {
     "TP2PP2": ((), ["tp", "pp"], (29_888, 59_776)),
     "PP2DP2": (SHARDED, ["pp"], (59_648, 57_856)),
@@ -29,7 +32,11 @@ LONG = {
     "TP2DP2": ((), ["tp"], (59_840, 119_680)),
     "TP2": ((), ["tp"], (59_840, 119_680)),
     "PP2": ((), ["pp"], (59_648, 119_296)),
-    "DP4": ((*SHARDED, "tune.sharding_degree=2", "tune.micro_batch=1"), ["copies of shards"], (119_360, 119_424)),
+    "DP4": (
+        (*SHARDED, "tune.sharding_degree=2", "tune.micro_batch=1"),
+        ["copies of shards"],
+        (119_360, 119_424),
+    ),
 }
 
 
@@ -40,8 +47,27 @@ def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
     def made(code: int, devices: int, *options: str) -> Record:
         (tmp_path / "mail").mkdir()
         shell = Shell(tmp_path, (PACKAGE,))
-        words = ["run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--engine", "patched", "--steps", str(STEPS)]
-        words += ["--devices", str(devices), "--set", f"engine.python={python}", *options, "--out", str(shell.out)]
+        words = [
+            "run",
+            CORPUS,
+            "--size",
+            "smoke",
+            "--accelerator",
+            "cpu",
+            "--engine",
+            "patched",
+            "--steps",
+            str(STEPS),
+        ]
+        words += [
+            "--devices",
+            str(devices),
+            "--set",
+            f"engine.python={python}",
+            *options,
+            "--out",
+            str(shell.out),
+        ]
         done = shell(*words, PATCHED_MAIL=str(tmp_path / "mail"))
         assert done.code == code, done.err
         (path,) = shell.out.glob("*.json")
@@ -50,7 +76,9 @@ def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
     return made
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)])
+@pytest.mark.parametrize(
+    "plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)]
+)
 def test_modes_of_gpus(plan: str, corpus: Record, patched: Callable[..., Record]) -> None:
     settings, never_run, numbers = (PLANS | LONG)[plan]
     options = [word for setting in (*MODEL, *settings) for word in ("--set", setting)]
@@ -61,8 +89,16 @@ def test_modes_of_gpus(plan: str, corpus: Record, patched: Callable[..., Record]
     assert (details["parameters"], details["optimizer_states"]) == numbers
 
 
-def test_a_precision_that_paddle_leaves_out_in_silence_ends_the_run(patched: Callable[..., Record]) -> None:
+def test_a_precision_that_paddle_leaves_out_in_silence_ends_the_run(
+    patched: Callable[..., Record],
+) -> None:
     """Its O2 on a CPU stays in fp32; here the refusal that comes first is out of the way."""
     found = patched(1, 1, "--precision", "bf16-o2")
-    said = "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, and Paddle made them float32"
-    assert (found.status, [(one.code, one.text) for one in found.reasons][:1]) == ("failed", [("raised", said)])
+    said = (
+        "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, and Paddle made them"
+        " float32"
+    )
+    assert (found.status, [(one.code, one.text) for one in found.reasons][:1]) == (
+        "failed",
+        [("raised", said)],
+    )

@@ -1,4 +1,6 @@
-"""What Paddle cannot do on a CPU is refused in one line, by the worker that knows; nothing runs as something else."""
+"""What Paddle cannot do on a CPU is refused in one line, by the worker that knows; nothing runs as
+something else.
+"""
 
 import pytest
 
@@ -15,12 +17,18 @@ CORPUS = "llama1-7b-openwebtext"
     [
         (("tune.parallel=TP2",), None, "engine paddle has no tp on this device: "),
         (("tune.parallel=PP2",), None, "engine paddle has no pp on this device: "),
-        (("tune.parallel=DP2", "tune.sharding=2"), None, "engine paddle has no sharding 2 on this device: "),
+        (
+            ("tune.parallel=DP2", "tune.sharding=2"),
+            None,
+            "engine paddle has no sharding 2 on this device: ",
+        ),
         (("tune.parallel=DP2",), "bf16-o2", "Paddle on a CPU has no precision 'bf16'"),
         (("tune.parallel=DP2", "tune.attention=flash"), None, "tune.attention=flash: "),
     ],
 )
-def test_what_a_cpu_cannot_do(run: Run, settings: tuple[str, ...], precision: str | None, said: str) -> None:
+def test_what_a_cpu_cannot_do(
+    run: Run, settings: tuple[str, ...], precision: str | None, said: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         run("paddle", CORPUS, *settings, devices=2, precision=precision)
     assert str(caught.value).startswith(said)

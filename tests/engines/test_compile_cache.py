@@ -18,13 +18,19 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def test_kernels_and_graphs_are_counted(triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_and_graphs_are_counted(
+    triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = CompileCache()
     assert cache.counts() is None
     for hit in (True, True, False):
-        triton.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit)
+        triton.knobs.compilation.listener(
+            src=None, metadata={}, metadata_group={}, times=None, cache_hit=hit
+        )
     assert cache.counts() == {"hits": 2, "misses": 1}
-    graphs = SimpleNamespace(counters={"inductor": {"fxgraph_cache_hit": 3, "fxgraph_cache_miss": 4, "other": 5}})
+    graphs = SimpleNamespace(
+        counters={"inductor": {"fxgraph_cache_hit": 3, "fxgraph_cache_miss": 4, "other": 5}}
+    )
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", graphs)
     assert cache.counts() == {"hits": 5, "misses": 5}
 

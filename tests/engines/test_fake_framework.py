@@ -1,4 +1,6 @@
-"""A framework of another package: a whole case where torch cannot even be imported, neither by the parent nor by a worker."""
+"""A framework of another package: a whole case where torch cannot even be imported, neither by the
+parent nor by a worker.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("torch", "transformers"):
-        (broken / f"{name}.py").write_text(f"raise ImportError('{name} was imported', name='{name}')\n")
+        (broken / f"{name}.py").write_text(
+            f"raise ImportError('{name} was imported', name='{name}')\n"
+        )
     one = Shell(tmp_path, (broken, PACKAGE))
     yield one
     one.clean()
@@ -53,15 +57,23 @@ def test_a_case_runs_without_torch(shell: Shell, options: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     "options,said",
     [
-        (("--division", "open"), f"{CASE} has no division 'open' with engine abacus; allowed: closed"),
+        (
+            ("--division", "open"),
+            f"{CASE} has no division 'open' with engine abacus; allowed: closed",
+        ),
         (("--precision", "bf16"), "engine abacus has no matmuls in bf16; allowed: fp32"),
         (
             ("--devices", "2", "--parallel", "TP2"),
-            "engine abacus holds a whole model on each device; asked: TP2PP1DP1; allowed: --parallel DP",
+            (
+                "engine abacus holds a whole model on each device; asked: TP2PP1DP1; allowed:"
+                " --parallel DP"
+            ),
         ),
     ],
 )
-def test_what_its_row_does_not_say_is_refused(shell: Shell, options: tuple[str, ...], said: str) -> None:
+def test_what_its_row_does_not_say_is_refused(
+    shell: Shell, options: tuple[str, ...], said: str
+) -> None:
     done = shell(*SMOKE, "--engine", "abacus", *options, "--out", shell.out)
     assert (done.code, done.lines) == (2, [f"error: {said}"])
 

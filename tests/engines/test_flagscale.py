@@ -1,4 +1,6 @@
-"""Engine flagscale with a checkout that only says what FlagScale would: what a record makes of its lines."""
+"""Engine flagscale with a checkout that only says what FlagScale would: what a record makes of its
+lines.
+"""
 
 import json
 import shutil
@@ -40,7 +42,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def start(shell: Shell, checkout: Path, *more: str, fault: str = "") -> tuple[Done, dict[str, Any]]:
-    done = shell(*RUN, f"--set=engine.checkout={checkout}", *more, "--out", shell.out, FAKE_FLAGSCALE=fault)
+    done = shell(
+        *RUN, f"--set=engine.checkout={checkout}", *more, "--out", shell.out, FAKE_FLAGSCALE=fault
+    )
     assert shell.nothing_left(within_s=5.0)
     assert list(shell.tmp.glob("steelyard-*")) == []
     return done, (shell.records() or [{}])[0]
@@ -55,7 +59,9 @@ def commit(folder: Path) -> str:
     subprocess.run([*git[:3], "init", "-q"], check=True)
     subprocess.run([*git, "add", "-A"], check=True)
     subprocess.run([*git, "commit", "-qm", "all"], check=True)
-    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_a_run(shell: Shell, checkout: Path) -> None:
@@ -68,12 +74,18 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     assert [one["pass"] for one in steps] == ["train"] * STEPS
     assert {json.dumps(one["phases"]) for one in steps} == {"{}"}
     assert {one["counts"]["tokens"] for one in steps} == {TOKENS}
-    assert [one["values"]["loss"] for one in steps] == pytest.approx([5.5 - n / 100 for n in range(1, STEPS + 1)])
+    assert [one["values"]["loss"] for one in steps] == pytest.approx(
+        [5.5 - n / 100 for n in range(1, STEPS + 1)]
+    )
     assert {one["values"]["grad_norm"] for one in steps} == {1.25}
     times = [one["end_s"] - one["start_s"] for one in steps]
-    assert all(abs(t - round(t, 4)) < 1e-9 for t in times)  # as they were told, to a tenth of a millisecond
+    # as they were told, to a tenth of a millisecond
+    assert all(abs(t - round(t, 4)) < 1e-9 for t in times)
     metrics = record["metrics"]
-    assert (metrics["p_core"]["value"], metrics["p_core"]["note"]["code"]) == (None, "metric.no_compute")
+    assert (metrics["p_core"]["value"], metrics["p_core"]["note"]["code"]) == (
+        None,
+        "metric.no_compute",
+    )
     assert metrics["mfu_achievable"]["value"] is None
     assert metrics["mfu_achievable"]["note"]["code"] == "metric.no_matmul"
     assert metrics["tokens_per_device_s"]["value"] > 0
@@ -81,7 +93,11 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     assert record["quality"]["evaluated"] is False
     details = record["engine"]["details"]
     assert details["program"] == {"name": "FlagScale", "commit": made, "dirty": False}
-    assert (details["parameters"], details["optimizer_states"], details["dtypes"]) == (123456, None, None)
+    assert (details["parameters"], details["optimizer_states"], details["dtypes"]) == (
+        123456,
+        None,
+        None,
+    )
     assert (details["exit_code"], details["skipped_iterations"]) == (0, 0)
     assert details["counts"] == golden("of-the-configuration-the-program-does")
     assert {"code": "note.reported", "values": {}} in record["notes"]
@@ -130,10 +146,17 @@ def test_a_program_that_hangs(shell: Shell, checkout: Path) -> None:
     [
         ("crash@5", "raised", "ended with exit code 1 after 4 of 40 iterations"),
         ("memory@5", "out_of_memory", "CUDA out of memory. Tried to allocate 2.00 GiB"),
-        pytest.param("batch@5", "raised", "a batch of 9 rows and 40 in all; asked: 8 and 40", marks=pytest.mark.full),
+        pytest.param(
+            "batch@5",
+            "raised",
+            "a batch of 9 rows and 40 in all; asked: 8 and 40",
+            marks=pytest.mark.full,
+        ),
     ],
 )
-def test_a_program_that_fails(shell: Shell, checkout: Path, fault: str, code: str, said: str) -> None:
+def test_a_program_that_fails(
+    shell: Shell, checkout: Path, fault: str, code: str, said: str
+) -> None:
     done, record = start(shell, checkout, fault=fault)
     assert (done.code, record["status"], codes(record)[0]) == (1, "failed", code)
     assert said in record["failure"]["error"]
@@ -143,7 +166,13 @@ def test_a_program_that_fails(shell: Shell, checkout: Path, fault: str, code: st
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("script", "the dry run's script has no plain torchrun command: there is ';' in it; nothing was started"),
+        (
+            "script",
+            (
+                "the dry run's script has no plain torchrun command: there is ';' in it; nothing"
+                " was started"
+            ),
+        ),
         ("dryrun", "its dry run ended with exit code 1: No module named 'hydra'"),
     ],
 )
@@ -168,16 +197,31 @@ def test_scripts_that_are_not_started(shell: Shell, checkout: Path, fault: str, 
         (("{}", "--precision", "bf16-pure"), "engine flagscale does not train in bf16-pure; allowed: fp32, fp16, bf16"),
     ],
 )  # fmt: skip
-def test_requests_that_are_wrong(shell: Shell, checkout: Path, more: tuple[str, ...], said: str) -> None:
-    done = shell.ask(*RUN, *(one.replace("{}", f"--set=engine.checkout={checkout}") for one in more), "--out", shell.out)
+def test_requests_that_are_wrong(
+    shell: Shell, checkout: Path, more: tuple[str, ...], said: str
+) -> None:
+    done = shell.ask(
+        *RUN,
+        *(one.replace("{}", f"--set=engine.checkout={checkout}") for one in more),
+        "--out",
+        shell.out,
+    )
     assert (done.code, done.lines) == (2, [f"error: {said}"])
 
 
 def test_conversations_are_refused(shell: Shell, checkout: Path) -> None:
-    done = shell.ask("run", "aquila2-7b-alpaca", *RUN[2:], f"--set=engine.checkout={checkout}", "--out", shell.out)
+    done = shell.ask(
+        "run",
+        "aquila2-7b-alpaca",
+        *RUN[2:],
+        f"--set=engine.checkout={checkout}",
+        "--out",
+        shell.out,
+    )
     said = (
-        "engine 'flagscale' does not run aquila2-7b-alpaca: its global batch counts samples, several to a row that do not see "
-        "each other; allowed: torch, transformers, megatron, paddle"
+        "engine 'flagscale' does not run aquila2-7b-alpaca: its global batch counts samples,"
+        " several to a row that do not see each other; allowed: torch, transformers, megatron,"
+        " paddle"
     )
     assert (done.code, done.lines) == (2, [f"error: {said}"])
 
@@ -198,7 +242,17 @@ def test_it_is_listed(shell: Shell) -> None:
 def test_two_ranks_by_torchrun(shell: Shell, checkout: Path) -> None:
     """By torch's own launcher: one worker speaks for both."""
     shutil.rmtree(checkout / "torch")
-    done, record = start(shell, checkout, "--devices", "2", "--parallel", "DP2", "--set=tune.sharding=1", "--steps", "10")
+    done, record = start(
+        shell,
+        checkout,
+        "--devices",
+        "2",
+        "--parallel",
+        "DP2",
+        "--set=tune.sharding=1",
+        "--steps",
+        "10",
+    )
     assert (done.code, record["status"]) == (0, "valid"), (done.err, record["reasons"])
     assert [one["device"] for one in record["ranks"]] == ["cpu:0", "cpu:1"]
     assert [one["status"] for one in record["ranks"]] == ["done", "done"]

@@ -1,4 +1,6 @@
-"""The parts of engine flagscale that need no program: its configuration, data files, and what is made of words."""
+"""The parts of engine flagscale that need no program: its configuration, data files, and what is
+made of words.
+"""
 
 import math
 import struct
@@ -23,33 +25,54 @@ from steelyard.training.loop import rate
 
 CASE = "llama1-7b-openwebtext"
 LINE = (
-    " [2025-11-13 10:00:00] iteration       12/     100 | consumed samples:        24576 | elapsed time per iteration (ms): "
-    "5432.1 | throughput per GPU (TFLOP/s/GPU): 301.2 | learning rate: 1.800000E-06 | global batch size:  2048 | "
-    "lm loss: 1.098612E+01 | loss scale: 1.0 | grad norm: 3.125 | number of skipped iterations:   0 | "
-    "number of nan iterations:   0 |"
+    " [2025-11-13 10:00:00] iteration       12/     100 | consumed samples:        24576 | elapsed"
+    " time per iteration (ms): 5432.1 | throughput per GPU (TFLOP/s/GPU): 301.2 | learning rate:"
+    " 1.800000E-06 | global batch size:  2048 | lm loss: 1.098612E+01 | loss scale: 1.0 | grad"
+    " norm: 3.125 | number of skipped iterations:   0 | number of nan iterations:   0 |"
 )
 
 
-def job(tmp_path: Path, *settings: str, size: str = "smoke", devices: int = 1, **changes: Any) -> Job:
+def job(
+    tmp_path: Path, *settings: str, size: str = "smoke", devices: int = 1, **changes: Any
+) -> Job:
     case = resolve.resolve(CASE, size, settings=list(settings)).case
     plan = degrees.make(case, 1, devices)
     inputs = None
     if size == "smoke":
-        inputs = case.question.row.prepare(case.question.asked(Sources(None, None, None), None, True, {})).inputs
+        inputs = case.question.row.prepare(
+            case.question.asked(Sources(None, None, None), None, True, {})
+        ).inputs
     framework = ProgramFramework(None, 0, lambda: 0.0)
-    given = {"case": case, "work": "train_rows", "inputs": inputs, "weights": None, "device": framework.device, "rank": 0}
-    given |= {"world": 1, "plan": plan, "place": degrees.place(plan, 0), "group": None, "steps": None}
+    given = {
+        "case": case,
+        "work": "train_rows",
+        "inputs": inputs,
+        "weights": None,
+        "device": framework.device,
+        "rank": 0,
+    }
+    given |= {
+        "world": 1,
+        "plan": plan,
+        "place": degrees.place(plan, 0),
+        "group": None,
+        "steps": None,
+    }
     return Job(**{**given, "folder": tmp_path, "checkout": tmp_path, **changes})
 
 
 def test_a_line() -> None:
-    assert lines.parse(LINE) == Iteration(12, 100, 24576, 2048, 5.4321, 10.98612, 3.125, 1.8e-6, 0, 0)
+    assert lines.parse(LINE) == Iteration(
+        12, 100, 24576, 2048, 5.4321, 10.98612, 3.125, 1.8e-6, 0, 0
+    )
     assert lines.parse("[default7]:" + LINE) == lines.parse(LINE)
     assert lines.parse("iteration 3 begins") is None
 
 
 def test_a_loss_that_is_left_out_is_unknown() -> None:
-    found = lines.parse(LINE.replace(" lm loss: 1.098612E+01 |", "").replace("grad norm: 3.125", "grad norm: nan"))
+    found = lines.parse(
+        LINE.replace(" lm loss: 1.098612E+01 |", "").replace("grad norm: 3.125", "grad norm: nan")
+    )
     assert found is not None
     assert found.loss is None
     assert found.grad_norm is not None
@@ -59,7 +82,11 @@ def test_a_loss_that_is_left_out_is_unknown() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("elapsed time per iteration (ms): 5432.1 |", "", "does not say 'elapsed time per iteration (ms)'"),
+        (
+            "elapsed time per iteration (ms): 5432.1 |",
+            "",
+            "does not say 'elapsed time per iteration (ms)'",
+        ),
         ("5432.1", "soon", "cannot be read: could not convert string to float: 'soon'"),
         ("12/     100", "13/     100", "iteration 13 of 100 was told where 12 of 100 was due"),
         ("12/     100", "12/      90", "iteration 12 of 90 was told where 12 of 100 was due"),
@@ -78,20 +105,54 @@ def test_lines_that_are_not_what_was_asked(old: str, new: str, said: str) -> Non
 
 
 def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
-    settings = ("tune.parallel=TP2PP2DP2", "tune.sharding=1", "tune.recompute=full", "tune.micro_batch=4")
-    made = config.make(job(tmp_path, *settings, size="full", devices=8), 2048, 100, tmp_path / "d", tmp_path / "o", 1234)
+    settings = (
+        "tune.parallel=TP2PP2DP2",
+        "tune.sharding=1",
+        "tune.recompute=full",
+        "tune.micro_batch=4",
+    )
+    made = config.make(
+        job(tmp_path, *settings, size="full", devices=8),
+        2048,
+        100,
+        tmp_path / "d",
+        tmp_path / "o",
+        1234,
+    )
     runner = made["experiment"]["runner"]
-    assert (runner["nnodes"], runner["nproc_per_node"], runner["rdzv_endpoint"]) == (1, 8, "127.0.0.1:1234")
-    assert (runner["rdzv_backend"], runner["redirects"], runner["tee"], made["action"]) == ("static", "0", "0", "dryrun")
+    assert (runner["nnodes"], runner["nproc_per_node"], runner["rdzv_endpoint"]) == (
+        1,
+        8,
+        "127.0.0.1:1234",
+    )
+    assert (runner["rdzv_backend"], runner["redirects"], runner["tee"], made["action"]) == (
+        "static",
+        "0",
+        "0",
+        "dryrun",
+    )
     system, model, sets = (made["train"][name] for name in ("system", "model", "data"))
     assert (system["tensor_model_parallel_size"], system["pipeline_model_parallel_size"]) == (2, 2)
     assert system["use_distributed_optimizer"] is True
-    assert system["no_gradient_accumulation_fusion"] is True  # on, Megatron needs a kernel of Apex and ends without it
+    # on, Megatron needs a kernel of Apex and ends without it
+    assert system["no_gradient_accumulation_fusion"] is True
     assert system["precision"] == {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
     assert system["recompute"]["recompute_granularity"] == "full"
-    shape = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32, "seq_length": 2048}
+    shape = {
+        "num_layers": 32,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 32,
+        "seq_length": 2048,
+    }
     assert {name: model[name] for name in shape} == shape
-    batch = {"train_iters": 100, "micro_batch_size": 4, "global_batch_size": 2048, "eval_iters": 0, "seed": 1}
+    batch = {
+        "train_iters": 100,
+        "micro_batch_size": 4,
+        "global_batch_size": 2048,
+        "eval_iters": 0,
+        "seed": 1,
+    }
     assert {name: model[name] for name in batch} == batch
     assert (model["transformer_impl"], model["no_masked_softmax_fusion"]) == ("local", True)
     assert (sets["reset_attention_mask"], sets["eod_mask_loss"]) == (True, True)
@@ -99,12 +160,18 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_learning_rates_of_the_warm_up_are_those_of_every_engine(tmp_path: Path, warmup: int) -> None:
-    """By Megatron's formula: linear from its first rate, over so many iterations, then what remains of the decay."""
+def test_learning_rates_of_the_warm_up_are_those_of_every_engine(
+    tmp_path: Path, warmup: int
+) -> None:
+    """By Megatron's formula: linear from its first rate, over so many iterations, then what remains
+    of the decay.
+    """
     asked = job(tmp_path, f"question.train.warmup_steps={warmup}")
     train = asked.case.question.train
     assert train is not None
-    told = config.make(asked, 8, 40, tmp_path, tmp_path, 1)["train"]["model"]["optimizer"]["lr_scheduler"]
+    told = config.make(asked, 8, 40, tmp_path, tmp_path, 1)["train"]["model"]["optimizer"][
+        "lr_scheduler"
+    ]
     first, most, steps = told["lr_warmup_init"], told["lr"], told["lr_warmup_iters"]
     found = [first + (most - first) * i / steps if steps else most for i in range(max(1, warmup))]
     assert found == pytest.approx([rate(train, i) for i in range(max(1, warmup))], rel=1e-12)
@@ -126,7 +193,9 @@ def test_learning_rates_of_the_warm_up_are_those_of_every_engine(tmp_path: Path,
         ((), 1, {"inputs": object()}, "engine flagscale trains on documents packed end to end"),
     ],
 )  # fmt: skip
-def test_what_it_cannot_do_is_refused(tmp_path: Path, settings: Any, devices: int, changes: Any, said: str) -> None:
+def test_what_it_cannot_do_is_refused(
+    tmp_path: Path, settings: Any, devices: int, changes: Any, said: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         FlagScaleTrain(job(tmp_path, *settings, devices=devices, **changes))
     assert said in str(caught.value)
@@ -144,7 +213,10 @@ def read(prefix: Path) -> list[list[int]]:
     assert (version, len(raw)) == (1, 34 + lens.nbytes + begins.nbytes + ends.nbytes)
     assert list(ends) == list(range(sequences + 1))
     tokens = prefix.with_suffix(".bin").read_bytes()
-    return [list(map(int, np.frombuffer(tokens, dtype, n, at))) for n, at in zip(lens, begins, strict=True)]
+    return [
+        list(map(int, np.frombuffer(tokens, dtype, n, at)))
+        for n, at in zip(lens, begins, strict=True)
+    ]
 
 
 def rows_of(*documents: list[int]) -> CorpusRows:
@@ -153,7 +225,9 @@ def rows_of(*documents: list[int]) -> CorpusRows:
 
 
 def test_documents_are_written_with_their_end_renumbered(tmp_path: Path) -> None:
-    """The first two of four: one is held out, one is for tests. 2 ends them, and changes places with 9, the last number."""
+    """The first two of four: one is held out, one is for tests. 2 ends them, and changes places
+    with 9, the last number.
+    """
     rows = rows_of([5, 9, 2], [7, 2], [1, 2], [1, 2])
     assert data.write(rows, 10, tmp_path / "d") == 5
     assert read(tmp_path / "d") == [[5, 2, 9], [7, 9]]
@@ -167,11 +241,17 @@ def test_documents_that_end_otherwise_are_refused(tmp_path: Path, second: list[i
         data.write(rows_of([5, 2], second, [1, 2], [1, 2]), 10, tmp_path / "d")
 
 
-TORCHRUN = "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_endpoint 127.0.0.1:99 --tee 0 ./train.py --steps 4 --save x --lr 1"
+TORCHRUN = (
+    "torchrun --nnodes 1 --nproc_per_node 2 --rdzv_endpoint 127.0.0.1:99 --tee 0 ./train.py --steps"
+    " 4 --save x --lr 1"
+)
 
 
 def script(folder: Path, cmd: str, paths: str = "{0}/third_party:{0}:${{PYTHONPATH}}") -> str:
-    return f'#!/bin/bash\ncd {folder}\nexport PYTHONPATH={paths.format(folder)}\n\ncmd="{cmd}"\n\nnohup bash -c "$cmd" &\n'
+    return (
+        f"#!/bin/bash\ncd {folder}\nexport"
+        f' PYTHONPATH={paths.format(folder)}\n\ncmd="{cmd}"\n\nnohup bash -c "$cmd" &\n'
+    )
 
 
 def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +259,20 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("RANK", "0")
-    found = command.parse(script(tmp_path, f"A=1 B='x y' {TORCHRUN}"), tmp_path, {"--steps": "4"}, 2)
+    found = command.parse(
+        script(tmp_path, f"A=1 B='x y' {TORCHRUN}"), tmp_path, {"--steps": "4"}, 2
+    )
     started = [sys.executable, "-m", "torch.distributed.run"]
-    options = ["--nnodes", "1", "--nproc_per_node", "2", "--rdzv_endpoint", "127.0.0.1:99", "--tee", "0"]
+    options = [
+        "--nnodes",
+        "1",
+        "--nproc_per_node",
+        "2",
+        "--rdzv_endpoint",
+        "127.0.0.1:99",
+        "--tee",
+        "0",
+    ]
     assert found.words == [*started, *options, "./train.py", "--steps", "4", "--lr", "1"]
     assert (found.variables["A"], found.variables["B"], found.folder) == ("1", "x y", tmp_path)
     assert found.variables["PYTHONPATH"] == f"{tmp_path}/third_party:{tmp_path}:/mine"
@@ -203,12 +294,24 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"A='1 {TORCHRUN}", "No closing quotation"),
         (f"bash {TORCHRUN}", "it begins with 'bash', and not with torchrun"),
         ("A=1", "it begins with 'nothing', and not with torchrun"),
-        (TORCHRUN.replace("torchrun", "torchrun --no_python bash"), "torchrun's option --no_python is none that is known here"),
+        (
+            TORCHRUN.replace("torchrun", "torchrun --no_python bash"),
+            "torchrun's option --no_python is none that is known here",
+        ),
         (TORCHRUN.replace("--nnodes 1", "--nnodes 2"), "--nnodes is '2', and '1' was asked"),
         (TORCHRUN.replace("node 2", "node 8"), "--nproc_per_node is '8', and '2' was asked"),
-        (TORCHRUN.replace("127.0.0.1", "0.0.0.0"), "--rdzv_endpoint is '0.0.0.0', and '127.0.0.1' was asked"),
-        (TORCHRUN.replace("./train.py", "/usr/bin/other.py"), "'/usr/bin/other.py' is no program of the checkout"),
-        (TORCHRUN.replace("./train.py", "../train.py"), "'../train.py' is no program of the checkout"),
+        (
+            TORCHRUN.replace("127.0.0.1", "0.0.0.0"),
+            "--rdzv_endpoint is '0.0.0.0', and '127.0.0.1' was asked",
+        ),
+        (
+            TORCHRUN.replace("./train.py", "/usr/bin/other.py"),
+            "'/usr/bin/other.py' is no program of the checkout",
+        ),
+        (
+            TORCHRUN.replace("./train.py", "../train.py"),
+            "'../train.py' is no program of the checkout",
+        ),
         (TORCHRUN.replace("--steps 4", "--steps 5"), "--steps is '5', and '4' was asked"),
         (TORCHRUN.replace("--steps 4", ""), "--steps is None, and '4' was asked"),
         (f'{TORCHRUN}"\ncmd="true', '2 lines cmd="…"'),
@@ -224,5 +327,7 @@ def test_commands_that_are_refused(tmp_path: Path, cmd: str, said: str) -> None:
 
 def test_a_python_path_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    with pytest.raises(RequestError, match="its PYTHONPATH leads out of the checkout, to '/elsewhere'"):
+    with pytest.raises(
+        RequestError, match="its PYTHONPATH leads out of the checkout, to '/elsewhere'"
+    ):
         command.parse(script(tmp_path, TORCHRUN, "/elsewhere:$PYTHONPATH"), tmp_path, {}, 2)

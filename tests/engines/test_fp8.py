@@ -26,7 +26,21 @@ EMULATED = {"code": "note.emulated", "values": {}}
 
 
 def run(shell: Shell, case: str, precision: str, *more: str) -> dict[str, Any]:
-    done = shell(*("run", case, "--size", "smoke", "--accelerator", "cpu", "--precision", precision, "--out", shell.out, *more))
+    done = shell(
+        *(
+            "run",
+            case,
+            "--size",
+            "smoke",
+            "--accelerator",
+            "cpu",
+            "--precision",
+            precision,
+            "--out",
+            shell.out,
+            *more,
+        )
+    )
     [path] = shell.out.glob("*.json")
     found: dict[str, Any] = json.loads(path.read_text())
     path.unlink()
@@ -51,7 +65,10 @@ def test_smoke_training_reaches_its_bound(case: str, precision: str, shell: Shel
     assert found["quality"]["evaluated"]
     assert EMULATED in found["notes"]
     details = found["engine"]["details"]
-    assert (details["fp8"], details["weight_gradients"]) == ("emulated: numbers of fp8, sums of fp32", "fp8")
+    assert (details["fp8"], details["weight_gradients"]) == (
+        "emulated: numbers of fp8, sums of fp32",
+        "fp8",
+    )
     kept = "bf16" if precision == "fp8-pure" else "fp32"
     own = {"parameters": "bf16" if precision == "fp8-pure" else "bf16/fp32"}
     assert details["dtypes"] == {"main_parameters": kept, "gradients": kept, "states": kept} | own
@@ -73,14 +90,20 @@ def test_scoring_is_near_bf16_in_every_division_and_degree(shell: Shell) -> None
         assert found["metrics"]["loss"]["value"] == pytest.approx(wide, abs=0.01)
         assert found["engine"]["details"]["dtypes"] == {"parameters": "bf16/fp8"}
         assert EMULATED in found["notes"]
-    choices = [run(shell, "llama2-7b-mmlu", "fp8", "--division", one)["outputs"] for one in ("closed", "open")]
+    choices = [
+        run(shell, "llama2-7b-mmlu", "fp8", "--division", one)["outputs"]
+        for one in ("closed", "open")
+    ]
     assert choices[0]["passes"]["infer"]["choices"] == choices[1]["passes"]["infer"]["choices"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("glm-large-record", "--precision", "fp8"), "engine torch trains a GLM without fp8; use --precision bf16"),
+        (
+            ("glm-large-record", "--precision", "fp8"),
+            "engine torch trains a GLM without fp8; use --precision bf16",
+        ),
         (
             ("llama1-7b-openwebtext", "--precision", "fp8", "--set", "question.model.ffn=168"),
             "fp8 takes sizes that 16 divides, and ffn is 168 on a device",
@@ -102,16 +125,24 @@ def test_a_device_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     device = cuda_torch.Device.__new__(cuda_torch.Device)
     device._index = 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    with pytest.raises(RequestError, match=r"compute capability 8\.0: fp8 needs 8\.9; use --precision bf16"):
+    with pytest.raises(
+        RequestError, match=r"compute capability 8\.0: fp8 needs 8\.9; use --precision bf16"
+    ):
         device.set_precision("fp8")
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(
+    layout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     framework = TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, lambda: 0.0)
     multiplied = []
     plain = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *given, **named: multiplied.append(given[0].dtype) or plain(*given, **named))
+    monkeypatch.setattr(
+        torch,
+        "mm",
+        lambda *given, **named: multiplied.append(given[0].dtype) or plain(*given, **named),
+    )
     for name, wide in (("qkv", []), (VOCABULARY, [torch.bfloat16])):
         made = framework.product("fp8", Matmul(name=name, layout=layout, m=48, n=32, k=40))
         assert made is not None
@@ -124,7 +155,10 @@ def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(layout: Any, monkey
 
 def test_an_update_raises_versions_and_copies_what_is_apart() -> None:
     """A parameter that is its own master is updated in place; another is a copy of its master."""
-    own, apart = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    own, apart = (
+        nn.Parameter(torch.ones(2, 2)),
+        nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),
+    )
     masters = [own.detach(), torch.ones(2, 2)]
     adam = Adam([own, apart], masters, TRAINING, TRAIN["fp8"])
     before = own._version, apart._version

@@ -50,7 +50,9 @@ def test_random_weights_are_those_of_engine_torch() -> None:
         found = make(name)
         assert found.shape == array.shape == weights.whole_shape(name, MODEL), name
         np.testing.assert_allclose(found, array, rtol=0, atol=1e-6, err_msg=name)
-    assert not np.allclose(weights.random(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3)
+    assert not np.allclose(
+        weights.random(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("count", [16, 17, 31, 32, 1000])
@@ -68,12 +70,21 @@ def test_a_tensor_parallel_rank_holds_what_engine_torch_gives_it() -> None:
         share = Shard(index, 2)
         model = llama_init.build(shape, torch.device("cpu"), torch.float32, share)
         llama_init.fill_random(model, 7, shape, share)
-        for name in ("layers.0.qkv.weight", "layers.0.out.weight", "layers.0.gate_up.weight", "layers.0.down.weight"):
+        for name in (
+            "layers.0.qkv.weight",
+            "layers.0.out.weight",
+            "layers.0.gate_up.weight",
+            "layers.0.down.weight",
+        ):
             view = placements.logical_view(name, model.get_parameter(name), shape, share)
             wanted = view.reshape(placements.flat_shape(name, tuple(view.shape))).numpy()
-            np.testing.assert_allclose(weights.part(name, make(name), index, 2), wanted, rtol=0, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                weights.part(name, make(name), index, 2), wanted, rtol=0, atol=1e-6, err_msg=name
+            )
     table = make("embed.weight")[:32]
-    np.testing.assert_array_equal(np.concatenate([weights.part("embed.weight", table, i, 2) for i in range(2)]), table)
+    np.testing.assert_array_equal(
+        np.concatenate([weights.part("embed.weight", table, i, 2) for i in range(2)]), table
+    )
     norm = make("norm.weight")
     assert weights.part("norm.weight", norm, 1, 2) is norm
 
@@ -84,7 +95,12 @@ def test_paddle_stores_linear_layers_the_other_way_round() -> None:
     np.testing.assert_array_equal(weights.oriented("embed.weight", array), array)
 
 
-FOUND = {"parameters": {"bfloat16"}, "gradients": {"bfloat16"}, "logits": {"bfloat16"}, "states": {"float32"}}
+FOUND = {
+    "parameters": {"bfloat16"},
+    "gradients": {"bfloat16"},
+    "logits": {"bfloat16"},
+    "states": {"float32"},
+}
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -93,7 +109,10 @@ def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> N
     modes.check_types(TRAIN["bf16-o2"], FOUND)
     other = "bfloat16" if name == "states" else "float32"
     wanted = "float32" if name == "states" else "bfloat16"
-    with pytest.raises(RuntimeError, match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}"):
+    with pytest.raises(
+        RuntimeError,
+        match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}",
+    ):
         modes.check_types(TRAIN["bf16-o2"], FOUND | {name: {other}})
 
 
@@ -104,7 +123,9 @@ def test_levels() -> None:
 
 def job(*settings: str, **degrees: int) -> Any:
     case = resolve(CORPUS, "smoke", settings=list(settings)).case
-    return SimpleNamespace(case=case, plan=SimpleNamespace(**({"tp": 1, "pp": 1, "dp": 1} | degrees)))
+    return SimpleNamespace(
+        case=case, plan=SimpleNamespace(**({"tp": 1, "pp": 1, "dp": 1} | degrees))
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,10 +141,17 @@ def job(*settings: str, **degrees: int) -> Any:
             Modes(2, 1, 2, 2, 2, False),
             ["tp", "sharding 2", "dp", "copies of shards"],
         ),
-        (("tune.sharding=1",), {"pp": 2, "dp": 2}, Modes(1, 2, 1, 2, 1, False), ["pp", "sharding 1"]),
+        (
+            ("tune.sharding=1",),
+            {"pp": 2, "dp": 2},
+            Modes(1, 2, 1, 2, 1, False),
+            ["pp", "sharding 1"],
+        ),
     ],
 )
-def test_modes(settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes, names: list[str]) -> None:
+def test_modes(
+    settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes, names: list[str]
+) -> None:
     found = modes.of(job(*settings, **degrees))
     assert (found, list(found.names), found.dp) == (wanted, names, degrees.get("dp", 1))
     assert found.data_parallel is (names == ["dp"])
@@ -132,13 +160,21 @@ def test_modes(settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes
 @pytest.mark.parametrize(
     ("settings", "degrees", "said"),
     [
-        (("tune.sharding=3",), {"dp": 2}, "tune.sharding=3: engine paddle divides states and gradients; allowed: 0, 1, 2"),
+        (
+            ("tune.sharding=3",),
+            {"dp": 2},
+            "tune.sharding=3: engine paddle divides states and gradients; allowed: 0, 1, 2",
+        ),
         (
             ("tune.recompute=selective",),
             {},
             "tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full",
         ),
-        (("tune.sharding=2",), {"pp": 2, "dp": 2}, "tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1"),
+        (
+            ("tune.sharding=2",),
+            {"pp": 2, "dp": 2},
+            "tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1",
+        ),
         (
             ("question.model.vocab=257",),
             {"tp": 2},
@@ -146,7 +182,9 @@ def test_modes(settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes
         ),
     ],
 )
-def test_modes_that_are_refused(settings: tuple[str, ...], degrees: dict[str, int], said: str) -> None:
+def test_modes_that_are_refused(
+    settings: tuple[str, ...], degrees: dict[str, int], said: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         modes.of(job(*settings, **degrees))
     assert str(caught.value) == said
@@ -155,13 +193,21 @@ def test_modes_that_are_refused(settings: tuple[str, ...], degrees: dict[str, in
 def test_what_a_device_lacks_is_refused_with_its_reason() -> None:
     alone = Modes(1, 1, 1, 1, 0, False)
     modes.refuse(alone, {"tp": "no"})
-    with pytest.raises(RequestError, match=r"engine paddle has no tp on this device: no kernels; see docs/engines\.md"):
+    with pytest.raises(
+        RequestError,
+        match=r"engine paddle has no tp on this device: no kernels; see docs/engines\.md",
+    ):
         modes.refuse(replace(alone, tp=2), {"tp": "no kernels"})
 
 
 def test_a_record_says_what_nobody_has_run() -> None:
     assert modes.untried(Modes(1, 1, 1, 2, 1, True), "cpu", "fp32") == []
-    assert modes.untried(Modes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == ["gpu", "bf16-o2", "tp", "sharding 2"]
+    assert modes.untried(Modes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == [
+        "gpu",
+        "bf16-o2",
+        "tp",
+        "sharding 2",
+    ]
 
 
 @pytest.mark.parametrize(("engine", "more"), [("torch", ", fp8, fp8-pure"), ("transformers", "")])
@@ -173,11 +219,21 @@ def test_other_engines_do_not_train_in_paddles_precisions(engine: str, more: str
 
 @pytest.mark.parametrize(
     ("settings", "resume", "named"),
-    [(["tune.checkpoint_every=5"], None, "tune.checkpoint_every"), ([], Path("records"), "--resume")],
+    [
+        (["tune.checkpoint_every=5"], None, "tune.checkpoint_every"),
+        ([], Path("records"), "--resume"),
+    ],
 )
-def test_checkpoints_are_refused(settings: list[str], resume: Path | None, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_refused(
+    settings: list[str], resume: Path | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(engine_rows, "row", lambda name: replace(engine_rows.PADDLE, needs=()))
-    request = Request(resolve(CORPUS, "smoke", settings=settings), engine="paddle", accelerator="cpu", resume=resume)
+    request = Request(
+        resolve(CORPUS, "smoke", settings=settings),
+        engine="paddle",
+        accelerator="cpu",
+        resume=resume,
+    )
     with pytest.raises(RequestError) as caught:
         ready(request)
     assert str(caught.value) == golden("engine-paddle-has-no-checkpoints-leave", named)
@@ -209,7 +265,9 @@ def test_ranks_of_several_hosts_meet_where_the_run_says() -> None:
         rendezvous.master(Meeting(), 0)
 
 
-def test_a_rank_that_is_told_nothing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_told_nothing_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rendezvous, "MEET_S", 0.1)
     with pytest.raises(TimeoutError, match="rank 0 did not say within 0 s where to meet"):
         rendezvous.master(Meeting(file=tmp_path / "store"), 1)

@@ -1,4 +1,6 @@
-"""How a profiled stretch divides among activities: by hand-made timelines, and a trace in Chrome's format."""
+"""How a profiled stretch divides among activities: by hand-made timelines, and a trace in Chrome's
+format.
+"""
 
 import gzip
 import json
@@ -11,7 +13,14 @@ from steelyard.engine.profile import Activity, Kernel, Kind, divide
 from steelyard.engines.torch.profile import TorchProfiler, activities, kind_of
 
 
-def at(name: str, kind: Kind, begin_s: float, end_s: float, lane: str = "a", size_bytes: int | None = None) -> Activity:
+def at(
+    name: str,
+    kind: Kind,
+    begin_s: float,
+    end_s: float,
+    lane: str = "a",
+    size_bytes: int | None = None,
+) -> Activity:
     return Activity(name, kind, begin_s, end_s, lane, size_bytes)
 
 
@@ -20,11 +29,19 @@ def times(*made: Activity) -> dict[str, float]:
 
 
 def test_one_after_the_other() -> None:
-    assert times(at("mm", "matmul", 0, 2), at("add", "other", 3, 4), at("mm", "matmul", 4, 5)) == {"mm": 3, "add": 1}
+    assert times(at("mm", "matmul", 0, 2), at("add", "other", 3, 4), at("mm", "matmul", 4, 5)) == {
+        "mm": 3,
+        "add": 1,
+    }
 
 
 def test_the_innermost_of_a_lane_has_the_time() -> None:
-    made = (at("outer", "other", 0, 10), at("mm", "matmul", 2, 5), at("inner", "other", 3, 4), at("last", "other", 9, 10))
+    made = (
+        at("outer", "other", 0, 10),
+        at("mm", "matmul", 2, 5),
+        at("inner", "other", 3, 4),
+        at("last", "other", 9, 10),
+    )
     assert times(*made) == {"outer": 6, "mm": 2, "inner": 1, "last": 1}
 
 
@@ -67,12 +84,23 @@ def test_nothing_ran() -> None:
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNN", "matmul"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matmul"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>", "matmul"),
+        (
+            (
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_128x256_32x3_nt_align8>"
+            ),
+            "matmul",
+        ),
         ("triton_tem_fused_mm_3", "matmul"),
         ("aten::addmm_", "matmul"),
-        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>", "attention"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
+            "attention",
+        ),
         ("fmha_cutlassF_f32_aligned_64x64_rf_sm80", "attention"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x128", "attention"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x64x128",
+            "attention",
+        ),
         ("_back_keys", "attention"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("ncclDevKernel_SendRecv", "bubble"),
@@ -92,7 +120,10 @@ def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
 
 def test_a_devices_trace() -> None:
     """Kernels alone; their bytes are those of the operator that launched them."""
-    shapes = {"Input Dims": [[2, 3], [3, 4], []], "Input type": ["c10::BFloat16", "float", "Scalar"]}
+    shapes = {
+        "Input Dims": [[2, 3], [3, 4], []],
+        "Input type": ["c10::BFloat16", "float", "Scalar"],
+    }
     trace = {
         "traceEvents": [
             event("cpu_op", "aten::mm", 0, 5, **{"External id": 1}, **shapes),
@@ -114,7 +145,9 @@ def test_a_devices_trace() -> None:
 
 def test_a_tensor_of_unknown_size_makes_all_unknown() -> None:
     told = {"Input Dims": [[2], []], "Input type": ["float", "GenericList"]}
-    [one] = activities({"traceEvents": [event("cpu_op", "aten::cat", 0, 1, **told)]}, on_device=False)
+    [one] = activities(
+        {"traceEvents": [event("cpu_op", "aten::cat", 0, 1, **told)]}, on_device=False
+    )
     assert one.size_bytes is None
 
 

@@ -18,10 +18,22 @@ from steelyard.engine.rows import EngineRow
 from steelyard.errors import RequestError
 from steelyard.run.ready import Ready, ready
 
-MMLU, LAMBADA, CORPUS, RECORD = "llama2-7b-mmlu", "aquila2-34b-lambada", "llama1-7b-openwebtext", "glm-large-record"
+MMLU, LAMBADA, CORPUS, RECORD = (
+    "llama2-7b-mmlu",
+    "aquila2-34b-lambada",
+    "llama1-7b-openwebtext",
+    "glm-large-record",
+)
 
 
-def asked(name: str, engine: str, devices: int = 1, precision: str | None = None, division: str | None = None, parallel="DP"):
+def asked(
+    name: str,
+    engine: str,
+    devices: int = 1,
+    precision: str | None = None,
+    division: str | None = None,
+    parallel="DP",
+):
     resolved = resolve(name, "smoke", precision, division, [f"tune.parallel={parallel}"])
     return Request(resolved, engine=engine, accelerator="cpu", devices=devices)
 
@@ -36,29 +48,53 @@ def refusal(request: Request) -> str:
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (asked(RECORD, "transformers"), f"engine 'transformers' does not run {RECORD}; allowed: torch, reference"),
-        (asked(MMLU, "reference"), f"engine 'reference' does not run {MMLU}; allowed: torch, transformers, megatron"),
+        (
+            asked(RECORD, "transformers"),
+            f"engine 'transformers' does not run {RECORD}; allowed: torch, reference",
+        ),
+        (
+            asked(MMLU, "reference"),
+            f"engine 'reference' does not run {MMLU}; allowed: torch, transformers, megatron",
+        ),
         (
             asked(CORPUS, "reference"),
-            f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron, paddle, flagscale",
+            (
+                f"engine 'reference' does not run {CORPUS}; allowed: torch, transformers, megatron,"
+                " paddle, flagscale"
+            ),
         ),
-        (asked(MMLU, "abacus"), "no engine 'abacus'; known: flagscale, megatron, paddle, reference, torch, transformers"),
+        (
+            asked(MMLU, "abacus"),
+            (
+                "no engine 'abacus'; known: flagscale, megatron, paddle, reference, torch,"
+                " transformers"
+            ),
+        ),
         (
             asked(MMLU, "transformers", division="open"),
             f"{MMLU} has no division 'open' with engine transformers; allowed: closed",
         ),
-        (asked(LAMBADA, "torch", division="open"), f"{LAMBADA} has no division 'open' with engine torch; allowed: closed"),
+        (
+            asked(LAMBADA, "torch", division="open"),
+            f"{LAMBADA} has no division 'open' with engine torch; allowed: closed",
+        ),
         (
             asked(RECORD, "reference", division="open"),
             f"{RECORD} has no division 'open' with engine reference; allowed: closed",
         ),
         (
             asked(MMLU, "transformers", 2, parallel="TP2"),
-            "engine transformers holds a whole model on each device; asked: TP2PP1DP1; allowed: --parallel DP",
+            (
+                "engine transformers holds a whole model on each device; asked: TP2PP1DP1; allowed:"
+                " --parallel DP"
+            ),
         ),
         (
             asked(CORPUS, "transformers", 2, parallel="PP2"),
-            "engine transformers holds a whole model on each device; asked: TP1PP2DP1; allowed: --parallel DP",
+            (
+                "engine transformers holds a whole model on each device; asked: TP1PP2DP1; allowed:"
+                " --parallel DP"
+            ),
         ),
     ],
     ids=range(9),
@@ -69,10 +105,13 @@ def test_what_a_row_does_not_say_is_refused(request_: Request, said: str) -> Non
 
 @pytest.mark.parametrize("engine", ["megatron", "paddle", "flagscale"])
 def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
-    resolved = resolve(CORPUS, "smoke", settings=["question.model.window=9", "question.model.qk_norm=true"])
-    assert refusal(Request(resolved, engine=engine, accelerator="cpu", devices=1)) == (
-        f"engine {engine!r} does not run {CORPUS}: its model has question.model.qk_norm, question.model.window; "
-        "allowed: torch, transformers"
+    resolved = resolve(
+        CORPUS, "smoke", settings=["question.model.window=9", "question.model.qk_norm=true"]
+    )
+    assert (
+        refusal(Request(resolved, engine=engine, accelerator="cpu", devices=1))
+        == f"engine {engine!r} does not run {CORPUS}: its model has question.model.qk_norm,"
+        " question.model.window; allowed: torch, transformers"
     )
 
 
@@ -80,19 +119,27 @@ def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> N
     narrow = replace(engine_rows.TORCH, precisions=("fp32", "bf16"))
     monkeypatch.setattr(engine_rows, "TORCH", narrow)
     monkeypatch.setattr(engine_rows, "row", lambda name: narrow)
-    assert refusal(asked(MMLU, "torch", precision="fp16")) == golden("engine-torch-has-no-matmuls-in")
+    assert refusal(asked(MMLU, "torch", precision="fp16")) == golden(
+        "engine-torch-has-no-matmuls-in"
+    )
     assert ready(asked(MMLU, "torch", precision="bf16")).engine is narrow
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(engine_rows.TRANSFORMERS, needs=("torch", "no_such_module_here"))
     monkeypatch.setattr(engine_rows, "row", lambda name: row)
-    assert refusal(asked(MMLU, "transformers")) == (golden("no_such_module_here-is-not-installed-and-engine"))
+    assert refusal(asked(MMLU, "transformers")) == (
+        golden("no_such_module_here-is-not-installed-and-engine")
+    )
 
 
 def test_what_a_row_says_is_ready() -> None:
     found: Ready = ready(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
-    assert (found.engine, str(found.plan), found.passes) == (engine_rows.TORCH, "TP2PP1DP1", ("val", "infer"))
+    assert (found.engine, str(found.plan), found.passes) == (
+        engine_rows.TORCH,
+        "TP2PP1DP1",
+        ("val", "infer"),
+    )
     assert (found.scope.kind, found.accelerator.name) == ("full", "cpu")
 
 
@@ -119,22 +166,33 @@ MAPPED = "libtorch_cpu.so: failed to map segment from shared object"
         (
             False,
             MemoryError,
-            f"engine 'torch' cannot be imported for lack of memory ({MAPPED}); free memory, or raise its limit (ulimit -v)",
+            (
+                f"engine 'torch' cannot be imported for lack of memory ({MAPPED}); free memory, or"
+                " raise its limit (ulimit -v)"
+            ),
         ),
-        (True, RequestError, f"engine 'torch' cannot be imported ({MAPPED}); install what it needs again: "),
+        (
+            True,
+            RequestError,
+            f"engine 'torch' cannot be imported ({MAPPED}); install what it needs again: ",
+        ),
     ],
 )
 def test_an_engine_that_is_there_and_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, noexec: bool, kind: type[Exception], said: str
 ) -> None:
-    """The dynamic loader has the same words for a lack of memory and for a file system that runs no programs."""
+    """The dynamic loader has the same words for a lack of memory and for a file system that runs no
+    programs.
+    """
 
     def fail(reference: str) -> None:
         cause = ImportError(MAPPED, name="_C", path="/")
         raise ImportError("a long essay of a package", name="_C") from cause
 
     monkeypatch.setattr(engine_rows.plugins, "load", fail)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if noexec else 0))
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if noexec else 0)
+    )
     with pytest.raises(kind) as caught:
         engine_rows.load("torch", "score_texts")
     assert str(caught.value).startswith(said)
@@ -152,7 +210,10 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
             spec = importlib.util.find_spec(module)
             assert spec is not None
             assert f"\nclass {name}" in Path(str(spec.origin)).read_text()
-    with pytest.raises(RequestError, match=f"engine '{row.name}' cannot do juggling; it can do: {', '.join(row.works)}"):
+    with pytest.raises(
+        RequestError,
+        match=f"engine '{row.name}' cannot do juggling; it can do: {', '.join(row.works)}",
+    ):
         engine_rows.load(row.name, "juggling")
 
 
@@ -164,7 +225,13 @@ def test_frameworks() -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "plan", "able"),
-    [(("dp",), "DP", True), (("dp",), "TP2", False), (("tp",), "DP", False), (("tp",), "TP2", True), ((), "DP", False)],
+    [
+        (("dp",), "DP", True),
+        (("dp",), "TP2", False),
+        (("tp",), "DP", False),
+        (("tp",), "TP2", True),
+        ((), "DP", False),
+    ],
 )
 def test_degrees(degrees: tuple[str, ...], plan: str, able: bool) -> None:
     row = replace(engine_rows.TORCH, degrees=degrees)

@@ -18,7 +18,12 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_the_example_is_short() -> None:
-    lines = [line for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.is_file() for line in path.open()]
+    lines = [
+        line
+        for path in PACKAGE.rglob("*")
+        if path.suffix != ".pyc" and path.is_file()
+        for line in path.open()
+    ]
     assert len(lines) <= 100
 
 
@@ -28,16 +33,43 @@ def test_the_example_conforms_and_is_recorded(shell: Shell) -> None:
     done = shell("conform", "plain", "--json", **cache)
     assert done.code == 0, done.out
     assert {row["case"] for row in done.json()["rows"]} == {CASE, "aquila2-34b-lambada"}
-    done = shell("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "plain", "--out", shell.out, **cache)
+    done = shell(
+        "run",
+        CASE,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "plain",
+        "--out",
+        shell.out,
+        **cache,
+    )
     assert done.code == 0, done.err
     [record] = shell.records()
-    assert (record["status"], record["engine"]["name"], record["engine"]["conforms"]) == ("valid", "plain", True)
+    assert (record["status"], record["engine"]["name"], record["engine"]["conforms"]) == (
+        "valid",
+        "plain",
+        True,
+    )
     assert record["engine"]["details"] == {"parameters": record["engine"]["details"]["parameters"]}
 
 
 @pytest.mark.full
 def test_replicas_share_its_work(shell: Shell) -> None:
-    run = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "plain", "--devices", "2")
+    run = (
+        "run",
+        CASE,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "plain",
+        "--devices",
+        "2",
+    )
     done = shell(*run, "--out", shell.out, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     [record] = shell.records()

@@ -33,14 +33,20 @@ def test_a_right_product_passes(precision: str, layout: str):
     error, bound = compare(made, precision)
     assert made.work().shape == (40, 48)
     assert 0 <= error <= bound == BOUNDS[precision]
-    # The reference is an fp64 product too: whether its last bits differ depends on the CPU's kernels.
+    # The reference is an fp64 product too: whether its last bits differ depends on the CPU's
+    # kernels.
     assert error > 0 or precision == "fp64"
 
 
 def test_int8_is_exact_where_the_cpu_is():
-    """A CPU without instructions for sums of int8 products saturates between two of them; such a result is wrong."""
+    """A CPU without instructions for sums of int8 products saturates between two of them; such a
+    result is wrong.
+    """
     random = torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-128, 128, size, dtype=torch.int8, generator=random) for size in ((32, 64), (64, 64)))
+    left, right = (
+        torch.randint(-128, 128, size, dtype=torch.int8, generator=random)
+        for size in ((32, 64), (64, 64))
+    )
     exact = torch.equal(torch._int_mm(left, right).long(), left.long() @ right.long())
     error, bound = compare(PRODUCTS["int8"](Matmul(name="x", m=32, n=64, k=64), CPU), "int8")
     assert bound == 0.0
@@ -74,7 +80,9 @@ def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest
     def unmasked(q, k, v, rows, window=None):
         """Every token sees its whole row."""
         group = q.shape[1] // k.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+        scores = (
+            torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+        )
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
     monkeypatch.setitem(attention.KERNELS, "rows", unmasked)
@@ -97,7 +105,9 @@ def test_a_shape_fits_the_time_it_has():
     assert _fitting(shape, Budgeted(200_000.0, 1.0), shrinks=True) == shape
     assert _fitting(shape, Budgeted(199_999.0, 1.0), shrinks=True).m == 500
     assert _fitting(shape, Budgeted(2 * 64 * 100.0, 1.0), shrinks=True).m == 64
-    with pytest.raises(LacksError, match="not tried: one call even with 64 rows would take more than 1 s here"):
+    with pytest.raises(
+        LacksError, match="not tried: one call even with 64 rows would take more than 1 s here"
+    ):
         _fitting(shape, Budgeted(2 * 63 * 100.0, 1.0), shrinks=True)
     with pytest.raises(LacksError, match="not tried: one call would take more than 1 s here"):
         _fitting(shape, Budgeted(199_999.0, 1.0), shrinks=False)
@@ -115,8 +125,16 @@ def test_a_cpu_says_what_it_lacks(shown: TorchCeilings):
 
 def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ceilings, "QUICK_BYTES", 1 << 20)
-    made = {row.name: row.make(Budgeted(None, 1.0)) for row in shown.rows(quick=True) if row.group == "memory"}
-    assert {name: one.amount for name, one in made.items()} == {"read": 1 << 20, "write": 1 << 20, "copy": 2 << 20}
+    made = {
+        row.name: row.make(Budgeted(None, 1.0))
+        for row in shown.rows(quick=True)
+        if row.group == "memory"
+    }
+    assert {name: one.amount for name, one in made.items()} == {
+        "read": 1 << 20,
+        "write": 1 << 20,
+        "copy": 2 << 20,
+    }
     for one in made.values():
         one.work()
         error, bound = one.check()

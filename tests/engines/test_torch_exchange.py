@@ -1,5 +1,5 @@
-"""When replicas exchange what: a unit's gradients are on their way while the next unit's are computed, and weights while
-another unit computes. On one rank, which issues what several do."""
+"""When replicas exchange what: a unit's gradients are on their way while the next unit's are
+computed, and weights while another unit computes. On one rank, which issues what several do."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,13 +33,19 @@ class Waited:
 def unit_of(replicas: Replicas, one: Tensor) -> str | None:
     """The unit whose gradient, weight or part of either a tensor is; None for a number."""
     for unit, name in zip(replicas.units, UNITS, strict=True):
-        if any(one is mine for held in unit.held for mine in (held.gradient, held.whole, held.part, held.gradient_part)):
+        if any(
+            one is mine
+            for held in unit.held
+            for mine in (held.gradient, held.whole, held.part, held.gradient_part)
+        ):
             return name
     return None
 
 
 def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> list[str]:
-    """Of one step: what is issued and waited for of each unit, where matmuls read weights, and where they add gradients."""
+    """Of one step: what is issued and waited for of each unit, where matmuls read weights, and
+    where they add gradients.
+    """
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
     settings = {"tune.distributed": "true", "tune.sharding": sharding, "question.model.layers": 2}
     engine = build({"settings": settings | {"tune.micro_batch": 16 // micros}}, 0, 1)
@@ -47,7 +53,11 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
     log: list[str] = []
     model = engine.trainer.model
     replicas = model.replicas
-    names = {id(held.parameter): name for unit, name in zip(replicas.units, UNITS, strict=True) for held in unit.held}
+    names = {
+        id(held.parameter): name
+        for unit, name in zip(replicas.units, UNITS, strict=True)
+        for held in unit.held
+    }
 
     def logged(kind: str) -> Any:
         plain = getattr(exchange.Group, kind)
@@ -78,10 +88,13 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
     model.linears.gradient = asked
     monkeypatch.setattr(Accumulating, "linear", read)
     packs = [engine.batches.pack(keys) for keys in engine._groups(0)]
-    engine.trainer.learn([engine.batches.to_device(pack) for pack in packs], engine.trainer.total(100))
+    engine.trainer.learn(
+        [engine.batches.to_device(pack) for pack in packs], engine.trainer.total(100)
+    )
     log.append("update")
     engine.trainer.update(1e-3)
-    return [one for i, one in enumerate(log) if i == 0 or one != log[i - 1]]  # matmuls of one unit are one event
+    # matmuls of one unit are one event
+    return [one for i, one in enumerate(log) if i == 0 or one != log[i - 1]]
 
 
 FORWARD = ["read layer 0", "read layer 1", "read head"]
@@ -96,7 +109,9 @@ def test_gradients_are_summed_while_the_unit_before_is_computed(monkeypatch):
 
 
 def reduced(last: str | None = None) -> list[str]:
-    """Backward of a micro-batch whose gradients are divided; `last` is the unit that the one before left on its way."""
+    """Backward of a micro-batch whose gradients are divided; `last` is the unit that the one before
+    left on its way.
+    """
     out = []
     for name in reversed(UNITS):
         out += [f"gradient {name}"] if name != "embed" else []
@@ -108,10 +123,20 @@ def reduced(last: str | None = None) -> list[str]:
 GATHERED = [f"all_gather {name}" for name in UNITS]
 
 
-def test_divided_states_are_gathered_after_the_update_and_waited_for_by_the_next_forward(monkeypatch):
+def test_divided_states_are_gathered_after_the_update_and_waited_for_by_the_next_forward(
+    monkeypatch,
+):
     found = events(1, monkeypatch, micros=2)
     once = ["gradient head", "gradient layer 1", "gradient layer 0"]
-    assert found == [*FORWARD, *once, *FORWARD, *reduced(), "wait reduce_scatter embed", "update", *GATHERED]
+    assert found == [
+        *FORWARD,
+        *once,
+        *FORWARD,
+        *reduced(),
+        "wait reduce_scatter embed",
+        "update",
+        *GATHERED,
+    ]
 
 
 def test_divided_gradients_are_exchanged_after_every_micro_batch(monkeypatch):
@@ -123,19 +148,37 @@ def test_divided_gradients_are_exchanged_after_every_micro_batch(monkeypatch):
 def test_divided_weights_are_on_their_way_before_they_are_read(monkeypatch):
     forward = ["all_gather embed", "wait all_gather embed", "all_gather layer 0"]
     for name, following in (("layer 0", "layer 1"), ("layer 1", "head"), ("head", None)):
-        forward += [f"wait all_gather {name}", *([f"all_gather {following}"] if following else []), f"read {name}"]
+        forward += [
+            f"wait all_gather {name}",
+            *([f"all_gather {following}"] if following else []),
+            f"read {name}",
+        ]
     backward = ["all_gather layer 1", "gradient head", "reduce_scatter head"]
     backward += ["wait all_gather layer 1", "all_gather layer 0", "gradient layer 1"]
-    backward += ["reduce_scatter layer 1", "wait reduce_scatter head", "wait all_gather layer 0", "gradient layer 0"]
-    backward += ["reduce_scatter layer 0", "wait reduce_scatter layer 1", "reduce_scatter embed", "wait reduce_scatter layer 0"]
+    backward += [
+        "reduce_scatter layer 1",
+        "wait reduce_scatter head",
+        "wait all_gather layer 0",
+        "gradient layer 0",
+    ]
+    backward += [
+        "reduce_scatter layer 0",
+        "wait reduce_scatter layer 1",
+        "reduce_scatter embed",
+        "wait reduce_scatter layer 0",
+    ]
     assert events(3, monkeypatch) == [*forward, *backward, "wait reduce_scatter embed", "update"]
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 2, 1, 0]), (2, [1, 1, 0, 0])])
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 2, 1, 0]), (2, [1, 1, 0, 0])]
+)
 @pytest.mark.parametrize("sharding", [1, 3])
 def test_rows_are_divided_as_torch_divides_them(rows, sizes, sharding):
     values = torch.arange(rows * 3.0).view(rows, 3)
-    held = [Held("one", values.clone(), torch.bfloat16, sharding, Shard(i, 4), False) for i in range(4)]
+    held = [
+        Held("one", values.clone(), torch.bfloat16, sharding, Shard(i, 4), False) for i in range(4)
+    ]
     assert [one.rows for one in held] == sizes
     assert torch.equal(torch.cat([one.master for one in held]), values)
     chunks = values.chunk(4)

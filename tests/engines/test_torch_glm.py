@@ -1,4 +1,6 @@
-"""GLM's trainers: losses and gradients of the literal implementation, in every division, precision and way of computing."""
+"""GLM's trainers: losses and gradients of the literal implementation, in every division, precision
+and way of computing.
+"""
 
 import json
 import math
@@ -12,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.glm import CPU, SHAPE, TRAINING, build, job, literal_loss, literal_scores, packed, samples, trainer
+from fixtures.glm import (
+    CPU,
+    SHAPE,
+    TRAINING,
+    build,
+    job,
+    literal_loss,
+    literal_scores,
+    packed,
+    samples,
+    trainer,
+)
 from steelyard.engines.reference import glm as reference
 from steelyard.engines.torch import glm as fused
 from steelyard.errors import RequestError
@@ -56,8 +69,12 @@ def test_loss_and_gradients_are_the_literal_ones(division: str, make, monkeypatc
     loss = made.learn(micros(division, [0, 1, 2], [3, 4]), TARGETS)
     wanted, grads = literal_gradients()
     assert float(loss) == pytest.approx(wanted, abs=1e-10)
-    for (name, _), found, expected in zip(made.model.named_parameters(), gradients(made), grads, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, _), found, expected in zip(
+        made.model.named_parameters(), gradients(made), grads, strict=True
+    ):
+        torch.testing.assert_close(
+            found, expected, atol=1e-10, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert min(float(grad.abs().max()) for grad in grads) > 1e-5
 
 
@@ -80,7 +97,9 @@ def test_scores_drop_nothing(make) -> None:
     found = made.evaluate(micros("open", [0, 1, 2, 3, 4])[0])
     assert not found.requires_grad
     for row, wanted in zip(found.tolist(), literal_scores(build(), samples(5)), strict=True):
-        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], abs=1e-10)
+        assert row[: len(wanted)] == pytest.approx(
+            [float(one.detach()) for one in wanted], abs=1e-10
+        )
     assert np.isneginf(found[0, 2:].numpy()).all()
     losses = [float(made.model.loss(micros("open", [0])[0]).detach()) for _ in range(2)]
     assert losses[0] != losses[1]
@@ -105,7 +124,10 @@ def test_a_dropped_loss_has_its_own_gradient() -> None:
     made = trainer(job(shape=DROPPED))
     micro = micros("open", [0, 1, 2])
     weights = made.optimizer.parameters
-    direction = [torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double() for i, p in enumerate(weights)]
+    direction = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).double()
+        for i, p in enumerate(weights)
+    ]
 
     def loss_at(step: float) -> float:
         with torch.no_grad():
@@ -140,17 +162,30 @@ def test_every_precision_learns(precision: str) -> None:
     for _ in range(12):
         losses.append(float(made.learn(micro, made.total(5))))
         norms.append(float(made.update(3e-3)))
-    skipped = 1 if precision == "fp16" else 0  # the first scale of the loss is too large for fp16, and the step is left out
+    # the first scale of the loss is too large for fp16, and the step is left out
+    skipped = 1 if precision == "fp16" else 0
     assert norms[:skipped] == [math.inf] * skipped
     assert losses[skipped] == losses[0]
     assert all(0 < norm < 1e4 for norm in norms[skipped:])
     assert losses[0] == pytest.approx(literal_gradients()[0], rel=0.05)
     assert losses[-1] < losses[0] / 2
-    kept = {"bf16": torch.float32, "fp16": torch.float32, "bf16-pure": torch.bfloat16, "tf32": torch.float32}[precision]
-    assert {p.dtype for p in made.optimizer.master} == {kept} == {flat.dtype for flat in made.placement.buckets}
+    kept = {
+        "bf16": torch.float32,
+        "fp16": torch.float32,
+        "bf16-pure": torch.bfloat16,
+        "tf32": torch.float32,
+    }[precision]
+    assert (
+        {p.dtype for p in made.optimizer.master}
+        == {kept}
+        == {flat.dtype for flat in made.placement.buckets}
+    )
     count = sum(p.numel() for p in made.optimizer.parameters)
     short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[kept]
-    types = {"parameters": {"tf32": "fp32", "bf16-pure": "bf16"}.get(precision, precision), "main_parameters": short}
+    types = {
+        "parameters": {"tf32": "fp32", "bf16-pure": "bf16"}.get(precision, precision),
+        "main_parameters": short,
+    }
     assert made.details() == {
         "attention": "padded",
         "parameters": count,
@@ -198,15 +233,26 @@ def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
 
 def test_refusals() -> None:
     for tune, words in (
-        ({"attention": "rows"}, "tune.attention='rows' is not known; allowed: auto, flash, packed, padded"),
-        ({"attention": "packed"}, "tune.attention=packed needs a GPU with Triton, tune.compile=true, a 16-bit precision"),
-        ({"recompute": "selective"}, "tune.recompute='selective' does not work with GLM; allowed: none, full"),
+        (
+            {"attention": "rows"},
+            "tune.attention='rows' is not known; allowed: auto, flash, packed, padded",
+        ),
+        (
+            {"attention": "packed"},
+            "tune.attention=packed needs a GPU with Triton, tune.compile=true, a 16-bit precision",
+        ),
+        (
+            {"recompute": "selective"},
+            "tune.recompute='selective' does not work with GLM; allowed: none, full",
+        ),
     ):
         with pytest.raises(RequestError, match=words) as caught:
             fused.trainer(job(**tune))
         assert "\n" not in str(caught.value)
     odd = SHAPE.model_copy(update={"hidden": 24, "heads": 4})
-    with pytest.raises(RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"):
+    with pytest.raises(
+        RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"
+    ):
         fused.trainer(job(shape=odd, attention="flash"))
 
 
@@ -247,7 +293,8 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
         kept = (out - x).abs() > 1e-6
         torch.testing.assert_close(out, x + torch.where(kept, 2 * delta, 0), atol=1e-5, rtol=0)
         assert 0.4 < float(kept.float().mean()) < 0.6
-        (grad,) = torch.autograd.grad((out, normed), delta, (weight, weight.flip(0)))  # donated buffers: once only
+        # donated buffers: once only
+        (grad,) = torch.autograd.grad((out, normed), delta, (weight, weight.flip(0)))
         same = x + torch.where(kept, 2 * delta, 0)
         (wanted,) = torch.autograd.grad((same, norm(same)), delta, (weight, weight.flip(0)))
         torch.testing.assert_close(grad, wanted, atol=1e-4, rtol=0)
@@ -256,13 +303,24 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
 
 @pytest.mark.full
 def test_two_replicas_are_one(tmp_path: Path) -> None:
-    """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping; weights, losses, norms."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=0"]
+    """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping;
+    weights, losses, norms.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=0",
+    ]
     tests = Path(__file__).parents[1]
     command += [str(tests / "ranks" / "glm_replicas.py"), str(tmp_path)]
     path = os.pathsep.join((str(tests), *filter(None, [os.environ.get("PYTHONPATH")])))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env=env
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     first, second = (json.loads((tmp_path / f"rank-{i}.json").read_text()) for i in range(2))
     assert first["samples"] == second["samples"] == 5.0

@@ -30,7 +30,13 @@ def steps(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.full
 def test_a_loss_that_is_no_number_ends_the_run(shell: Shell) -> None:
-    done = shell(*RUN, "--set=question.train.lr=1e30", "--set=question.train.warmup_steps=0", "--out", shell.out)
+    done = shell(
+        *RUN,
+        "--set=question.train.lr=1e30",
+        "--set=question.train.warmup_steps=0",
+        "--out",
+        shell.out,
+    )
     assert done.code == 1
     found = record(shell)
     losses = [s["values"]["loss"] for s in steps(found)]
@@ -59,24 +65,37 @@ def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     torch.manual_seed(3)
-    LlamaForCausalLM(config(resolve(CASE, "smoke").case.question.model)).save_pretrained(tmp_path / "hf")
+    LlamaForCausalLM(config(resolve(CASE, "smoke").case.question.model)).save_pretrained(
+        tmp_path / "hf"
+    )
     return tmp_path / "hf"
 
 
 @pytest.mark.full
 def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, saved: Path) -> None:
     """Into shards of two, and into one device and a pipeline."""
-    assert shell("weights", "convert", saved, shell.folder / "shards", "--to", "megatron", "--tp", "2").code == 0
+    assert (
+        shell(
+            "weights", "convert", saved, shell.folder / "shards", "--to", "megatron", "--tp", "2"
+        ).code
+        == 0
+    )
     losses = {}
     for number, (weights, more) in enumerate(
-        [(saved, ()), (shell.folder / "shards", ()), (shell.folder / "shards", ("--devices", "2", "--parallel", "PP2"))]
+        [
+            (saved, ()),
+            (shell.folder / "shards", ()),
+            (shell.folder / "shards", ("--devices", "2", "--parallel", "PP2")),
+        ]
     ):
         one = Shell(shell.folder / str(number))
         one.folder.mkdir()
         done = one(*RUN, "--steps", "4", "--weights", weights, *more, "--out", one.out)
         assert done.code == 0, done.err
         found = record(one)
-        assert found["weights"]["source"] == ("megatron" if number else "huggingface"), found["weights"]
+        assert found["weights"]["source"] == ("megatron" if number else "huggingface"), found[
+            "weights"
+        ]
         losses[number] = [s["values"]["loss"] for s in steps(found) if s["rank"] == 0]
     assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
 
@@ -88,7 +107,15 @@ def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: 
     for devices in ("1", "2"):
         one = Shell(shell.folder / devices)
         one.folder.mkdir()
-        more = ("--devices", devices, "--engine", "transformers", f"--set=tune.sharding={sharding}", "--steps", "5")
+        more = (
+            "--devices",
+            devices,
+            "--engine",
+            "transformers",
+            f"--set=tune.sharding={sharding}",
+            "--steps",
+            "5",
+        )
         done = one(*RUN, *more, "--out", one.out)
         assert done.code == 0, done.err
         found = record(one)
@@ -97,7 +124,9 @@ def test_transformers_over_two_devices_trains_as_on_one(shell: Shell, sharding: 
     assert held[1]["sharding"] == int(sharding)
     assert held[0]["optimizer_states"] == 2 * held[0]["parameters"] == 2 * 2 * held[1]["parameters"]
     assert held[1]["optimizer_states"] == held[0]["optimizer_states"] / 2
-    assert held[1]["dtypes"] == dict.fromkeys(("parameters", "main_parameters", "gradients", "states"), "fp32")
+    assert held[1]["dtypes"] == dict.fromkeys(
+        ("parameters", "main_parameters", "gradients", "states"), "fp32"
+    )
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
@@ -120,13 +149,23 @@ print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.determin
 @pytest.mark.full
 def test_the_same_bits_where_asked(shell: Shell) -> None:
     """On a CPU runs are alike anyway, so that torch was told is looked at on its own."""
-    told = subprocess.run([sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True)
+    told = subprocess.run(
+        [sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True
+    )
     assert told.stdout == "False True False\n"
     losses = []
     for name in ("one", "two"):
         one = Shell(shell.folder / name)
         one.folder.mkdir()
-        done = one(*RUN, "--steps", "5", "--set=tune.deterministic=true", "--out", one.out, OMP_NUM_THREADS="2")
+        done = one(
+            *RUN,
+            "--steps",
+            "5",
+            "--set=tune.deterministic=true",
+            "--out",
+            one.out,
+            OMP_NUM_THREADS="2",
+        )
         assert done.code == 0, done.err
         found = record(one)
         losses.append([s["values"] for s in steps(found)])

@@ -1,4 +1,6 @@
-"""Engine transformers with models of any type: the answers of a plain loop, and FLOPs as torch counts them."""
+"""Engine transformers with models of any type: the answers of a plain loop, and FLOPs as torch
+counts them.
+"""
 
 import json
 from contextlib import nullcontext
@@ -29,7 +31,11 @@ from steelyard.weights import hf_folder
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 MADE = {
-    "mmlu": ("question.data.made={subjects = 2, questions = 4}", "question.data.subjects=2", "question.data.context=200"),
+    "mmlu": (
+        "question.data.made={subjects = 2, questions = 4}",
+        "question.data.subjects=2",
+        "question.data.context=200",
+    ),
     "lambada": ("question.data.made={passages = 6}", "question.data.rows=6"),
 }
 
@@ -46,7 +52,9 @@ def engine(resolved: Resolved, weights: Path | None) -> Any:
     job = Job(
         case=case,
         work=question.row.work,
-        inputs=question.row.prepare(question.asked(Sources(None, None, None), None, True, {})).inputs,
+        inputs=question.row.prepare(
+            question.asked(Sources(None, None, None), None, True, {})
+        ).inputs,
         weights=weights,
         device=Device(0, monotonic),
         rank=0,
@@ -74,7 +82,9 @@ def plain(folder: Path) -> Any:
 @pytest.mark.parametrize("name", TYPES)
 def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
     """Prompts of many lengths, padded beside each other; one at a time in the loop."""
-    one = engine(case_of(folders[name], "mmlu", *MADE["mmlu"], "tune.batch_tokens=800"), folders[name])
+    one = engine(
+        case_of(folders[name], "mmlu", *MADE["mmlu"], "tune.batch_tokens=800"), folders[name]
+    )
     found, texts, model = answers(one), one.job.inputs, plain(folders[name])
     assert len({len(row) for row in texts.rows}) > 4
     assert len(one.batches.every) > 1
@@ -88,7 +98,9 @@ def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
-    one = engine(case_of(folders[name], "lambada", *MADE["lambada"], "tune.batch_tokens=300"), folders[name])
+    one = engine(
+        case_of(folders[name], "lambada", *MADE["lambada"], "tune.batch_tokens=300"), folders[name]
+    )
     found, texts, model = answers(one), one.job.inputs, plain(folders[name])
     for i, row in enumerate(texts.rows):
         with torch.inference_mode():
@@ -99,15 +111,28 @@ def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_flops_are_those_that_torch_counts_of_a_forward(name: str, folders: dict[str, Path]) -> None:
-    """On a CPU with values, where experts are really chosen, and over a length that was not counted."""
+def test_flops_are_those_that_torch_counts_of_a_forward(
+    name: str, folders: dict[str, Path]
+) -> None:
+    """On a CPU with values, where experts are really chosen, and over a length that was not
+    counted.
+    """
     shape = case_of(folders[name], "mmlu").case.question.model
     tokens = 40
-    model = auto.make(auto.of_shape(shape), experts="batched_mm" if shape.config.get("num_experts_per_tok") else None)
-    model.set_attn_implementation("eager")  # its products are counted as such; kernels of a CPU are not
+    model = auto.make(
+        auto.of_shape(shape),
+        experts="batched_mm" if shape.config.get("num_experts_per_tok") else None,
+    )
+    # its products are counted as such; kernels of a CPU are not
+    model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.arange(tokens)[None] + 3, use_cache=False)
-    counts = {"tokens": tokens, "logits": tokens, "square": tokens**2, "pairs": tokens * (tokens + 1) // 2}
+    counts = {
+        "tokens": tokens,
+        "logits": tokens,
+        "square": tokens**2,
+        "pairs": tokens * (tokens + 1) // 2,
+    }
     assert flops.counted(shape, counts) == counter.get_total_flops()
     assert flops.parameters(shape) == sum(one.numel() for one in model.parameters())
     assert flops.causal(shape, counts) < flops.counted(shape, counts)
@@ -127,8 +152,13 @@ def test_a_case_that_says_other_flops_is_refused(folders: dict[str, Path]) -> No
     resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
     question = resolved.case.question
     model = question.model.model_copy(update={"token_flops": question.model.token_flops * 2})
-    case = resolved.case.model_copy(update={"question": question.model_copy(update={"model": model})})
-    with pytest.raises(RequestError, match=r"question\.model\.token_flops is \d+, and of this model \d+ are counted here"):
+    case = resolved.case.model_copy(
+        update={"question": question.model_copy(update={"model": model})}
+    )
+    with pytest.raises(
+        RequestError,
+        match=r"question\.model\.token_flops is \d+, and of this model \d+ are counted here",
+    ):
         engine(Resolved(case, {}, ""), None).prepare("infer", lambda part: nullcontext())
 
 
@@ -136,7 +166,10 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
     resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
     check = resolved.case.question.check_weights
     check(folders["gpt2"])
-    with pytest.raises(RequestError, match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'"):
+    with pytest.raises(
+        RequestError,
+        match=r"other weights, of model_type 'phi3': .*the case's model_type is 'gpt2'",
+    ):
         check(folders["phi3"])
     other = folder_of("gpt2", tmp_path, n_layer=3)
     with pytest.raises(RequestError, match=r"other weights: .*n_layer is 3, the case's is 2"):
@@ -157,7 +190,8 @@ def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -
 def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(
-        RequestError, match=r"model_type is 'vit', and transformers .* has no causal language model of that type"
+        RequestError,
+        match=r"model_type is 'vit', and transformers .* has no causal language model of that type",
     ):
         probe.describe(tmp_path)
 
@@ -169,7 +203,9 @@ def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["final_logit_softcapping"] is None
     told = probe.describe(folder)["model"]
     assert told["null"] == ["final_logit_softcapping"]
-    assert auto.configuration("gemma2", told["config"], told["null"]).final_logit_softcapping is None
+    assert (
+        auto.configuration("gemma2", told["config"], told["null"]).final_logit_softcapping is None
+    )
     assert auto.configuration("gemma2", told["config"], []).final_logit_softcapping == 30.0
 
 
@@ -180,19 +216,25 @@ def changed_config(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_configuration_as_older_versions_wrote_it(tmp_path: Path) -> None:
-    """The library moves rope_theta into the table of rope_scaling; a case keeps what the folder says."""
+    """The library moves rope_theta into the table of rope_scaling; a case keeps what the folder
+    says.
+    """
     scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
     folder = folder_of("llama", tmp_path)
     told = json.loads((folder / "config.json").read_text())
     told.pop("rope_parameters")
-    (folder / "config.json").write_text(json.dumps(told | {"rope_theta": 20000.0, "rope_scaling": scaled}))
+    (folder / "config.json").write_text(
+        json.dumps(told | {"rope_theta": 20000.0, "rope_scaling": scaled})
+    )
     model = case_of(folder, "mmlu").case.question.model
     assert (model.config["rope_theta"], model.config["rope_scaling"]) == (20000.0, scaled)
     hf_folder.check_auto(folder, model)
 
 
 def test_code_that_is_not_needed_is_not_looked_at(tmp_path: Path) -> None:
-    folder = changed_config(folder_of("phi3", tmp_path), auto_map={"AutoConfig": "configuration_phi3.Phi3Config"})
+    folder = changed_config(
+        folder_of("phi3", tmp_path), auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}
+    )
     model = case_of(folder, "mmlu").case.question.model
     hf_folder.check_auto(folder, model)
     assert "auto_map" not in model.config
@@ -205,28 +247,48 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
-    with pytest.raises(RequestError, match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give plain ones"):
+    with pytest.raises(
+        RequestError,
+        match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give plain ones",
+    ):
         auto.load(model, folder, CPU, torch.float32, 0)
     changed_config(folder, quantization_config={"quant_method": "fp8"})
     for check in (lambda: hf_folder.check_auto(folder, model), lambda: hf_folder.read(folder)):
-        with pytest.raises(RequestError, match="its weights are quantised, which are not read here"):
+        with pytest.raises(
+            RequestError, match="its weights are quantised, which are not read here"
+        ):
             check()
 
 
 def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(tmp_path: Path) -> None:
     config = auto.configuration("bert", {**SIZES, "is_decoder": False}, [])
-    with pytest.raises(RequestError, match="tokens see those behind them, so it is no causal language model"):
+    with pytest.raises(
+        RequestError, match="tokens see those behind them, so it is no causal language model"
+    ):
         auto.divide(auto.make(config), CPU)
 
 
 def test_models_that_take_no_mask_of_pairs_are_counted() -> None:
-    told = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_dim": 48, "vocab_size": 512}
+    told = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "ffn_dim": 48,
+        "vocab_size": 512,
+    }
     told |= {"max_position_embeddings": 512, "word_embed_proj_dim": 32}
     counted = auto.count(auto.configuration("opt", told, []))
-    assert (counted.token_flops, counted.pair_flops) == (2 * 2 * (4 * 32 * 32 + 2 * 32 * 48), 2 * 4 * 32)
+    assert (counted.token_flops, counted.pair_flops) == (
+        2 * 2 * (4 * 32 * 32 + 2 * 32 * 48),
+        2 * 4 * 32,
+    )
 
 
 def test_what_a_class_refuses_is_one_line() -> None:
     scaled = {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}
-    with pytest.raises(RequestError, match="transformers does not take this configuration of 'phi3': "):
-        auto.configuration("phi3", {**SIZES, "rope_scaling": scaled, "original_max_position_embeddings": 64}, [])
+    with pytest.raises(
+        RequestError, match="transformers does not take this configuration of 'phi3': "
+    ):
+        auto.configuration(
+            "phi3", {**SIZES, "rope_scaling": scaled, "original_max_position_embeddings": 64}, []
+        )

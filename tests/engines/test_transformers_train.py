@@ -1,4 +1,6 @@
-"""Engine transformers trains as engine torch does: the same losses and norms, segments that do not see each other."""
+"""Engine transformers trains as engine torch does: the same losses and norms, segments that do not
+see each other.
+"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -30,14 +32,22 @@ CASES = ("llama1-7b-openwebtext", "aquila2-7b-alpaca")
 STEPS = 10
 
 
-def engine(name: str, of: str = CASES[0], precision: str | None = None, dp: int = 1, settings: tuple[str, ...] = ()) -> Any:
+def engine(
+    name: str,
+    of: str = CASES[0],
+    precision: str | None = None,
+    dp: int = 1,
+    settings: tuple[str, ...] = (),
+) -> Any:
     layout = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
     resolved = resolve.resolve(of, "smoke", precision, settings=list(settings)).case
     question = resolved.question
     job = Job(
         case=resolved,
         work=resolved.question.row.work,
-        inputs=question.row.prepare(question.asked(Sources(None, None, None), None, True, {})).inputs,
+        inputs=question.row.prepare(
+            question.asked(Sources(None, None, None), None, True, {})
+        ).inputs,
         weights=None,
         device=Device(0, monotonic),
         rank=0,
@@ -58,7 +68,9 @@ def trained(one: Any) -> dict[str, list[float]]:
         works = [item for item in one.work(name) if isinstance(item, Work)]
         assert len(works) == one.total(name)
         if name == "train":
-            out |= {key: [float(work.values[key]) for work in works] for key in ("loss", "grad_norm")}
+            out |= {
+                key: [float(work.values[key]) for work in works] for key in ("loss", "grad_norm")
+            }
         else:
             found = one.outputs(name)
             out[name] = [found["nll"] / found["targets"]]
@@ -88,14 +100,20 @@ def test_ten_steps_as_engine_torch(of: str, attention: str, torch_trained: dict[
         assert 0 < details["masked"] <= details["batches"]
 
 
-@pytest.mark.parametrize("settings", [("tune.recompute=full",), ("tune.micro_batch=1",), ("tune.micro_batch=3",)])
-def test_how_it_is_computed_changes_nothing(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "settings", [("tune.recompute=full",), ("tune.micro_batch=1",), ("tune.micro_batch=3",)]
+)
+def test_how_it_is_computed_changes_nothing(
+    settings: tuple[str, ...], torch_trained: dict[str, Any]
+) -> None:
     same(trained(engine("transformers", settings=settings)), torch_trained[CASES[0]])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16"])
 def test_other_precisions(precision: str) -> None:
-    ours, theirs = (trained(engine(name, precision=precision)) for name in ("torch", "transformers"))
+    ours, theirs = (
+        trained(engine(name, precision=precision)) for name in ("torch", "transformers")
+    )
     assert theirs["loss"][0] == pytest.approx(ours["loss"][0], rel=0.01)
     assert theirs["loss"][-1] == pytest.approx(ours["loss"][-1], rel=0.05)
     assert theirs["after"][0] < theirs["before"][0]
@@ -105,14 +123,19 @@ def test_biases_are_those_of_the_three_projections_and_learn() -> None:
     settings = ("question.model.qkv_bias=true",)
     one = engine("transformers", settings=settings)
     same(trained(one), trained(engine("torch", settings=settings)))
-    biases = {name: p for name, p in one.trainer.model.module.named_parameters() if name.endswith("bias")}
+    biases = {
+        name: p for name, p in one.trainer.model.module.named_parameters() if name.endswith("bias")
+    }
     assert all(bool((p != 0).any()) for p in biases.values())
     assert len(biases) == 2 * 3  # layers; q, k and v, as a Qwen2 has them
 
 
 def test_tied_tables() -> None:
     settings = ("question.model.tied=true",)
-    same(trained(engine("transformers", settings=settings)), trained(engine("torch", settings=settings)))
+    same(
+        trained(engine("transformers", settings=settings)),
+        trained(engine("torch", settings=settings)),
+    )
 
 
 # Segments of a row.
@@ -137,7 +160,9 @@ def by_segment(one: Any, rows: list[Row]) -> list[float]:
         inside = (begin <= pack.pick) & (pack.pick < begin + size)
         begin += size
         if inside.any():
-            micro = one.batches.to_device(replace(pack, pick=pack.pick[inside], targets=pack.targets[inside]))
+            micro = one.batches.to_device(
+                replace(pack, pick=pack.pick[inside], targets=pack.targets[inside])
+            )
             with torch.no_grad():
                 out.append(float(one.trainer.evaluate(replace(micro, alone=False))))
     return out
@@ -153,12 +178,15 @@ def ready(request: pytest.FixtureRequest) -> Any:
 def test_segments_do_not_see_each_other(ready: Any) -> None:
     rows = [row((40, 1, 50), 37, 0), row((2, 2, 124), 0, 1)]
     before = by_segment(ready, rows)
-    learning = [(0, 0), (0, 41), (1, 0), (1, 2), (1, 4)]  # row and first token of each; a segment of one learns nothing
+    # row and first token of each; a segment of one learns nothing
+    learning = [(0, 0), (0, 41), (1, 0), (1, 2), (1, 4)]
     assert len(before) == len(learning)
     for changed, (which, first) in enumerate(learning):
         tokens = [one.tokens.copy() for one in rows]
         tokens[which][first] ^= 1
-        after = by_segment(ready, [replace(one, tokens=new) for one, new in zip(rows, tokens, strict=True)])
+        after = by_segment(
+            ready, [replace(one, tokens=new) for one, new in zip(rows, tokens, strict=True)]
+        )
         differs = [abs(a - b) > 1e-5 for a, b in zip(after, before, strict=True)]
         assert differs == [i == changed for i in range(len(before))]
 
@@ -171,7 +199,9 @@ def test_no_mask_where_it_would_change_nothing() -> None:
         micro = one.batches.to_device(packed(list(rows)))
         assert micro.alone is alone
         with torch.no_grad():
-            masked, unmasked = (float(one.trainer.evaluate(replace(micro, alone=how))) for how in (False, True))
+            masked, unmasked = (
+                float(one.trainer.evaluate(replace(micro, alone=how))) for how in (False, True)
+            )
         assert (abs(masked - unmasked) <= 1e-3) is alone  # a sum over more than 100 tokens
     assert one.details()["masked"] == 3
     assert one.details()["batches"] == 6
@@ -227,7 +257,17 @@ def test_refusals(settings: tuple[str, ...], dp: int, words: str) -> None:
 @pytest.mark.full
 def test_command_line(shell: Shell) -> None:
     done = shell(
-        "run", CASES[0], "--size", "smoke", "--accelerator", "cpu", "--engine", "transformers", "--out", shell.out, "--json"
+        "run",
+        CASES[0],
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "transformers",
+        "--out",
+        shell.out,
+        "--json",
     )
     assert done.code == 0, done.err
     (record,) = shell.records()

@@ -34,7 +34,8 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     if one.cluster is not None:
         one.cluster.mend_all()
     if one.slurm is not None:
-        for host in one.were_cut:  # its daemon would first try for long to tell of the steps that ended meanwhile
+        # its daemon would first try for long to tell of the steps that ended meanwhile
+        for host in one.were_cut:
             one.slurm.kill_slurmd(host)
         one.slurm.tidy()
 

@@ -7,7 +7,18 @@ from faults import deeds
 from faults.deeds import Deed
 from hosts.runs import SILENCE_S
 
-PHASES = ("imports", "join", "data", "weights", "compile", "warm-up", "pass", "evaluation", "checkpoint", "record")
+PHASES = (
+    "imports",
+    "join",
+    "data",
+    "weights",
+    "compile",
+    "warm-up",
+    "pass",
+    "evaluation",
+    "checkpoint",
+    "record",
+)
 LOCAL, SSH, SSH4, SLURM = "local 1x2", "ssh 2x1", "ssh 2x2", "slurm 2x1"
 KILL, STOP, TERM, INT = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGINT
 HANG_AFTER_S = 12.0
@@ -42,7 +53,8 @@ class Fault:
     exit: int = 1
     left_s: float = 0.0  # how long after the command something may still run
     stacks: bool = False  # of every rank, in the record
-    disk: str | None = None  # a small file system on `out`, of the records, or on `tmp`, of the last host
+    # a small file system on `out`, of the records, or on `tmp`, of the last host
+    disk: str | None = None
     quick: bool = False  # belongs to the part that is run with all other tests
 
     @property
@@ -55,8 +67,22 @@ def _matrix() -> list[Fault]:
     rows = []
     for phase in PHASES:
         for rank in (0, 1):
-            killed = Fault(f"rank {rank}: SIGKILL", phase, LOCAL, "killed", deeds.rank(KILL), who=str(rank), rank=rank)
-            stopped = replace(killed, what=f"rank {rank}: SIGSTOP", code="stopped", deed=deeds.rank(STOP), bound_s=STOPPED_S)
+            killed = Fault(
+                f"rank {rank}: SIGKILL",
+                phase,
+                LOCAL,
+                "killed",
+                deeds.rank(KILL),
+                who=str(rank),
+                rank=rank,
+            )
+            stopped = replace(
+                killed,
+                what=f"rank {rank}: SIGSTOP",
+                code="stopped",
+                deed=deeds.rank(STOP),
+                bound_s=STOPPED_S,
+            )
             rows += [killed, stopped]
         rows += [
             Fault("agent: SIGKILL", phase, LOCAL, "agent_killed", deeds.agent(KILL), SWEEP_S),
@@ -72,38 +98,113 @@ CAUSE = {"rank": 1}
 
 ON_ONE_HOST = [
     Fault("agent: SIGKILL", "preflight", LOCAL, None, deeds.rank(KILL), who="agent", exit=2),
-    Fault("agent: SIGSTOP", "preflight", LOCAL, None, deeds.rank(STOP), bound_s=100.0, who="agent", exit=2),
+    Fault(
+        "agent: SIGSTOP",
+        "preflight",
+        LOCAL,
+        None,
+        deeds.rank(STOP),
+        bound_s=100.0,
+        who="agent",
+        exit=2,
+    ),
     Fault("Ctrl-C", "preflight", LOCAL, None, deeds.command(INT), who="agent"),
-    Fault("parent: SIGKILL, the agent hangs", "preflight", LOCAL, None, deeds.command(KILL), who="agent", **ALONE),
+    Fault(
+        "parent: SIGKILL, the agent hangs",
+        "preflight",
+        LOCAL,
+        None,
+        deeds.command(KILL),
+        who="agent",
+        **ALONE,
+    ),
     Fault("rank 1: SIGTERM", "pass", LOCAL, "killed", deeds.rank(TERM), **CAUSE),
     Fault("rank 1: segmentation fault", "pass", LOCAL, "killed", act="segfault", **CAUSE),
-    Fault("rank 1: illegal instruction", "pass", LOCAL, "illegal_instruction", act="illegal", **CAUSE),
+    Fault(
+        "rank 1: illegal instruction", "pass", LOCAL, "illegal_instruction", act="illegal", **CAUSE
+    ),
     Fault("rank 1: ends without a result", "pass", LOCAL, "killed", act="exit", **CAUSE),
-    Fault("rank 1: SIGKILL, its compiler runs", "compiler", LOCAL, "killed", deeds.rank(KILL), **CAUSE),
-    Fault("agent: SIGKILL, compilers run", "compiler", LOCAL, "agent_killed", deeds.agent(KILL), SWEEP_S),
+    Fault(
+        "rank 1: SIGKILL, its compiler runs", "compiler", LOCAL, "killed", deeds.rank(KILL), **CAUSE
+    ),
+    Fault(
+        "agent: SIGKILL, compilers run",
+        "compiler",
+        LOCAL,
+        "agent_killed",
+        deeds.agent(KILL),
+        SWEEP_S,
+    ),
     Fault("agent: SIGTERM", "pass", LOCAL, "agent_ended", deeds.agent(TERM)),
     Fault("agent: out of memory", "pass", LOCAL, "out_of_memory", act="memory", who="agent"),
     Fault("rank 1 hangs", "join", LOCAL, "hang", **HANGS),
     Fault("rank 0 hangs", "pass", LOCAL, "hang", who="0", **HANGS),
     Fault("rank 1 hangs, and ignores SIGTERM", "pass", LOCAL, "hang", act="stubborn", **HANGS),
-    Fault("--time-limit", "pass", LOCAL, "time_limit", bound_s=LIMIT_S + END_S, options=("--time-limit", f"{LIMIT_S:g}")),
+    Fault(
+        "--time-limit",
+        "pass",
+        LOCAL,
+        "time_limit",
+        bound_s=LIMIT_S + END_S,
+        options=("--time-limit", f"{LIMIT_S:g}"),
+    ),
     Fault("rank 1: out of host memory", "weights", LOCAL, "out_of_memory", act="memory", **CAUSE),
-    Fault("rank 1: out of device memory", "pass", LOCAL, "out_of_memory", act="device_memory", case="score", **CAUSE),
-    Fault("rank 1: the allocator refuses", "evaluation", LOCAL, "out_of_memory", act="allocate", **CAUSE),
+    Fault(
+        "rank 1: out of device memory",
+        "pass",
+        LOCAL,
+        "out_of_memory",
+        act="device_memory",
+        case="score",
+        **CAUSE,
+    ),
+    Fault(
+        "rank 1: the allocator refuses",
+        "evaluation",
+        LOCAL,
+        "out_of_memory",
+        act="allocate",
+        **CAUSE,
+    ),
     Fault("rank 1: NaN", "pass", LOCAL, "nan", act="nan", status="invalid"),
     Fault("rank 1: NaN, scoring", "pass", LOCAL, "nan", act="nan", case="score", status="invalid"),
     Fault("rank 1: wrong sums of all ranks", "join", LOCAL, "network", act="wrong_sum"),
     Fault("rank 1: disk full", "pass", LOCAL, "disk_full", act="full_disk", **CAUSE),
     Fault("disk of the records full", "checkpoint", LOCAL, "disk_full", act="go_on", disk="out"),
-    *(Fault("Ctrl-C", phase, LOCAL, "interrupted", deeds.command(INT)) for phase in ("imports", "pass", "checkpoint")),
-    Fault("Ctrl-C twice, a rank ignores SIGTERM", "pass", LOCAL, "interrupted", deeds.command(INT, INT), act="stubborn"),
+    *(
+        Fault("Ctrl-C", phase, LOCAL, "interrupted", deeds.command(INT))
+        for phase in ("imports", "pass", "checkpoint")
+    ),
+    Fault(
+        "Ctrl-C twice, a rank ignores SIGTERM",
+        "pass",
+        LOCAL,
+        "interrupted",
+        deeds.command(INT, INT),
+        act="stubborn",
+    ),
     Fault("parent: SIGTERM", "pass", LOCAL, "interrupted", deeds.command(TERM)),
     *(
         Fault("parent: SIGKILL", phase, LOCAL, "unfinished", deeds.command(KILL), **PARENT_KILLED)
         for phase in ("imports", "join", "pass", "checkpoint")
     ),
-    Fault("parent: SIGKILL", "record", LOCAL, "unfinished", deeds.command(KILL), who="parent", **PARENT_KILLED),
-    Fault("parent: stopped for long, goes on", "pass", LOCAL, "parent_silent", deeds.stop_command_for_long, SILENT_S),
+    Fault(
+        "parent: SIGKILL",
+        "record",
+        LOCAL,
+        "unfinished",
+        deeds.command(KILL),
+        who="parent",
+        **PARENT_KILLED,
+    ),
+    Fault(
+        "parent: stopped for long, goes on",
+        "pass",
+        LOCAL,
+        "parent_silent",
+        deeds.stop_command_for_long,
+        SILENT_S,
+    ),
 ]
 
 CUT = {"bound_s": SILENT_S, "left_s": ALONE_S}
@@ -113,30 +214,83 @@ THROUGH_SSH = [
     Fault("rank 1: SIGKILL", "pass", SSH, "killed", deeds.rank(KILL), **CAUSE),
     Fault("rank 1: SIGSTOP", "join", SSH, "stopped", deeds.rank(STOP), STOPPED_S, **CAUSE),
     Fault("rank 1: SIGSTOP", "checkpoint", SSH, "stopped", deeds.rank(STOP), STOPPED_S, **CAUSE),
-    Fault("agent on node1: SIGKILL", "pass", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S, who="0"),
+    Fault(
+        "agent on node1: SIGKILL",
+        "pass",
+        SSH,
+        "connection_lost",
+        deeds.agent(KILL),
+        SWEEP_S,
+        who="0",
+    ),
     Fault("agent on node2: SIGKILL", "join", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S),
     Fault("agent on node2: SIGKILL", "pass", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S),
-    Fault("agent on node2: SIGKILL", "checkpoint", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S),
-    Fault("agent on node1: SIGSTOP", "pass", SSH, "host_silent", deeds.agent(STOP), SILENT_S, who="0"),
+    Fault(
+        "agent on node2: SIGKILL", "checkpoint", SSH, "connection_lost", deeds.agent(KILL), SWEEP_S
+    ),
+    Fault(
+        "agent on node1: SIGSTOP", "pass", SSH, "host_silent", deeds.agent(STOP), SILENT_S, who="0"
+    ),
     Fault("agent on node2: SIGSTOP", "pass", SSH, "host_silent", deeds.agent(STOP), SILENT_S),
     Fault("agent on node2: SIGKILL", "preflight", SSH, None, deeds.rank(KILL), who="agent", exit=2),
     Fault("network of node2 cut", "join", SSH, "host_silent", deeds.cut("node2"), **CUT),
     Fault("network of node1 cut", "pass", SSH, "host_silent", deeds.cut("node1"), **CUT),
     Fault("network of node2 cut", "pass", SSH, "host_silent", deeds.cut("node2"), **CUT),
-    Fault("network of the parent's host cut", "pass", SSH, "host_silent", deeds.cut("login"), **CUT),
-    Fault("sshd session on node1 killed", "join", SSH, "connection_lost", deeds.kill_sshd("node1"), SWEEP_S),
-    Fault("sshd session on node2 killed", "pass", SSH, "connection_lost", deeds.kill_sshd("node2"), SWEEP_S),
+    Fault(
+        "network of the parent's host cut", "pass", SSH, "host_silent", deeds.cut("login"), **CUT
+    ),
+    Fault(
+        "sshd session on node1 killed",
+        "join",
+        SSH,
+        "connection_lost",
+        deeds.kill_sshd("node1"),
+        SWEEP_S,
+    ),
+    Fault(
+        "sshd session on node2 killed",
+        "pass",
+        SSH,
+        "connection_lost",
+        deeds.kill_sshd("node2"),
+        SWEEP_S,
+    ),
     Fault("ssh client killed", "pass", SSH, "connection_lost", deeds.kill_client("ssh"), SWEEP_S),
-    Fault("disk full on node2", "pass", SSH, "disk_full", act="go_on", case="score", disk="tmp", **CAUSE),
+    Fault(
+        "disk full on node2",
+        "pass",
+        SSH,
+        "disk_full",
+        act="go_on",
+        case="score",
+        disk="tmp",
+        **CAUSE,
+    ),
     Fault("rank 3 hangs", "pass", SSH4, "hang", who="3", **HANGS),
     Fault("rank 3: SIGKILL", "pass", SSH4, "killed", deeds.rank(KILL), who="3", rank=3),
-    Fault("rank 1: out of device memory", "pass", SSH, "out_of_memory", act="device_memory", **CAUSE),
+    Fault(
+        "rank 1: out of device memory", "pass", SSH, "out_of_memory", act="device_memory", **CAUSE
+    ),
     Fault("rank 1: NaN", "pass", SSH, "nan", act="nan", status="invalid"),
     Fault("Ctrl-C", "pass", SSH, "interrupted", deeds.command(INT)),
-    Fault("Ctrl-C twice, a rank ignores SIGTERM", "pass", SSH, "interrupted", deeds.command(INT, INT), act="stubborn"),
+    Fault(
+        "Ctrl-C twice, a rank ignores SIGTERM",
+        "pass",
+        SSH,
+        "interrupted",
+        deeds.command(INT, INT),
+        act="stubborn",
+    ),
     Fault("parent: SIGKILL", "join", SSH, "unfinished", deeds.command(KILL), **PARENT_KILLED),
     Fault("parent: SIGKILL", "pass", SSH, "unfinished", deeds.command(KILL), **PARENT_KILLED),
-    Fault("parent: stopped for long, goes on", "pass", SSH, "parent_silent", deeds.stop_command_for_long, SILENT_S),
+    Fault(
+        "parent: stopped for long, goes on",
+        "pass",
+        SSH,
+        "parent_silent",
+        deeds.stop_command_for_long,
+        SILENT_S,
+    ),
 ]
 
 THROUGH_SLURM = [
@@ -145,8 +299,22 @@ THROUGH_SLURM = [
     Fault("agent on node2: SIGSTOP", "pass", SLURM, "host_silent", deeds.agent(STOP), SILENT_S),
     Fault("scancel", "imports", SLURM, "cancelled", deeds.cancel, SWEEP_S),
     Fault("scancel", "pass", SLURM, "cancelled", deeds.cancel, SWEEP_S),
-    Fault("slurmd and its steps on node1 killed", "pass", SLURM, "host_silent", deeds.kill_slurmd("node1"), SILENT_S),
-    Fault("slurmd and its steps on node2 killed", "pass", SLURM, "host_silent", deeds.kill_slurmd("node2"), SILENT_S),
+    Fault(
+        "slurmd and its steps on node1 killed",
+        "pass",
+        SLURM,
+        "host_silent",
+        deeds.kill_slurmd("node1"),
+        SILENT_S,
+    ),
+    Fault(
+        "slurmd and its steps on node2 killed",
+        "pass",
+        SLURM,
+        "host_silent",
+        deeds.kill_slurmd("node2"),
+        SILENT_S,
+    ),
     Fault("network of node2 cut", "pass", SLURM, "host_silent", deeds.cut("node2"), **CUT),
     Fault("srun killed", "pass", SLURM, "connection_lost", deeds.kill_client("srun"), SWEEP_S),
     Fault("Ctrl-C", "pass", SLURM, "interrupted", deeds.command(INT)),

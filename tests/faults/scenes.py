@@ -1,5 +1,6 @@
-"""Where a run goes wrong: this host, or two others through ssh or Slurm. A scene starts the run with something inside it that
-waits, or breaks, in one phase, and afterwards says what is left of it."""
+"""Where a run goes wrong: this host, or two others through ssh or Slurm. A scene starts the run
+with something inside it that waits, or breaks, in one phase, and afterwards says what is left of
+it."""
 
 import json
 import os
@@ -21,7 +22,15 @@ LONE = Path(__file__).parents[1] / "fixtures" / "packages" / "lone_device"
 COMPILER_CACHE = "torchinductor_"  # torch's own, for all runs of a user
 START_S = 90.0  # for a run to get to the phase
 CASES = {
-    "train": ("llama1-7b-openwebtext", "--size", "smoke", "--steps", "4", "--checkpoint-every", "2"),
+    "train": (
+        "llama1-7b-openwebtext",
+        "--size",
+        "smoke",
+        "--steps",
+        "4",
+        "--checkpoint-every",
+        "2",
+    ),
     "score": ("llama2-7b-mmlu", "--size", "smoke"),
 }
 
@@ -81,10 +90,16 @@ class Elsewhere:
         return self.folder / "tmp"
 
     def tell(self, variables: dict[str, str]) -> None:
-        told = {"PYTHONPATH": f"{INSIDE}:{LONE}:{SRC}", "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)} | variables
+        told = {
+            "PYTHONPATH": f"{INSIDE}:{LONE}:{SRC}",
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.temporary),
+        } | variables
         exports = " ".join(f"{name}='{value}'" for name, value in told.items())
         self.runs.write_site(self.more, **self.runs.site, prologue=f"export {exports}")
-        self._parent = {"PYTHONPATH": told["PYTHONPATH"]} | (variables if variables.get("FAULT_WHO") == "parent" else {})
+        self._parent = {"PYTHONPATH": told["PYTHONPATH"]} | (
+            variables if variables.get("FAULT_WHO") == "parent" else {}
+        )
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
         return self.runs.start(*arguments, **{**self._parent, **variables})
@@ -99,7 +114,9 @@ class Elsewhere:
 
 @dataclass
 class Scene:
-    """One run. `waiting` is the process that waits where the run shall go wrong, `above` the one that started it."""
+    """One run. `waiting` is the process that waits where the run shall go wrong, `above` the one
+    that started it.
+    """
 
     where: str
     stage: Here | Elsewhere
@@ -115,7 +132,9 @@ class Scene:
         return self.stage.folder / "mark"
 
     def start(self, who: str, phase: str, act: str, case: str, *options: str) -> None:
-        self.stage.tell({"FAULT_WHO": who, "FAULT_PHASE": phase, "FAULT_ACT": act, "FAULT_MARK": str(self.mark)})
+        self.stage.tell(
+            {"FAULT_WHO": who, "FAULT_PHASE": phase, "FAULT_ACT": act, "FAULT_MARK": str(self.mark)}
+        )
         self.command = self.stage.start("run", *CASES[case], *options)
 
     def reached(self) -> bool:
@@ -137,20 +156,32 @@ class Scene:
 
     def left(self) -> list[str]:
         """Processes on any host, temporary files, and jobs."""
-        files = [path.name for path in self.stage.temporary.iterdir() if not path.name.startswith(COMPILER_CACHE)]
+        files = [
+            path.name
+            for path in self.stage.temporary.iterdir()
+            if not path.name.startswith(COMPILER_CACHE)
+        ]
         return [*self.stage.left(), *files, *self.jobs()]
 
     def jobs(self) -> list[str]:
-        """Those that have hosts, or wait for some. One that is completing has been given back, and waits for a lost host."""
+        """Those that have hosts, or wait for some. One that is completing has been given back, and
+        waits for a lost host.
+        """
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
-        return [] if self.slurm is None else self.slurm("squeue", "--noheader", "--format=%i", states).split()
+        return (
+            []
+            if self.slurm is None
+            else self.slurm("squeue", "--noheader", "--format=%i", states).split()
+        )
 
     def cut(self, host: str) -> None:
         self.cluster.cut(host)
         self.were_cut.append(host)
 
     def started_by_command(self, program: str) -> list[int]:
-        return [one.pid for one in psutil.Process(self.command.pid).children() if one.name() == program]
+        return [
+            one.pid for one in psutil.Process(self.command.pid).children() if one.name() == program
+        ]
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -46,4 +46,7 @@ class Table:
 def cells(path: Path) -> list[tuple[str, ...]]:
     """The rows of the table in a document."""
     text = path.read_text().partition(BEGIN)[2].partition(END)[0]
-    return [tuple(cell.strip() for cell in line.strip("|").split(" | ")) for line in text.splitlines()[2:]]
+    return [
+        tuple(cell.strip() for cell in line.strip("|").split(" | "))
+        for line in text.splitlines()[2:]
+    ]

@@ -1,4 +1,6 @@
-"""Faults beside a run: another one on its devices, a queue that it waits in, an allocation that nobody holds any more."""
+"""Faults beside a run: another one on its devices, a queue that it waits in, an allocation that
+nobody holds any more.
+"""
 
 import signal
 import time
@@ -28,7 +30,9 @@ long = pytest.mark.long
     ],
     indirect=["scene"],
 )
-def test_two_runs_on_the_same_devices(scene: Scene, options: tuple[str, ...], host: str, table: Table) -> None:
+def test_two_runs_on_the_same_devices(
+    scene: Scene, options: tuple[str, ...], host: str, table: Table
+) -> None:
     """The second says so before it has started anything, and the first goes on."""
     scene.start("1", "pass", "wait", "train", *LONE, *options)
     assert scene.reached(), scene.ended(10).err
@@ -43,7 +47,16 @@ def test_two_runs_on_the_same_devices(scene: Scene, options: tuple[str, ...], ho
     assert scene.ended(END_S).code == 1
     assert wait_for(lambda: not scene.left(), CHECKED), scene.left()
     table.rows.append(
-        Seen("two runs on the same devices", "preflight", scene.where, after_s, END_S, REFUSED, "none", NO_RECORD)
+        Seen(
+            "two runs on the same devices",
+            "preflight",
+            scene.where,
+            after_s,
+            END_S,
+            REFUSED,
+            "none",
+            NO_RECORD,
+        )
     )
     assert after_s <= END_S
 
@@ -58,15 +71,22 @@ def test_two_runs_on_the_same_devices(scene: Scene, options: tuple[str, ...], ho
         ("parent: SIGKILL", deeds.command(KILL), -KILL),
     ],
 )
-def test_waiting_in_the_queue(scene: Scene, table: Table, what: str, deed: Callable[[Scene], object], code: int) -> None:
-    busy = scene.slurm("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300")
+def test_waiting_in_the_queue(
+    scene: Scene, table: Table, what: str, deed: Callable[[Scene], object], code: int
+) -> None:
+    busy = scene.slurm(
+        "sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 300"
+    )
     assert wait_for(lambda: scene.slurm.job_state(busy) == "RUNNING", 20)
     scene.start("1", "pass", "wait", "train", *TWO)
     assert wait_for(lambda: len(scene.jobs()) == 2, 30)
     began = time.monotonic()
     deed(scene)
     done = scene.ended(END_S)
-    assert wait_for(lambda: scene.jobs() == [busy] and not scene.stage.left(), END_S), (scene.jobs(), scene.stage.left())
+    assert wait_for(lambda: scene.jobs() == [busy] and not scene.stage.left(), END_S), (
+        scene.jobs(),
+        scene.stage.left(),
+    )
     after_s = time.monotonic() - began
     assert done.code == code
     assert "Traceback" not in done.err
@@ -78,7 +98,9 @@ def test_waiting_in_the_queue(scene: Scene, table: Table, what: str, deed: Calla
 @long
 @pytest.mark.parametrize("scene", [SLURM], indirect=True)
 def test_salloc_killed(scene: Scene) -> None:
-    """The run has its hosts, and goes on; afterwards it gives them back, which salloc cannot do any more."""
+    """The run has its hosts, and goes on; afterwards it gives them back, which salloc cannot do any
+    more.
+    """
     scene.start("1", "data", "wait", "score", *TWO)
     assert scene.reached(), scene.ended(10).err
     kill(scene.started_by_command("salloc"))

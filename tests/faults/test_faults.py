@@ -1,5 +1,5 @@
-"""Faults in every phase, on one host and on several: each is seen in time, and leaves its own reason, a sound record and
-nothing else."""
+"""Faults in every phase, on one host and on several: each is seen in time, and leaves its own
+reason, a sound record and nothing else."""
 
 import subprocess
 import time
@@ -36,7 +36,10 @@ def small_disk(scene: Scene, which: str | None) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     here = partial(subprocess.run, capture_output=True, text=True, check=False)
     run = here if scene.cluster is None else partial(scene.cluster.run, scene.cluster.hosts[-1])
-    assert run(["mount", "-t", "tmpfs", "-o", f"size={DISKS[which]}", "none", str(folder)]).returncode == 0
+    assert (
+        run(["mount", "-t", "tmpfs", "-o", f"size={DISKS[which]}", "none", str(folder)]).returncode
+        == 0
+    )
     try:
         yield
         found = run(["find", str(folder), "-mindepth", "1", "-not", "-name", f"{COMPILER_CACHE}*"])
@@ -66,7 +69,18 @@ def test_fault(scene: Scene, fault: Fault, table: Table) -> None:
         assert "Traceback" not in done.err, done.err
         record = made(scene, fault, done)
     seen_s = left_s if fault.exit < 0 else after_s  # a parent that is killed is gone at once
-    table.rows.append(Seen(fault.what, fault.phase, fault.where, seen_s, fault.bound_s, reason(fault, done), "none", record))
+    table.rows.append(
+        Seen(
+            fault.what,
+            fault.phase,
+            fault.where,
+            seen_s,
+            fault.bound_s,
+            reason(fault, done),
+            "none",
+            record,
+        )
+    )
     assert seen_s <= fault.bound_s
 
 
@@ -80,16 +94,23 @@ def made(scene: Scene, fault: Fault, done: Done) -> str:
     (path,) = paths
     assert verify(path) == []
     record = read(path)
-    assert (record["status"], record["reasons"][0]["code"]) == (fault.status, fault.code), (record["reasons"], done.err)
+    assert (record["status"], record["reasons"][0]["code"]) == (fault.status, fault.code), (
+        record["reasons"],
+        done.err,
+    )
     assert path.stem.endswith("-unfinished") == (fault.code == "unfinished")
     if fault.code == "unfinished":  # --resume takes it
         assert record["checkpoints"].startswith("checkpoints/")
     if fault.rank is not None:
         host = record["hosts"][fault.rank // record["plan"]["devices"]]["name"]
-        assert (record["failure"]["rank"], record["failure"]["host"]) == (fault.rank, host), record["failure"]
+        assert (record["failure"]["rank"], record["failure"]["host"]) == (fault.rank, host), record[
+            "failure"
+        ]
     if fault.stacks:
         stacks = record["failure"]["stacks"]
-        assert sorted(map(int, stacks)) == list(range(record["plan"]["nodes"] * record["plan"]["devices"]))
+        assert sorted(map(int, stacks)) == list(
+            range(record["plan"]["nodes"] * record["plan"]["devices"])
+        )
         for text in stacks.values():
             assert "(most recent call first):" in text
             assert "worker.py" in text

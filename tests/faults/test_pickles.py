@@ -1,4 +1,6 @@
-"""A stranger's pickle in every store and down every port that a run of two ranks opens: none is loaded."""
+"""A stranger's pickle in every store and down every port that a run of two ranks opens: none is
+loaded.
+"""
 
 import pickle
 import subprocess
@@ -30,7 +32,10 @@ def ports(scene: Scene) -> dict[str, list[str]]:
     if not isinstance(scene.stage, Elsewhere):
         pids, names = [one.pid for one in scene.stage.shell.processes()], {}
     else:
-        pids, names = scene.stage.runs.processes(), {network_of(k.pid): name for name, k in scene.cluster.keepers.items()}
+        pids, names = (
+            scene.stage.runs.processes(),
+            {network_of(k.pid): name for name, k in scene.cluster.keepers.items()},
+        )
     found: dict[str, list[str]] = {}
     for pid in pids:
         for kind, address, port in listening(pid):
@@ -54,7 +59,10 @@ def plant(scene: Scene, canary: Path) -> list[tuple[str, int]]:
         else:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
-        sent += [(place, int(times)) for place, _, times in (line.rpartition(" ") for line in done.stdout.splitlines())]
+        sent += [
+            (place, int(times))
+            for place, _, times in (line.rpartition(" ") for line in done.stdout.splitlines())
+        ]
     return sent
 
 
@@ -73,11 +81,23 @@ def _after(files: list[str], found: dict[str, list[str]]) -> dict[str, list[str]
     ],
     indirect=["scene"],
 )
-def test_none_is_loaded(scene: Scene, phase: str, kinds: set[str], tmp_path: Path, attacks: Attacks) -> None:
-    """In `join` one rank waits for the other; in `pass` all have met. What becomes of the run is another matter: it may fail
-    for want of what a stranger overwrote, with a record."""
+def test_none_is_loaded(
+    scene: Scene, phase: str, kinds: set[str], tmp_path: Path, attacks: Attacks
+) -> None:
+    """In `join` one rank waits for the other; in `pass` all have met. What becomes of the run is
+    another matter: it may fail for want of what a stranger overwrote, with a record."""
     canary = tmp_path / "canary"
-    scene.start("1", phase, "pause", "score", "--accelerator", "cpu", "--hang-after", "10", *OPTIONS[scene.where])
+    scene.start(
+        "1",
+        phase,
+        "pause",
+        "score",
+        "--accelerator",
+        "cpu",
+        "--hang-after",
+        "10",
+        *OPTIONS[scene.where],
+    )
     assert scene.reached(), scene.ended(10).err
     assert wait_for(lambda: stores(scene) or ports(scene), 30)  # the other rank may be slower
     sent = plant(scene, canary)
@@ -89,4 +109,9 @@ def test_none_is_loaded(scene: Scene, phase: str, kinds: set[str], tmp_path: Pat
     assert done.code in (0, 1), done.err
     assert "Traceback" not in done.err
     assert len(scene.records()) == 1
-    attacks.add(f"pickles into stores and ports: {scene.where}, {phase}", len(sent), "loaded by the rendezvous", "none loaded")
+    attacks.add(
+        f"pickles into stores and ports: {scene.where}, {phase}",
+        len(sent),
+        "loaded by the rendezvous",
+        "none loaded",
+    )

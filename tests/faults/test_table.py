@@ -7,7 +7,10 @@ from faults.table import Seen, Table, cells
 
 DOCS = Path(__file__).parents[2] / "docs"
 BESIDE = {
-    *(("two runs on the same devices", "preflight", where) for where in ("local 1x2", "ssh 2x1", "slurm 2x1")),
+    *(
+        ("two runs on the same devices", "preflight", where)
+        for where in ("local 1x2", "ssh 2x1", "slurm 2x1")
+    ),
     *((what, "queue", "slurm 2x1") for what in ("Ctrl-C", "Ctrl-C twice", "parent: SIGKILL")),
 }
 
@@ -15,7 +18,11 @@ BESIDE = {
 def test_every_fault_was_seen_or_is_named_as_not_seen() -> None:
     seen = {row[:3]: row for row in cells(DOCS / "faults.md")}
     every = {(one.what, one.phase, one.where) for one in FAULTS} | BESIDE
-    lacking = {one for one in every if f"- {one[2]}, {one[1]}: {one[0]}\n" in (DOCS / "faults.md").read_text()}
+    lacking = {
+        one
+        for one in every
+        if f"- {one[2]}, {one[1]}: {one[0]}\n" in (DOCS / "faults.md").read_text()
+    }
     assert set(seen) | lacking == every
     assert not set(seen) & lacking
     assert len(seen) >= 100
@@ -31,12 +38,16 @@ def test_every_fault_was_seen_or_is_named_as_not_seen() -> None:
 
 def test_every_reason_is_explained() -> None:
     for code in {one.code for one in FAULTS if one.code is not None}:
-        assert f"`{code}`" in (DOCS / "faults.md").read_text().partition("## What was seen")[0], code
+        assert f"`{code}`" in (DOCS / "faults.md").read_text().partition("## What was seen")[0], (
+            code
+        )
         assert f"| `{code}` |" in (DOCS / "metrics.md").read_text(), code
 
 
 def test_every_phase_has_every_fault() -> None:
-    """Of a rank and of the agent, killed and stopped; and a part of all is run with the other tests."""
+    """Of a rank and of the agent, killed and stopped; and a part of all is run with the other
+    tests.
+    """
     found = {(one.what, one.phase) for one in FAULTS if one.where == "local 1x2"}
     for phase in PHASES:
         for who in ("rank 0", "rank 1", "agent"):

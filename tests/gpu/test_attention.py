@@ -1,4 +1,6 @@
-"""Every kernel of attention on a device, forward and backward, beside the plain meaning of all of them."""
+"""Every kernel of attention on a device, forward and backward, beside the plain meaning of all of
+them.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ LENGTHS = [5, 128, 1, 61, 33]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [None, 1, 30])
-def test_forward_and_backward(kernel: str, dtype: torch.dtype, groups: int, window: int | None) -> None:
+def test_forward_and_backward(
+    kernel: str, dtype: torch.dtype, groups: int, window: int | None
+) -> None:
     if window is not None and kernel not in WINDOWED:
         pytest.skip(f"{kernel} has no window")
     if dtype == torch.float32 and kernel not in ("rows", "efficient"):
@@ -29,10 +33,16 @@ def test_forward_and_backward(kernel: str, dtype: torch.dtype, groups: int, wind
         out = attend(leaves[0], leaves[1], leaves[2], rows, which, window=window)
         if not learns:
             return [out.double()]
-        return [one.double() for one in (out.detach(), *torch.autograd.grad(out, leaves, towards.to(dtype).to(of)))]
+        return [
+            one.double()
+            for one in (out.detach(), *torch.autograd.grad(out, leaves, towards.to(dtype).to(of)))
+        ]
 
     learns = kernel not in FORWARD_ONLY
     allowed = 1e-5 if dtype == torch.float32 else 0.02
     for found, wanted in zip(answer(kernel, dtype), answer("rows", torch.float64), strict=True):
-        # With a window of one key, gradients of queries and keys are zero: differences of what came from above.
-        assert float((found - wanted).norm() / torch.maximum(wanted.norm(), towards.norm())) <= allowed
+        # With a window of one key, gradients of queries and keys are zero: differences of what came
+        # from above.
+        assert (
+            float((found - wanted).norm() / torch.maximum(wanted.norm(), towards.norm())) <= allowed
+        )

@@ -1,4 +1,6 @@
-"""One GPU that issues the collectives of several: it learns what one learns that issues none, in every kind of sharding."""
+"""One GPU that issues the collectives of several: it learns what one learns that issues none, in
+every kind of sharding.
+"""
 
 import json
 import os
@@ -10,7 +12,18 @@ from fixtures.commands import Shell, finish
 
 pytestmark = pytest.mark.gpu
 
-RUN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cuda", "--steps", "6", "--precision", "bf16")
+RUN = (
+    "run",
+    "llama1-7b-openwebtext",
+    "--size",
+    "smoke",
+    "--accelerator",
+    "cuda",
+    "--steps",
+    "6",
+    "--precision",
+    "bf16",
+)
 
 
 def losses(shell: Shell, *settings: str) -> list[float]:

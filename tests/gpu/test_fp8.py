@@ -1,4 +1,6 @@
-"""Fp8 on a device: its products, and blocks that score and learn, beside what a CPU emulates of them."""
+"""Fp8 on a device: its products, and blocks that score and learn, beside what a CPU emulates of
+them.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from steelyard.models.llama import Llama, LlamaShape, rotary
 from steelyard.models.llama_fp8 import Fp8Block, Fp8Kernels, Fp8ScoreBlock, Learning
 
 pytestmark = pytest.mark.gpu
-SHAPE = LlamaShape(layers=2, hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1376, vocab=1008, positions=512)
+SHAPE = LlamaShape(
+    layers=2, hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1376, vocab=1008, positions=512
+)
 LENGTHS = [77, 1, 200, 131]  # 409 tokens
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -22,11 +26,16 @@ def apart(found: Tensor, right: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "inner"), [(409, 512, 4096), (17, 48, 64), (32768, 4096, 11008), (4096, 11008, 24576)]
+    ("rows", "columns", "inner"),
+    [(409, 512, 4096), (17, 48, 64), (32768, 4096, 11008), (4096, 11008, 24576)],
 )
 @pytest.mark.parametrize("dtype", [fp8.E4M3, fp8.E5M2])
-def test_a_product_is_that_of_the_fp8_numbers(rows: int, columns: int, inner: int, dtype: torch.dtype) -> None:
-    """Rounded to bf16, and summed as the device does it: with fewer bits the longer the sum (0.0043 of 24,576)."""
+def test_a_product_is_that_of_the_fp8_numbers(
+    rows: int, columns: int, inner: int, dtype: torch.dtype
+) -> None:
+    """Rounded to bf16, and summed as the device does it: with fewer bits the longer the sum (0.0043
+    of 24,576).
+    """
     a = fp8.make_rows(torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16), dtype)
     b = fp8.make_rows(torch.randn(columns, inner, device=CUDA, dtype=torch.bfloat16))
     found = fp8.product(a, b)
@@ -37,7 +46,9 @@ def test_a_product_is_that_of_the_fp8_numbers(rows: int, columns: int, inner: in
 
 @pytest.mark.parametrize("tokens", [409, 2048, 16])
 def test_a_product_over_tokens(tokens: int) -> None:
-    grad, x = (torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16) for width in (1376, 512))
+    grad, x = (
+        torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16) for width in (1376, 512)
+    )
     found = fp8.product(fp8.make_columns(grad, llama_fp8.GRADIENT), fp8.make_columns(x))
     assert apart(found, grad.double().t() @ x.double()) <= 0.05
 
@@ -55,12 +66,18 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
 def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
-    """As far from bf16 as what is emulated, and nearer to that: a rounding to fp8 may fall on the other side where one to bf16
-    does, whose steps are a 32nd of e4m3's."""
+    """As far from bf16 as what is emulated, and nearer to that: a rounding to fp8 may fall on the
+    other side where one to bf16 does, whose steps are a 32nd of e4m3's."""
     told = {}
     for device, of in ((CPU, "rows"), (CUDA, kernel)):
         model, (tokens, positions) = model_of(device), inputs(device)
-        given = tokens, positions, layout(LENGTHS, None, device), of, torch.arange(len(tokens), device=device)
+        given = (
+            tokens,
+            positions,
+            layout(LENGTHS, None, device),
+            of,
+            torch.arange(len(tokens), device=device),
+        )
         with torch.inference_mode():
             wide = model(*given)
             llama_fp8.keep_fp8(model)
@@ -74,7 +91,9 @@ def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_gradients_are_as_they_are_emulated(kind: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_as_they_are_emulated(
+    kind: str, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(llama_fp8, "WEIGHT_GRADIENT", kind)
     told = {}
     for device, of in ((CPU, "rows"), (CUDA, "packed")):
@@ -83,12 +102,19 @@ def test_gradients_are_as_they_are_emulated(kind: str, kept: torch.dtype, monkey
             weight = getattr(block, name).weight
             weight.data = weight.data.to(kept)
         sums = {id(p): torch.zeros_like(p) for p in block.parameters()}
-        run = Fp8Block(block, Learning(lambda p, sums=sums: sums[id(p)], Fp8Kernels(device == CUDA)))
+        run = Fp8Block(
+            block, Learning(lambda p, sums=sums: sums[id(p)], Fp8Kernels(device == CUDA))
+        )
         _, positions = inputs(device)
         torch.manual_seed(4)
-        x, delta, one, other = (torch.randn(len(positions), SHAPE.hidden).to(torch.bfloat16).to(device) for _ in range(4))
+        x, delta, one, other = (
+            torch.randn(len(positions), SHAPE.hidden).to(torch.bfloat16).to(device)
+            for _ in range(4)
+        )
         x.requires_grad_()
-        out = run(x, delta, *rotary(positions, SHAPE, x.dtype), layout(LENGTHS, None, device), of, None)
+        out = run(
+            x, delta, *rotary(positions, SHAPE, x.dtype), layout(LENGTHS, None, device), of, None
+        )
         (out[0] * one + out[1] * other).sum().backward()
         told[device] = {"x": x.grad, "out": out[1].detach(), "norm": block.ffn_norm.weight.grad}
         told[device] |= {name: sums[id(getattr(block, name).weight)] for name in llama_fp8.MATRICES}

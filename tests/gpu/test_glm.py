@@ -1,7 +1,9 @@
-"""GLM on a GPU: attention and kernels against plain formulas, with what they really dropped; the trainer in 16 bit.
+"""GLM on a GPU: attention and kernels against plain formulas, with what they really dropped; the
+trainer in 16 bit.
 
-Which probabilities a call drops depends on the seed, the head and the place, not on the values. So they are read off: with a
-value of its own for every key (the rows of an identity) the output is the matrix of probabilities, zero where one is dropped.
+Which probabilities a call drops depends on the seed, the head and the place, not on the values. So
+they are read off: with a value of its own for every key (the rows of an identity) the output is the
+matrix of probabilities, zero where one is dropped.
 """
 
 import math
@@ -13,7 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.glm import END, SHAPE, START, build, dense, job, literal_scores, packed, samples, trainer
+from fixtures.glm import (
+    END,
+    SHAPE,
+    START,
+    build,
+    dense,
+    job,
+    literal_scores,
+    packed,
+    samples,
+    trainer,
+)
 from steelyard.accelerators.cuda_torch import Graphs
 from steelyard.data.cloze import ClozeRows
 from steelyard.engines.torch import glm as fused
@@ -24,15 +37,22 @@ from steelyard.training.buckets import Buckets, fill, size_of, together
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.trainer import Trainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 GPU = torch.device("cuda")
 HEADS, DIM = 4, 64
-# Contexts, their spans, spans a context. Those of `SHORT` have at most 64 keys in a row: 48 of a context, 16 of a span.
+# Contexts, their spans, spans a context. Those of `SHORT` have at most 64 keys in a row: 48 of a
+# context, 16 of a span.
 LONG = {
     "closed": ([300, 300, 257, 31], [2, 4, 9, 3], [1, 1, 1, 1]),
     "open": ([300, 3, 511, 128], [2, 4, 1, 3, 2, 5, 17, 6], [2, 3, 1, 2]),
 }
-SHORT = {"closed": ([48, 48, 7], [2, 16, 5], [1, 1, 1]), "open": ([48, 7, 20], [2, 16, 1, 3, 2, 5], [2, 3, 1])}
+SHORT = {
+    "closed": ([48, 48, 7], [2, 16, 5], [1, 1, 1]),
+    "open": ([48, 7, 20], [2, 16, 1, 3, 2, 5], [2, 3, 1]),
+}
 PRECISE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -48,7 +68,9 @@ def dropped(share: float, seed: int) -> Dropout:
     return Dropout(share, torch.tensor([seed], device=GPU), 1)
 
 
-def flash(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5) -> list[Tensor]:
+def flash(
+    qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5
+) -> list[Tensor]:
     """The output and, where one is given to go back with, the gradient."""
     torch.manual_seed(seed)
     leaf = qkv.detach().requires_grad_(True)
@@ -57,14 +79,25 @@ def flash(qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: f
 
 
 def kernels(
-    qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5, way: Any = JointAttention
+    qkv: Tensor,
+    rows: ClozeLayout,
+    grad: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 5,
+    way: Any = JointAttention,
 ) -> list[Tensor]:
-    """The same by one call of flash attention and the kernel for spans on themselves; last, the column sum of the gradient."""
+    """The same by one call of flash attention and the kernel for spans on themselves; last, the
+    column sum of the gradient.
+    """
     torch.manual_seed(seed)
     order, summed = rows.joint.order, torch.zeros(qkv[0].numel(), device=GPU)
     leaf = qkv[order].requires_grad_(True)
     out = way.apply(leaf, rows, dropped(dropout, seed), summed)
-    grads = [] if grad is None else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
+    grads = (
+        []
+        if grad is None
+        else [*torch.autograd.grad(out, leaf, grad[order]), summed.view(qkv.shape[1:])]
+    )
     back = order.argsort()
     return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
 
@@ -96,15 +129,29 @@ def test_flash_is_the_padded_meaning(division: str, dtype: torch.dtype, way: str
             close(found_grad[where, part], wanted[where, part], PRECISE[dtype])
 
 
-def kept(qkv: Tensor, lengths: tuple[list[int], ...], rows: ClozeLayout, dropout: float, seed: int, way: str) -> Tensor:
-    """What dropout leaves of each probability [heads, T, T], scaled; read off from what flash attention computes."""
+def kept(
+    qkv: Tensor,
+    lengths: tuple[list[int], ...],
+    rows: ClozeLayout,
+    dropout: float,
+    seed: int,
+    way: str,
+) -> Tensor:
+    """What dropout leaves of each probability [heads, T, T], scaled; read off from what flash
+    attention computes.
+    """
     contexts, spans, groups = lengths
     n = rows.context_tokens
     place = torch.tensor(
-        [*[i for length in contexts for i in range(length)], *[48 + i for length in spans for i in range(length)]]
+        [
+            *[i for length in contexts for i in range(length)],
+            *[48 + i for length in spans for i in range(length)],
+        ]
     )
     marked = qkv.clone()
-    marked[:, 2] = torch.eye(DIM, device=GPU, dtype=qkv.dtype)[place.to(GPU)][:, None].expand(-1, HEADS, -1)
+    marked[:, 2] = torch.eye(DIM, device=GPU, dtype=qkv.dtype)[place.to(GPU)][:, None].expand(
+        -1, HEADS, -1
+    )
     shown = WAYS[way](marked, rows, None, dropout, seed)[0]  # [T, heads, 64]
     owner = [i for i, length in enumerate(contexts) for _ in range(length)]
     seen_by = [i for i, count in enumerate(groups) for _ in range(count)]
@@ -121,7 +168,9 @@ def kept(qkv: Tensor, lengths: tuple[list[int], ...], rows: ClozeLayout, dropout
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", PRECISE)
 @pytest.mark.parametrize("division", SHORT)
-def test_flash_with_dropout_is_exact_for_what_it_dropped(division: str, dtype: torch.dtype, way: str) -> None:
+def test_flash_with_dropout_is_exact_for_what_it_dropped(
+    division: str, dtype: torch.dtype, way: str
+) -> None:
     lengths = SHORT[division]
     qkv, grad = made(lengths, dtype)
     qkv[:, :2] /= 2  # no probability so small that it is zero in 16 bit
@@ -137,23 +186,34 @@ def test_flash_with_dropout_is_exact_for_what_it_dropped(division: str, dtype: t
     for part in range(3):
         close(found_grad[:, part], wanted[:, part], PRECISE[dtype])
     other = WAYS[way](qkv, rows, grad, 0.1, 6)[0]
-    assert float((other.double() - out.detach()).abs().max()) > 3 * PRECISE[dtype] * float(out.detach().abs().max())
+    assert float((other.double() - out.detach()).abs().max()) > 3 * PRECISE[dtype] * float(
+        out.detach().abs().max()
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("division", LONG)
 def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> None:
-    """Also where rows are long: out(v + w) = out(v) + out(w) under one seed, and <grad, out(v)> = <dv, v>."""
+    """Also where rows are long: out(v + w) = out(v) + out(w) under one seed, and <grad, out(v)> =
+    <dv, v>.
+    """
     qkv, grad = made(LONG[division], torch.float16)
     rows = layout(*LONG[division], GPU)
     other = qkv.clone()
     other[:, 2] = qkv[:, 2].flip(0)
     both = qkv.clone()
     both[:, 2] = qkv[:, 2] + other[:, 2]
-    (one, back), (two, _), (sum_of, _) = (WAYS[way](each, rows, grad, 0.1)[:2] for each in (qkv, other, both))
+    (one, back), (two, _), (sum_of, _) = (
+        WAYS[way](each, rows, grad, 0.1)[:2] for each in (qkv, other, both)
+    )
     close(sum_of, one.double() + two.double(), 6e-3)
-    outer, inner = (grad.double() * one.double()).sum(), (back[:, 2].double() * qkv[:, 2].double()).sum()
-    assert float(outer) == pytest.approx(float(inner), abs=2e-3 * float(grad.double().norm() * one.double().norm()) / 10)
+    outer, inner = (
+        (grad.double() * one.double()).sum(),
+        (back[:, 2].double() * qkv[:, 2].double()).sum(),
+    )
+    assert float(outer) == pytest.approx(
+        float(inner), abs=2e-3 * float(grad.double().norm() * one.double().norm()) / 10
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -161,28 +221,47 @@ def test_dropout_keeps_the_mean(way: str) -> None:
     qkv, _ = made(LONG["open"], torch.float16)
     rows = layout(*LONG["open"], GPU)
     still = WAYS[way](qkv, rows)[0].double()
-    mean = torch.stack([WAYS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]).mean(0)
+    mean = torch.stack(
+        [WAYS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]
+    ).mean(0)
     spread = float((WAYS[way](qkv, rows, None, 0.1, 1)[0].double() - still).square().mean().sqrt())
     assert float((mean - still).square().mean().sqrt()) < 1.3 * spread / math.sqrt(200) + 1e-4
 
 
 @pytest.mark.parametrize("dtype", [*PRECISE, torch.float32])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize(("tokens", "width", "last"), [(2003, 1024, False), (700, 1024, True), (37, 48, False)])
-def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: float, dtype: torch.dtype) -> None:
-    """`last`: nothing is made from the stream itself. With a delta of ones the stream says what is dropped."""
+@pytest.mark.parametrize(
+    ("tokens", "width", "last"), [(2003, 1024, False), (700, 1024, True), (37, 48, False)]
+)
+def test_the_stream_and_its_norm(
+    tokens: int, width: int, last: bool, dropout: float, dtype: torch.dtype
+) -> None:
+    """`last`: nothing is made from the stream itself. With a delta of ones the stream says what is
+    dropped.
+    """
     generator = torch.Generator().manual_seed(1)
-    x, delta, more, grad = (torch.randn(tokens, width, generator=generator).to(GPU, dtype) for _ in range(4))
+    x, delta, more, grad = (
+        torch.randn(tokens, width, generator=generator).to(GPU, dtype) for _ in range(4)
+    )
     norm = torch.nn.LayerNorm(width, device=GPU, dtype=dtype)
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
     sums = [torch.zeros(width, device=GPU) for _ in range(3)]
     seven, eight = dropped(dropout, 7), dropped(dropout, 8)
-    marks = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), seven)[0] != 0
+    marks = (
+        DropoutAddNorm.apply(
+            torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), seven
+        )[0]
+        != 0
+    )
     assert abs(float((~marks).double().mean()) - dropout) < (0.02 if width == 48 else 0.002)
     scale = marks.double() / (1 - dropout)
-    found = DropoutAddNorm.apply(x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), seven)
-    wide = [one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)]
+    found = DropoutAddNorm.apply(
+        x.requires_grad_(True), delta.requires_grad_(True), norm, tuple(sums), seven
+    )
+    wide = [
+        one.detach().double().requires_grad_(True) for one in (x, delta, norm.weight, norm.bias)
+    ]
     stream = wide[0] + wide[1] * scale
     wanted = stream, torch.nn.functional.layer_norm(stream, (width,), wide[2], wide[3], norm.eps)
     part = slice(1, 2) if last else slice(0, 2)
@@ -190,9 +269,16 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
     found_grads = torch.autograd.grad(found[part], (x, delta), given)
     grads = torch.autograd.grad(wanted[part], wide, tuple(one.double() for one in given))
     most = {torch.float32: 1e-5}.get(dtype) or PRECISE[dtype]
-    for one, other in zip((*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True):
+    for one, other in zip(
+        (*found, *found_grads, *sums), (*wanted, *grads, grads[1].sum(0)), strict=True
+    ):
         close(one.detach(), other.detach(), most)
-    other = DropoutAddNorm.apply(torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), eight)[0] != 0
+    other = (
+        DropoutAddNorm.apply(
+            torch.zeros_like(x), torch.ones_like(x), norm, (*sums[:2], None), eight
+        )[0]
+        != 0
+    )
     assert bool((other != marks).any()) == (dropout > 0)
 
 
@@ -200,11 +286,15 @@ def test_the_stream_and_its_norm(tokens: int, width: int, last: bool, dropout: f
 @pytest.mark.parametrize(("tokens", "width"), [(2003, 4096), (37, 48)])
 def test_gelu_and_the_sum_of_its_gradient(tokens: int, width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    x, grad = ((3 * torch.randn(tokens, width, generator=generator)).to(GPU, dtype) for _ in range(2))
+    x, grad = (
+        (3 * torch.randn(tokens, width, generator=generator)).to(GPU, dtype) for _ in range(2)
+    )
     summed = torch.ones(width, device=GPU)
     (found,) = torch.autograd.grad(Gelu.apply(x.requires_grad_(True), summed), x, grad)
     leaf = x.detach().double().requires_grad_(True)
-    (wanted,) = torch.autograd.grad(torch.nn.functional.gelu(leaf, approximate="tanh"), leaf, grad.double())
+    (wanted,) = torch.autograd.grad(
+        torch.nn.functional.gelu(leaf, approximate="tanh"), leaf, grad.double()
+    )
     close(found, wanted, PRECISE[dtype])
     close(summed - 1, wanted.sum(0), 1e-3)
 
@@ -222,7 +312,9 @@ class Device:
 
 
 def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -> Trainer:
-    of: SimpleNamespace = job(precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune)
+    of: SimpleNamespace = job(
+        precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune
+    )
     of.device = Device()
     return trainer(of, lambda of: fused.trainer(of, Graphs() if graphs else None))
 
@@ -240,21 +332,32 @@ def gradients(of: Trainer) -> list[Tensor]:
     return [of.optimizer.gradient(p).double().cpu() for p in of.optimizer.parameters]
 
 
-@pytest.mark.parametrize("how", [{"compile": False}, {"compile": True}, {"compile": True, "attention": "packed"}])
+@pytest.mark.parametrize(
+    "how", [{"compile": False}, {"compile": True}, {"compile": True, "attention": "packed"}]
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_scores_and_gradients(division: str, precision: str, how: dict[str, Any], monkeypatch) -> None:
-    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)  # the tiny model's gradients are large
+def test_scores_and_gradients(
+    division: str, precision: str, how: dict[str, Any], monkeypatch
+) -> None:
+    # the tiny model's gradients are large
+    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)
     monkeypatch.setattr("steelyard.training.glm.FASTEST", "flash")
     if precision == "fp32":
         how = {"compile": how["compile"]}  # the others compute in 16 bit
     made = on_gpu(precision, **how)
-    assert made.details()["attention"] == ("padded" if precision == "fp32" else how.get("attention", "flash"))
+    assert made.details()["attention"] == (
+        "padded" if precision == "fp32" else how.get("attention", "flash")
+    )
     some = samples(5)
     micro = to_device(packed(division, some), GPU)
     most = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
-    for row, wanted in zip(made.evaluate(micro).tolist(), literal_scores(build(), some), strict=True):
-        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], rel=most)
+    for row, wanted in zip(
+        made.evaluate(micro).tolist(), literal_scores(build(), some), strict=True
+    ):
+        assert row[: len(wanted)] == pytest.approx(
+            [float(one.detach()) for one in wanted], rel=most
+        )
     alone = trainer(job())  # fp32 on a CPU
     targets = torch.tensor(5.0)
     expected = float(alone.learn([to_device(packed(division, some), torch.device("cpu"))], targets))
@@ -283,7 +386,8 @@ def test_what_is_computed_again_drops_the_same(compiled: bool) -> None:
 def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> None:
     made, some = on_gpu("bf16", 0.1, compile=True), samples(5)
     first, *others = (
-        to_device(packed(division, [some[i] for i in group]), GPU) for group in ([0, 1, 2], [3, 4], [2, 3], [4, 1])
+        to_device(packed(division, [some[i] for i in group]), GPU)
+        for group in ([0, 1, 2], [3, 4], [2, 3], [4, 1])
     )
     made.warm(first)
     targets = made.total(5)
@@ -321,16 +425,22 @@ def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[floa
 
 
 @pytest.mark.parametrize(
-    ("precision", "attention"), [("bf16", "flash"), ("fp16", "packed"), ("bf16", "packed"), ("fp32", "auto")]
+    ("precision", "attention"),
+    [("bf16", "flash"), ("fp16", "packed"), ("bf16", "packed"), ("fp32", "auto")],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_graphs_are_what_they_recorded(division: str, dropout: float, precision: str, attention: str, monkeypatch) -> None:
-    """Each micro-batch by the kernels themselves and by a replay, with the same seed: the same numbers are dropped, so losses
-    are equal but for the order of sums. Then other seeds: a replay draws new numbers."""
+def test_graphs_are_what_they_recorded(
+    division: str, dropout: float, precision: str, attention: str, monkeypatch
+) -> None:
+    """Each micro-batch by the kernels themselves and by a replay, with the same seed: the same
+    numbers are dropped, so losses are equal but for the order of sums. Then other seeds: a replay
+    draws new numbers."""
     monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)
     groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
-    plain, graphs = (on_gpu(precision, dropout, one, compile=True, attention=attention) for one in (False, True))
+    plain, graphs = (
+        on_gpu(precision, dropout, one, compile=True, attention=attention) for one in (False, True)
+    )
     micros = filled(division, groups)
     for micro in 2 * micros:
         graphs.warm(micro)
@@ -338,7 +448,10 @@ def test_graphs_are_what_they_recorded(division: str, dropout: float, precision:
     assert count == 2  # three of them share a bucket
     for seed in (3, 4):
         for micro in micros:
-            (one, wanted), (two, found) = learned(plain, [micro], seed), learned(graphs, [micro], seed)
+            (one, wanted), (two, found) = (
+                learned(plain, [micro], seed),
+                learned(graphs, [micro], seed),
+            )
             assert two == pytest.approx(one, rel=1e-5)
             assert float((found - wanted).norm()) <= 2e-3 * float(wanted.norm())
     assert graphs.details()["graphs"] == count
@@ -347,7 +460,8 @@ def test_graphs_are_what_they_recorded(division: str, dropout: float, precision:
     assert (two[0] != pytest.approx(one[0], rel=1e-4)) == (dropout > 0)
     torch.manual_seed(3)
     twice = [float(graphs.model.loss(micros[0]).detach()) for _ in range(2)]
-    assert (twice[0] != pytest.approx(twice[1], rel=1e-4)) == (dropout > 0)  # micro-batches of a step drop different numbers
+    # micro-batches of a step drop different numbers
+    assert (twice[0] != pytest.approx(twice[1], rel=1e-4)) == (dropout > 0)
 
 
 def test_what_fills_a_bucket_changes_nothing() -> None:
@@ -362,7 +476,10 @@ def test_what_fills_a_bucket_changes_nothing() -> None:
 
 
 def test_a_replay_waits_for_nothing() -> None:
-    made, micros = on_gpu("bf16", 0.1, graphs=True, compile=True), filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]])
+    made, micros = (
+        on_gpu("bf16", 0.1, graphs=True, compile=True),
+        filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]]),
+    )
     for micro in 2 * micros:
         made.warm(micro)
     targets = made.total(5)

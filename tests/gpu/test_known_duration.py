@@ -1,4 +1,6 @@
-"""A kernel that spins for as long as it is told, by the device's own timer: what the loop and the profiler say it took."""
+"""A kernel that spins for as long as it is told, by the device's own timer: what the loop and the
+profiler say it took.
+"""
 
 from collections.abc import Iterator
 
@@ -65,7 +67,9 @@ def test_the_profiler_sees_the_kernel_as_long_as_it_ran(framework: TorchFramewor
     framework.synchronize()
     seen = profiler.stop(None)
     truth = [value * 1e-9 for value in spun.tolist()]
-    assert [one.end_s - one.begin_s for one in seen if "spin" in one.name] == pytest.approx(truth, rel=0.01)
+    assert [one.end_s - one.begin_s for one in seen if "spin" in one.name] == pytest.approx(
+        truth, rel=0.01
+    )
     [kernel] = [one for one in divide(seen) if "spin" in one.name]
     assert (kernel.calls, kernel.kind) == (3, "other")
     assert kernel.time_s == pytest.approx(sum(truth), rel=0.01)

@@ -8,7 +8,9 @@ from steelyard.models.attention import attend, layout, steady_layout
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() and jit.HERE), reason="no device with Triton"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and jit.HERE), reason="no device with Triton"
+    ),
 ]
 LENGTHS = [700, 13, 1, 900, 386, 48]
 
@@ -20,7 +22,10 @@ def test_outputs_and_gradients(heads, groups, dim, dtype, window):
     device = torch.device("cuda")
     rows = steady_layout(LENGTHS, 2048, device)
     torch.manual_seed(3)
-    given = [torch.randn(sum(LENGTHS), n, dim, device=device, dtype=dtype) for n in (heads, groups, groups)]
+    given = [
+        torch.randn(sum(LENGTHS), n, dim, device=device, dtype=dtype)
+        for n in (heads, groups, groups)
+    ]
     grad = torch.randn(sum(LENGTHS), heads, dim, device=device, dtype=dtype)
 
     def computed(kernel, kind):
@@ -41,7 +46,9 @@ def test_rows_with_shared_prefixes(heads, window):
     rows = layout(LENGTHS, more, device)
     torch.manual_seed(4)
     q = torch.randn(sum(LENGTHS), heads[0], 128, device=device, dtype=torch.bfloat16)
-    k, v = (torch.randn(sum(more), heads[1], 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (
+        torch.randn(sum(more), heads[1], 128, device=device, dtype=torch.bfloat16) for _ in range(2)
+    )
     with torch.no_grad():
         one = attend(q, k, v, rows, "packed", window=window)
         exact = attend(q.double(), k.double(), v.double(), rows, "rows", window=window)

@@ -12,7 +12,9 @@ from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
 from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
 
 pytestmark = pytest.mark.gpu
-SHAPE = LlamaShape(layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=704, vocab=1003, positions=512)
+SHAPE = LlamaShape(
+    layers=3, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=704, vocab=1003, positions=512
+)
 LENGTHS = [77, 1, 200, 130]
 
 
@@ -29,14 +31,18 @@ def test_kernels_answer_as_the_model(kernel: str) -> None:
         found = model(tokens, positions, rows, kernel, pick, blocks=blocks)
         expected = model(tokens, positions, rows, "flash", pick)
         right = model.double()(tokens, positions, rows, "rows", pick)
-    allowed = 1.5 * float((expected.double() - right).norm())  # no further from fp64 than the plain model by more than half
+    # no further from fp64 than the plain model by more than half
+    allowed = 1.5 * float((expected.double() - right).norm())
     assert float((found.double() - right).norm()) <= allowed
 
 
 def test_logits_are_read_as_they_are_written() -> None:
     logits = torch.randn(300, 100_008, device="cuda", dtype=torch.bfloat16)[:, :100_003]
     own = torch.randint(0, 100_003, (300,), device="cuda")
-    found, expected = token_loss.triton_read_logits(logits, own), token_loss.read_logits(logits, own)
+    found, expected = (
+        token_loss.triton_read_logits(logits, own),
+        token_loss.read_logits(logits, own),
+    )
     torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=1e-5)
     best = (found[3] + own).long()
     assert torch.equal(logits.gather(1, best[:, None])[:, 0].float(), expected[2])
@@ -51,13 +57,17 @@ def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
         llama_fp8.keep_fp8(model)
         blocks = [Fp8ScoreBlock(block, Fp8Kernels(True)) for block in model.layers]
     else:
-        blocks = [FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers]
+        blocks = [
+            FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers
+        ]
 
     def answer(lengths: list[int], picked: int) -> None:
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         tokens = torch.randint(0, SHAPE.vocab, (sum(lengths),), device=device)
         rows, pick = layout(lengths, None, device), torch.arange(picked, device=device)
-        token_loss.triton_read_logits(model(tokens, positions, rows, "packed", pick, blocks=blocks), tokens[:picked])
+        token_loss.triton_read_logits(
+            model(tokens, positions, rows, "packed", pick, blocks=blocks), tokens[:picked]
+        )
 
     with torch.inference_mode():
         answer(LENGTHS, 77)

@@ -1,4 +1,6 @@
-"""Small files that want much: each is refused with a line that says the limit, before it takes memory or time."""
+"""Small files that want much: each is refused with a line that says the limit, before it takes
+memory or time.
+"""
 
 import gzip
 import io
@@ -45,17 +47,27 @@ def refusal(read: object, path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME], ids=["pax", "long name"])
+@pytest.mark.parametrize(
+    "kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME], ids=["pax", "long name"]
+)
 def test_a_members_attributes_are_not_read_whole(kind: bytes, tmp_path: Path) -> None:
     path = tar_gz(tmp_path / "bomb.tar.gz", ("x", kind, b"", 80 * MIB))
     assert path.stat().st_size < MIB
-    assert refusal(data.read, path) == f"{path}: a part of {80 * MIB} bytes; at most {65 * MIB} are read at once"
+    assert (
+        refusal(data.read, path)
+        == f"{path}: a part of {80 * MIB} bytes; at most {65 * MIB} are read at once"
+    )
 
 
 def test_a_tar_has_a_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MAX_TAR_BYTES", 4 * MIB)
-    path = tar_gz(tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6)))
-    assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
+    path = tar_gz(
+        tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6))
+    )
+    assert (
+        refusal(data.read, path)
+        == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
+    )
     path.write_bytes(bytes(4 * MIB + 1))
     assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes; MMLU's tar has 166 MB"
 
@@ -65,14 +77,17 @@ def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [b",,,,,A\n" * 5] * 2
     names = ("data/dev/a_dev.csv", "data/test/a_test.csv")
     path = tar_gz(
-        tmp_path / "x.tar.gz", *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True))
+        tmp_path / "x.tar.gz",
+        *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True)),
     )
     assert refusal(data.read, path) == golden("test-a_test-csv-with-it-there")
     monkeypatch.setattr(data, "MAX_ROWS", 10)
     assert len(data.read(path)[0].test) == 5
 
 
-def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_records_limit_grows_with_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     assert len(json.loads(path.read_bytes())["ranks"]) == 2
@@ -83,7 +98,10 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     most = 1000 + 2 * ((size - 1000) // 2 - 1)
     assert refusal(record.read, path) == golden("bytes-the-limit-for-record-of-2", path, size, most)
     monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
-    assert refusal(record.integrity, path) == f"{path}: {size} bytes; the limit for a record is {size - 1}"
+    assert (
+        refusal(record.integrity, path)
+        == f"{path}: {size} bytes; the limit for a record is {size - 1}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,22 +115,28 @@ def test_a_records_limit_grows_with_its_ranks(tmp_path: Path, monkeypatch: pytes
     ],
     ids=["repeated key", "text", "inner table", "one rank repeated", "empty ranks"],
 )
-def test_a_record_cannot_raise_its_limit(claim: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_cannot_raise_its_limit(
+    claim: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(claim + b" " * 10_000)
     size = path.stat().st_size
     monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
     monkeypatch.setattr(sealed, "RANK_BYTES", 1000)
     assert refusal(record.read, path) in {
-        f"{path}: {size} bytes; the limit for a record of {ranks} rank(s) is 2000" for ranks in (0, 1)
+        f"{path}: {size} bytes; the limit for a record of {ranks} rank(s) is 2000"
+        for ranks in (0, 1)
     }
 
 
-def test_a_large_record_needs_the_memory_that_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_record_needs_the_memory_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
-    monkeypatch.setattr(sealed, "RANK_BYTES", size // 2)  # it is larger than one rank's and within two's
+    # it is larger than one rank's and within two's
+    monkeypatch.setattr(sealed, "RANK_BYTES", size // 2)
     monkeypatch.setattr(sealed, "SMALL_BYTES", 1000)
     content = path.read_bytes()
     needed = 25 * size + 80 * (content.count(b"{") + content.count(b"["))
@@ -121,7 +145,9 @@ def test_a_large_record_needs_the_memory_that_it_takes(tmp_path: Path, monkeypat
         if fits:
             assert record.read(path).plan.world == 2
         else:
-            assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal(record.read, path)
+            assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal(
+                record.read, path
+            )
 
 
 UNITS = {
@@ -152,11 +178,21 @@ print((kib("VmHWM") - before) * 1024)
 def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_path: Path) -> None:
     """The peak of a process that parses two megabytes of it, beside what it had before."""
     path = tmp_path / "record.json"
-    content = b'{"schema":1,"junk":[' + b",".join([UNITS[unit]] * (2_000_000 // (len(UNITS[unit]) + 1))) + b"]}"
+    content = (
+        b'{"schema":1,"junk":['
+        + b",".join([UNITS[unit]] * (2_000_000 // (len(UNITS[unit]) + 1)))
+        + b"]}"
+    )
     path.write_bytes(content)
     needed = sealed.MEMORY_PER_BYTE * len(content)
     needed += sealed.MEMORY_PER_TABLE * (content.count(b"{") + content.count(b"["))
-    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     assert len(content) < int(done.stdout) <= needed
 
 
@@ -166,7 +202,9 @@ def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(240):
             file.write(b"[],[" * (MIB // 4))
     monkeypatch.setattr(json, "loads", None)  # a call would raise
-    assert refusal(record.read, path) == golden("bytes-the-limit-for-record-of", path, 240 * MIB, 48 * MIB)
+    assert refusal(record.read, path) == golden(
+        "bytes-the-limit-for-record-of", path, 240 * MIB, 48 * MIB
+    )
 
 
 def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:
@@ -209,10 +247,22 @@ except RequestError as error:
 CASES = "from steelyard.case import resolve\ndef read_case(path): return resolve.read(str(path))"
 BOMBS = {
     "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
-    "240 MiB JSON record": ("5.7 GiB, two minutes", "from steelyard.record import record", "record.read"),
-    "200 MB record that repeats a rank's key": ("2.4 GiB", "from steelyard.record import record", "record.read"),
+    "240 MiB JSON record": (
+        "5.7 GiB, two minutes",
+        "from steelyard.record import record",
+        "record.read",
+    ),
+    "200 MB record that repeats a rank's key": (
+        "2.4 GiB",
+        "from steelyard.record import record",
+        "record.read",
+    ),
     "64 KB case file of one dotted key": ("4 GiB, 55 s", CASES, "read_case"),
-    "pickle of 5 M opcodes": ("a minute", "from steelyard.weights import torch_files", "torch_files.read"),
+    "pickle of 5 M opcodes": (
+        "a minute",
+        "from steelyard.weights import torch_files",
+        "torch_files.read",
+    ),
 }
 
 
@@ -225,7 +275,11 @@ def bomb(name: str, folder: Path) -> Path:
         return path
     if name.startswith("200 MB record"):
         path = folder / "record.json"
-        path.write_bytes(b'{"schema":1,"ranks":[' + b'{"matmul_flops_per_s":1},' * 8_000_000 + b'{}],"samples":[]}')
+        path.write_bytes(
+            b'{"schema":1,"ranks":['
+            + b'{"matmul_flops_per_s":1},' * 8_000_000
+            + b'{}],"samples":[]}'
+        )
         return path
     if name.startswith("64 KB case file"):
         path = folder / "bomb.toml"
@@ -245,7 +299,13 @@ def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
     before, imports, read = BOMBS[name]
     path = bomb(name, tmp_path)
     program = COST.format(imports=imports, read=read)
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     time_s, mib, why = done.stdout.split(" ", 2)
     assert str(path) in why
     assert int(mib) <= 300, done.stdout

@@ -1,4 +1,6 @@
-"""Compiled code is kept where nobody else can put any: a cache that another user made first is never loaded from."""
+"""Compiled code is kept where nobody else can put any: a cache that another user made first is
+never loaded from.
+"""
 
 import os
 import stat
@@ -17,8 +19,22 @@ NAMES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def asked(**other: object) -> Open:
-    told = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
-    told |= {"peer": None, "environment": {}, "variables": {}, "needs": [], "paths": [], "silence_s": 60.0}
+    told = {
+        "token": "t" * 32,
+        "mark": "m",
+        "accelerator": "cpu",
+        "devices": 1,
+        "matmul": "fp32",
+        "interface": None,
+    }
+    told |= {
+        "peer": None,
+        "environment": {},
+        "variables": {},
+        "needs": [],
+        "paths": [],
+        "silence_s": 60.0,
+    }
     return Open.model_validate(told | other)
 
 
@@ -45,10 +61,17 @@ def test_they_are_kept_across_runs(cache: Path) -> None:
     assert (cache / "inductor" / "kept").exists()
 
 
-def test_site_and_tune_may_name_others(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # taken away again: the agent adds the site's to its own environment
+def test_site_and_tune_may_name_others(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # taken away again: the agent adds the site's to its own environment
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
     named = str(tmp_path / "site")
-    told = Host(asked(environment={"TRITON_CACHE_DIR": named}, variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"})).variables()
+    told = Host(
+        asked(
+            environment={"TRITON_CACHE_DIR": named}, variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"}
+        )
+    ).variables()
     assert (told["TRITON_CACHE_DIR"], told["TORCHINDUCTOR_CACHE_DIR"]) == (named, "tuned")
 
 
@@ -87,12 +110,18 @@ def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks)
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     hello = Host(asked()).hello()
-    assert hello.problem == (
-        f"the cache {str(cache)!r} is one that others can write: other users could change what is in it; remove it, or "
-        "name a folder of yours in XDG_CACHE_HOME"
+    assert (
+        hello.problem
+        == f"the cache {str(cache)!r} is one that others can write: other users could change what"
+        " is in it; remove it, or name a folder of yours in XDG_CACHE_HOME"
     )
     assert hello.devices == []
-    attacks.add("cache that other users can write", 1, "`zip() argument 2 is longer`", "refused, the folder named")
+    attacks.add(
+        "cache that other users can write",
+        1,
+        "`zip() argument 2 is longer`",
+        "refused, the folder named",
+    )
 
 
 def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:

@@ -66,9 +66,13 @@ LIES = {
         pytest.param("twice", "val", "tokens", marks=pytest.mark.long),
     ],
 )
-def test_an_engine_that_scores_and_lies(liars: Shell, lie: str, passes: str, code: str | None, attacks: Attacks) -> None:
+def test_an_engine_that_scores_and_lies(
+    liars: Shell, lie: str, passes: str, code: str | None, attacks: Attacks
+) -> None:
     made = run(liars, lie, *SMOKE, "--passes", passes)
-    assert (made["status"], code in codes(made)) == (("valid", False) if code is None else ("invalid", True)), made["reasons"]
+    assert (made["status"], code in codes(made)) == (
+        ("valid", False) if code is None else ("invalid", True)
+    ), made["reasons"]
     if code is not None:
         attacks.add(f"engine that scores: {LIES[lie]}", 1, "`valid`", f"`{code}`")
 
@@ -79,7 +83,11 @@ def test_half_of_each_batch_is_not_the_batch(liars: Shell, attacks: Attacks) -> 
     assert made["status"] == "invalid"
     assert codes(made) >= {"tokens"}
     attacks.add("engine that trains: on half of each batch", 1, "`valid`", "`tokens`")
-    taken = [one["counts"]["tokens"] for one in made["samples"] if one["pass"] == "train" and one["counts"]]
+    taken = [
+        one["counts"]["tokens"]
+        for one in made["samples"]
+        if one["pass"] == "train" and one["counts"]
+    ]
     assert [2 * tokens for tokens in taken] == [one["tokens"] for one in made["drawn"]["train"]]
 
 
@@ -88,7 +96,14 @@ def record(**changes: Any) -> Record:
 
 
 def window(wall_s: float = 10.0, **other: Any) -> Window:
-    told = {"pass_name": "infer", "rank": 0, "start_s": 5.0, "wall_s": wall_s, "allocated_bytes": 0, "reserved_bytes": 0}
+    told = {
+        "pass_name": "infer",
+        "rank": 0,
+        "start_s": 5.0,
+        "wall_s": wall_s,
+        "allocated_bytes": 0,
+        "reserved_bytes": 0,
+    }
     return Window.model_validate(told | other)
 
 
@@ -98,11 +113,17 @@ def verdict(found: list[Any]) -> tuple[bool, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("outputs_s", "total_s", "ok"), [(0.5, 0.5, True), (1.05, 0.0, True), (1.06, 0.0, False), (0.0, 3.0, False)]
+    ("outputs_s", "total_s", "ok"),
+    [(0.5, 0.5, True), (1.05, 0.0, True), (1.06, 0.0, False), (0.0, 3.0, False)],
 )
 def test_work_beside_a_pass_is_hidden_work(outputs_s: float, total_s: float, ok: bool) -> None:
-    rank = RankFacts(rank=0, budget={"outputs_infer": outputs_s, "total_infer": total_s, "warmup_infer": 99.0})
-    assert verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[:2] == (ok, "hidden")
+    rank = RankFacts(
+        rank=0, budget={"outputs_infer": outputs_s, "total_infer": total_s, "warmup_infer": 99.0}
+    )
+    assert verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[:2] == (
+        ok,
+        "hidden",
+    )
 
 
 def test_the_reason_says_where() -> None:
@@ -131,29 +152,41 @@ def test_a_rate_above_the_measured_matmul_is_implausible() -> None:
 
 
 def test_the_fastest_matmul_is_the_limit() -> None:
-    """A square product is not always the fastest: a case's own shape may be, and then it is what a pass can reach."""
+    """A square product is not always the fastest: a case's own shape may be, and then it is what a
+    pass can reach.
+    """
     made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0, matmul_flops_per_s=1e15)])
     rate = flop(made)
     for own, ok in ((rate / 1.09, True), (rate / 1.11, False)):
         shape = MatmulRate(name="up", layout="nt", m=1, n=1, k=1, count=1, flops_per_s=own)
         ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 1.2, matmuls=[shape])]
-        assert verdict(plausible.plausible(made.model_copy(update={"ranks": ranks}), {}))[:2] == (ok, "implausible")
+        assert verdict(plausible.plausible(made.model_copy(update={"ranks": ranks}), {}))[:2] == (
+            ok,
+            "implausible",
+        )
 
 
 def test_a_rate_above_the_datasheet_is_implausible() -> None:
     made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0)])
     assert verdict(plausible.plausible(made, {}))[0]
-    fast = [s.model_copy(update={"counts": {k: 10 * n for k, n in s.counts.items()}}) for s in made.samples]
+    fast = [
+        s.model_copy(update={"counts": {k: 10 * n for k, n in s.counts.items()}})
+        for s in made.samples
+    ]
     ok, code, text = verdict(plausible.plausible(made.model_copy(update={"samples": fast}), {}))
     assert (ok, code) == (False, "implausible")
     assert golden("above-the-limit-of-9-894") in text
 
 
 def test_on_a_cpu_work_is_set_against_cpu_time() -> None:
-    """An engine that sleeps where it should work has wall time, and no more; a neighbour takes wall time, and nothing else."""
+    """An engine that sleeps where it should work has wall time, and no more; a neighbour takes wall
+    time, and nothing else.
+    """
     made = record(passes=[window(40.0, cpu_s=40.0)], ranks=[RankFacts(rank=0)])
     hardware = made.environment.hardware.model_copy(update={"accelerator": "cpu", "peak": None})
-    made = made.model_copy(update={"environment": made.environment.model_copy(update={"hardware": hardware})})
+    made = made.model_copy(
+        update={"environment": made.environment.model_copy(update={"hardware": hardware})}
+    )
     assert plausible.plausible(made, {}) == []
     ranks = [RankFacts(rank=0, matmul_flops_per_s=1.0, matmul_flops_per_cpu_s=1e15)]
     for cpu_s, ok in ((40.0, True), (0.5, False), (0.0, False)):
@@ -161,7 +194,13 @@ def test_on_a_cpu_work_is_set_against_cpu_time() -> None:
         assert verdict(plausible.plausible(one, {}))[:2] == (ok, "implausible")
 
 
-COUNTS = {"tokens": 32768 * 40, "samples": 42 * 40, "logits": 42 * 40, "pairs": 9 * 40, "square": 16 * 40}
+COUNTS = {
+    "tokens": 32768 * 40,
+    "samples": 42 * 40,
+    "logits": 42 * 40,
+    "pairs": 9 * 40,
+    "square": 16 * 40,
+}
 
 
 @pytest.mark.parametrize("key", [None, "tokens", "samples", "logits", "pairs", "square"])
@@ -170,14 +209,21 @@ def test_samples_count_what_the_rows_hold(key: str | None) -> None:
     ok, code, text = verdict(plausible.drawn(record(drawn={"infer": [wanted]}), {}))
     assert (ok, code) == (key is None, "tokens")
     if key is not None:
-        assert text == f"infer: the samples count {COUNTS[key]:,} {key}; the rows drawn hold {COUNTS[key] + 1:,}"
+        assert (
+            text == f"infer: the samples count {COUNTS[key]:,} {key}; the rows drawn hold"
+            f" {COUNTS[key] + 1:,}"
+        )
 
 
 def test_every_step_of_training_has_its_global_batch() -> None:
     made = report.training()
     taken = plausible._by_step(made, "train")
     assert verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": taken}}), {}))[0]
-    moved = [taken[0] | {"tokens": taken[0]["tokens"] - 1}, taken[1] | {"tokens": taken[1]["tokens"] + 1}, *taken[2:]]
+    moved = [
+        taken[0] | {"tokens": taken[0]["tokens"] - 1},
+        taken[1] | {"tokens": taken[1]["tokens"] + 1},
+        *taken[2:],
+    ]
     ok, _, text = verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": moved}}), {}))
     assert not ok
     assert text.startswith("train: step 0: the samples count")
@@ -185,7 +231,9 @@ def test_every_step_of_training_has_its_global_batch() -> None:
 
 @dataclass(frozen=True)
 class Made:
-    rows: list[list[int]] = field(default_factory=lambda: [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8], [9] * 6])
+    rows: list[list[int]] = field(
+        default_factory=lambda: [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8], [9] * 6]
+    )
     groups: list[int] = field(default_factory=lambda: [0, 0, 1, 2])
 
 
@@ -202,10 +250,13 @@ def test_texts_count_as_their_batches_do() -> None:
 
 
 def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:
-    """Of rows of 4, 5, 2 and 6 tokens, 3 keys at most: 9, 12, 3 and 15. Of a shared beginning of 3 tokens, 6, and behind it 3
-    and 6."""
+    """Of rows of 4, 5, 2 and 6 tokens, 3 keys at most: 9, 12, 3 and 15. Of a shared beginning of 3
+    tokens, 6, and behind it 3 and 6."""
     made = Made()
-    whole, window = (count_choices(made, "closed", size).of([0, 1, 2, 3], [], held_out=True) for size in (None, 3))
+    whole, window = (
+        count_choices(made, "closed", size).of([0, 1, 2, 3], [], held_out=True)
+        for size in (None, 3)
+    )
     assert (whole["pairs"], window["pairs"]) == (10 + 15 + 3 + 21, 9 + 12 + 3 + 15)
     assert {**whole, "pairs": 0} == {**window, "pairs": 0}
     shared = count_choices(made, "open", 3).of([0, 1], [0], held_out=True)

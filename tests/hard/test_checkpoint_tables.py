@@ -26,7 +26,8 @@ def test_a_state_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("1.0625", "1.0635"), ("65536.0", "65537.0"), ('"step": 2', '"step": 3'), ("seed", "seee")]
+    ("old", "new"),
+    [("1.0625", "1.0635"), ("65536.0", "65537.0"), ('"step": 2', '"step": 3'), ("seed", "seee")],
 )
 def test_a_changed_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
     path = tmp_path / "state.json"
@@ -34,7 +35,9 @@ def test_a_changed_state_is_refused(old: str, new: str, tmp_path: Path) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
-    with pytest.raises(RequestError, match=r"state\.json: damaged: its checksum is not that of what it holds"):
+    with pytest.raises(
+        RequestError, match=r"state\.json: damaged: its checksum is not that of what it holds"
+    ):
         checkpoints.read(path, State)
 
 
@@ -49,7 +52,10 @@ def test_every_changed_byte_is_refused(tmp_path: Path, attacks: Attacks) -> None
         except RequestError:
             continue
     attacks.add(
-        "byte of a checkpoint's `state.json`", len(raw), "no checksum", "refused, or the same value in another spelling"
+        "byte of a checkpoint's `state.json`",
+        len(raw),
+        "no checksum",
+        "refused, or the same value in another spelling",
     )
     assert all(accepted)  # what is read is what was written: another spelling of the same number
 

@@ -1,4 +1,6 @@
-"""A clock that runs slow makes every rate too high: it is compared with others, and a run in which they disagree is invalid."""
+"""A clock that runs slow makes every rate too high: it is compared with others, and a run in which
+they disagree is invalid.
+"""
 
 import json
 import shutil
@@ -54,7 +56,9 @@ def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C compiler to make a slow clock with")
     folder = tmp_path_factory.mktemp("slow")
     (folder / "slow.c").write_text(SLOW)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / "libslow.so", folder / "slow.c"], check=True)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", folder / "libslow.so", folder / "slow.c"], check=True
+    )
     return folder / "libslow.so"
 
 
@@ -71,7 +75,12 @@ def test_a_clock_at_half_speed_is_caught(shell: Shell, slow_clock: Path, attacks
     assert told["uptime"] == pytest.approx(2 * told["monotonic"], rel=0.05)
     assert made["environment"]["software"]["variables"]["LD_PRELOAD"] == "libslow.so"
     assert shell("verify", next(shell.out.iterdir())).code == 0
-    attacks.add("clock slowed down by a preloaded library", 1, "`valid` at 2.7 times the rate", "`clock`, the library named")
+    attacks.add(
+        "clock slowed down by a preloaded library",
+        1,
+        "`valid` at 2.7 times the rate",
+        "`clock`, the library named",
+    )
 
 
 def test_an_honest_run_has_all_clocks(smoke: dict[str, Path]) -> None:
@@ -101,7 +110,8 @@ def verdict(record: Record) -> tuple[bool, str]:
         ({"monotonic": 100.0, "boottime": 160.0}, False),  # the machine slept
         ({"monotonic": 1.0, "uptime": 1.025}, True),  # hundredths of a second
         ({"monotonic": 1.0, "uptime": 1.04}, False),
-        ({"monotonic": 37.0, "raw": 37.0, "boottime": 37.0, "uptime": 100.0}, False),  # faketime, 2.7 times slower
+        # faketime, 2.7 times slower
+        ({"monotonic": 37.0, "raw": 37.0, "boottime": 37.0, "uptime": 100.0}, False),
     ],
 )
 def test_clocks_of_a_rank(told: dict[str, float], ok: bool) -> None:
@@ -113,9 +123,19 @@ def test_the_reason_names_rank_and_clocks() -> None:
     assert text == (golden("rank-0-the-monotonic-clock-counted"))
 
 
-@pytest.mark.parametrize(("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)])
+@pytest.mark.parametrize(
+    ("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)]
+)
 def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
-    window = Window(pass_name="infer", rank=0, start_s=5.0, wall_s=10.0, device_s=device_s, allocated_bytes=0, reserved_bytes=0)
+    window = Window(
+        pass_name="infer",
+        rank=0,
+        start_s=5.0,
+        wall_s=10.0,
+        device_s=device_s,
+        allocated_bytes=0,
+        reserved_bytes=0,
+    )
     assert verdict(report.make().model_copy(update={"passes": [window]}))[0] is ok
 
 
@@ -123,7 +143,9 @@ def test_an_older_record_is_not_judged() -> None:
     assert clocks.agree(report.make(), {}) == []
 
 
-def test_of_several_readings_the_tightest_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_of_several_readings_the_tightest_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """One in which the process was put aside says nothing on clocks."""
     ticks = iter([0.0, 9.0, 10.0, 10.5, 20.0, 29.0])
     monkeypatch.setattr(clock, "now", lambda: next(ticks))
@@ -144,9 +166,14 @@ def test_a_system_without_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         ({}, {}),
         ({"LD_PRELOAD": ""}, {}),
-        ({"LD_PRELOAD": "/home/me/secret/libfaketime.so.1 /x/b.so", "HOME": "/root"}, {"LD_PRELOAD": "libfaketime.so.1:b.so"}),
+        (
+            {"LD_PRELOAD": "/home/me/secret/libfaketime.so.1 /x/b.so", "HOME": "/root"},
+            {"LD_PRELOAD": "libfaketime.so.1:b.so"},
+        ),
         ({"LD_AUDIT": "/x/audit.so:other.so"}, {"LD_AUDIT": "audit.so:other.so"}),
     ],
 )
-def test_preloaded_libraries_are_recorded_by_name(variables: dict[str, str], names: dict[str, Any]) -> None:
+def test_preloaded_libraries_are_recorded_by_name(
+    variables: dict[str, str], names: dict[str, Any]
+) -> None:
     assert environment._preloaded(variables) == names

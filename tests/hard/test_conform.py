@@ -19,7 +19,9 @@ OPENWEBTEXT = "llama1-7b-openwebtext"
 
 
 def conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
-    done = shell("conform", *arguments, "--json", XDG_CACHE_HOME=str(shell.folder / "cache"), **variables)
+    done = shell(
+        "conform", *arguments, "--json", XDG_CACHE_HOME=str(shell.folder / "cache"), **variables
+    )
     return done.code, done.json()
 
 
@@ -36,14 +38,24 @@ def conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, dict[
 def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> None:
     code, found = conform(shell, *arguments)
     assert (code, found["conforms"]) == (0, True), [row for row in found["rows"] if not row["ok"]]
-    assert {row["what"] for row in found["rows"]} >= {"status", "train counts", "step 1 loss", "step 1 grad_norm"}
+    assert {row["what"] for row in found["rows"]} >= {
+        "status",
+        "train counts",
+        "step 1 loss",
+        "step 1 grad_norm",
+    }
     kept = shell.folder / "cache" / "steelyard" / "conform.json"
-    assert kept.exists() == ("--case" not in arguments)  # a part of the cases shows nothing of the rest
+    # a part of the cases shows nothing of the rest
+    assert kept.exists() == ("--case" not in arguments)
 
 
 @pytest.mark.full
-def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Path, attacks: Attacks) -> None:
-    """It names all rows, so its record alone is sound: the loss and the gradients are those of other rows."""
+def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
+    tmp_path: Path, attacks: Attacks
+) -> None:
+    """It names all rows, so its record alone is sound: the loss and the gradients are those of
+    other rows.
+    """
     shell = Shell(tmp_path, (liar_engine(tmp_path / "package"),))
     code, found = conform(shell, "liar", "--case", OPENWEBTEXT, LIAR="half_hidden")
     wrong = {row["what"] for row in found["rows"] if not row["ok"]}
@@ -52,10 +64,29 @@ def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(tmp_path: Pat
     assert not wrong & {"status", "train counts"}
     kept = json.loads((tmp_path / "cache" / "steelyard" / "conform.json").read_text())
     assert (kept["liar"]["conforms"], kept["liar"]["version"]) == (False, found["version"])
-    run = ("run", OPENWEBTEXT, "--size", "smoke", "--accelerator", "cpu", "--steps", "2", "--engine", "liar", "--json")
-    made = shell(*run, "--out", shell.out, LIAR="half_hidden", XDG_CACHE_HOME=str(tmp_path / "cache")).json()
+    run = (
+        "run",
+        OPENWEBTEXT,
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--steps",
+        "2",
+        "--engine",
+        "liar",
+        "--json",
+    )
+    made = shell(
+        *run, "--out", shell.out, LIAR="half_hidden", XDG_CACHE_HOME=str(tmp_path / "cache")
+    ).json()
     assert made["records"][0]["engine"]["conforms"] is False
-    attacks.add("engine that trains: on half of each batch, and names all rows", 1, "`valid`", "`conforms: false`")
+    attacks.add(
+        "engine that trains: on half of each batch, and names all rows",
+        1,
+        "`valid`",
+        "`conforms: false`",
+    )
 
 
 @pytest.mark.parametrize(("reasons", "code"), [(("interrupted",), 1), (("out_of_memory",), 1)])
@@ -89,7 +120,9 @@ def test_a_run_that_did_not_finish_shows_nothing(
         (("reference", "--case", OPENWEBTEXT), f"engine 'reference' does not run {OPENWEBTEXT}"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_compared_is_refused(
+    shell: Shell, arguments: tuple[str, ...], said: str
+) -> None:
     done = shell.ask("conform", *arguments)
     assert (done.code, said in done.err) == (2, True), done.err
 
@@ -101,12 +134,16 @@ def wrong(ours: Record, theirs: Record) -> list[Compared]:
 def first_step(record: Record, **values: float) -> Record:
     """With other values of the first step of training."""
     first, *rest = record.samples
-    return record.model_copy(update={"samples": [first.model_copy(update={"values": first.values | values}), *rest]})
+    return record.model_copy(
+        update={"samples": [first.model_copy(update={"values": first.values | values}), *rest]}
+    )
 
 
 def trained(**values: float) -> Record:
     made = report.training().model_copy(update={"status": "valid", "reasons": []})
-    question = made.case.question | {"precision": made.case.question["precision"] | {"matmul": "fp32"}}
+    question = made.case.question | {
+        "precision": made.case.question["precision"] | {"matmul": "fp32"}
+    }
     made = made.model_copy(update={"case": made.case.model_copy(update={"question": question})})
     return first_step(made, **({"loss": 10.0, "grad_norm": 4.0} | values))
 
@@ -128,15 +165,21 @@ def test_counts_must_be_the_same() -> None:
     ours = trained()
     first, *rest = ours.samples
     more = first.model_copy(update={"counts": first.counts | {"pairs": first.counts["pairs"] + 1}})
-    assert [row.what for row in wrong(ours, ours.model_copy(update={"samples": [more, *rest]}))] == ["train counts"]
+    assert [
+        row.what for row in wrong(ours, ours.model_copy(update={"samples": [more, *rest]}))
+    ] == ["train counts"]
 
 
 def test_a_run_that_is_not_valid_shows_nothing() -> None:
     ours = trained()
-    assert [row.what for row in wrong(ours, ours.model_copy(update={"status": "invalid"}))] == ["status"]
+    assert [row.what for row in wrong(ours, ours.model_copy(update={"status": "invalid"}))] == [
+        "status"
+    ]
 
 
-ROW = EngineRow(name="mine", framework="torch", works={"train_rows": "mine_engine:Mine"}, families=("llama",))
+ROW = EngineRow(
+    name="mine", framework="torch", works={"train_rows": "mine_engine:Mine"}, families=("llama",)
+)
 
 
 def test_what_was_found_is_of_one_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +197,12 @@ def test_what_was_found_is_of_one_version(tmp_path: Path, monkeypatch: pytest.Mo
     assert conformity.conforms(ROW) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"mine": 3}', '{"mine": {"version": []}}', "[" * 5000])
-def test_a_damaged_file_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"mine": 3}', '{"mine": {"version": []}}', "[" * 5000]
+)
+def test_a_damaged_file_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "steelyard").mkdir(mode=0o700)
     (tmp_path / "steelyard" / conformity.NAME).write_text(text)

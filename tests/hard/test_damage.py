@@ -38,10 +38,14 @@ def test_damaged_headers_of_arrays_are_refused(attacks: Attacks) -> None:
     for _ in range(TRIED):
         raw = bytearray(whole)
         for _ in range(drawn.choice((1, 2, 4))):
-            raw[drawn.randrange(90)] = drawn.choice([drawn.randrange(256), *b"()[]{}'\"\\,: \n\t0L#"])
+            raw[drawn.randrange(90)] = drawn.choice(
+                [drawn.randrange(256), *b"()[]{}'\"\\,: \n\t0L#"]
+            )
         with suppress(RequestError):  # anything else would be a traceback
             corpus._header(io.BytesIO(raw), "x_ids.npy")
-    attacks.add("`.npy` header, changed at random", TRIED, "1,800 of 6,000: traceback", "no traceback")
+    attacks.add(
+        "`.npy` header, changed at random", TRIED, "1,800 of 6,000: traceback", "no traceback"
+    )
 
 
 def test_a_header_that_python_cannot_split_gets_one_line(shell: Shell, tmp_path: Path) -> None:
@@ -60,16 +64,25 @@ def test_a_long_header_is_not_read(size: int) -> None:
 
 @pytest.mark.parametrize("depth", [40, 300, 900, 2000])
 @pytest.mark.parametrize("where", ["question", "tune.env", "smoke", "reference"])
-def test_deep_dotted_keys_in_a_case_get_one_line(depth: int, where: str, shell: Shell, tmp_path: Path) -> None:
+def test_deep_dotted_keys_in_a_case_get_one_line(
+    depth: int, where: str, shell: Shell, tmp_path: Path
+) -> None:
     path = tmp_path / "own.toml"
     path.write_text(f"{where}{'.a' * depth} = 1\n{OWN if where == 'smoke' else ''}")
-    one_line(shell.ask("show", path), "own.toml': tables nested more than 16 deep; a case has tables four deep")
+    one_line(
+        shell.ask("show", path),
+        "own.toml': tables nested more than 16 deep; a case has tables four deep",
+    )
 
 
 @pytest.mark.parametrize("depth", [40, 300, 900, 2000, 50_000])
 def test_deep_dotted_keys_on_the_command_line_get_one_line(depth: int, shell: Shell) -> None:
     key = "tune.env" + ".a" * depth
-    one_line(shell.ask("show", CASE, "--set", f"{key}=1"), "--set ", "nested more than 16 deep; a case has tables four deep")
+    one_line(
+        shell.ask("show", CASE, "--set", f"{key}=1"),
+        "--set ",
+        "nested more than 16 deep; a case has tables four deep",
+    )
     one_line(shell.ask("show", CASE, "--set", f"question{'.a' * depth}=1"), "--set: no key ")
     nested = "{a=" * min(depth, 300) + "1" + "}" * min(depth, 300)
     one_line(shell.ask("show", CASE, "--set", f"tune.env={nested}"))

@@ -1,4 +1,6 @@
-"""Ways in: a site file that lies in the working directory, variables that load code, files that never end."""
+"""Ways in: a site file that lies in the working directory, variables that load code, files that
+never end.
+"""
 
 import os
 
@@ -26,7 +28,12 @@ def test_a_site_file_in_the_working_directory_runs_nothing(shell: Shell, attacks
     assert refused.code == 2
     assert refused.lines[-1].startswith(golden("error-site-site-toml-environment-pythonpath"))
     assert not mark.exists()
-    attacks.add("site.toml in the working directory that sets PYTHONPATH", 1, "its code runs in every process", "not taken")
+    attacks.add(
+        "site.toml in the working directory that sets PYTHONPATH",
+        1,
+        "its code runs in every process",
+        "not taken",
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,7 +42,9 @@ def test_a_site_file_in_the_working_directory_runs_nothing(shell: Shell, attacks
     ids=["verify", "history", "report", "signers"],
 )
 @pytest.mark.parametrize("what", ["fifo", "device"])
-def test_a_file_that_never_ends_is_refused(verb: tuple[str, ...], what: str, shell: Shell, attacks: Attacks) -> None:
+def test_a_file_that_never_ends_is_refused(
+    verb: tuple[str, ...], what: str, shell: Shell, attacks: Attacks
+) -> None:
     folder = shell.folder / "records"
     folder.mkdir()
     path = folder / "endless.json"
@@ -44,8 +53,14 @@ def test_a_file_that_never_ends_is_refused(verb: tuple[str, ...], what: str, she
     done = shell(*verb, *([path, record] if "--signers" in verb else [folder]))
     assert "not a regular file" in done.err + done.out
     assert "Traceback" not in done.err
-    if (what, *verb[-1:]) in {("fifo", "--json"), ("device", "--json"), ("fifo", "--signers")}:  # the others were refused
-        attacks.add(f"{what} in the place of a file, given to {' '.join(verb).removesuffix(' --json')}", 1, "hangs", "refused")
+    # the others were refused
+    if (what, *verb[-1:]) in {("fifo", "--json"), ("device", "--json"), ("fifo", "--signers")}:
+        attacks.add(
+            f"{what} in the place of a file, given to {' '.join(verb).removesuffix(' --json')}",
+            1,
+            "hangs",
+            "refused",
+        )
 
 
 LONG = "a" * 300
@@ -73,7 +88,9 @@ def test_a_path_that_is_too_long_gets_one_line(command: tuple[str, ...], shell: 
     assert "File name too long" in done.err
 
 
-def test_a_command_without_memory_gets_one_line(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_memory_gets_one_line(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def starved(*arguments: object) -> None:
         raise MemoryError
 
@@ -85,7 +102,10 @@ def test_a_command_without_memory_gets_one_line(shell: Shell, monkeypatch: pytes
 
 def test_numbers_that_no_machine_has_get_one_line(shell: Shell) -> None:
     for command, line in (
-        (("run", "smoke", "--repeat", "99999999999"), "error: --repeat 99999999999: must be 1 to 10,000"),
+        (
+            ("run", "smoke", "--repeat", "99999999999"),
+            "error: --repeat 99999999999: must be 1 to 10,000",
+        ),
         (("spec", "--devices", "9" * 20), f"error: --devices {'9' * 20}: must be 1 to 1000000"),
     ):
         done = shell.ask(*command)

@@ -1,4 +1,6 @@
-"""How a run ends is told as far as it is known, whatever the surroundings: a stranger's variables, no memory, no processes."""
+"""How a run ends is told as far as it is known, whatever the surroundings: a stranger's variables,
+no memory, no processes.
+"""
 
 import errno
 import os
@@ -37,18 +39,29 @@ MOST_BYTES = 1536 << 20
 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", ["1", "2"])
-def test_a_strangers_variables_are_not_inherited(faulty: Shell, devices: str, attacks: Attacks) -> None:
-    done = faulty(*RUN, "--devices", devices, "--out", faulty.out, "--hang-after", "60", **STRANGERS)
+def test_a_strangers_variables_are_not_inherited(
+    faulty: Shell, devices: str, attacks: Attacks
+) -> None:
+    done = faulty(
+        *RUN, "--devices", devices, "--out", faulty.out, "--hang-after", "60", **STRANGERS
+    )
     assert done.code == 0, done.err
     (record,) = faulty.records()
     assert [one["rank"] for one in record["ranks"]] == list(range(int(devices)))
     assert not set(record["environment"]["software"]["variables"]) & set(STRANGERS)
-    attacks.add(f"variables of another launcher, {devices} rank(s)", 1, "hangs for 30 minutes", "runs")
+    attacks.add(
+        f"variables of another launcher, {devices} rank(s)", 1, "hangs for 30 minutes", "runs"
+    )
 
 
 def test_which_variables_are_strangers() -> None:
     assert [name for name in STRANGERS if not scrubbed(name)] == []
-    assert not any(map(scrubbed, ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "OMP_NUM_THREADS", "RANKING")))
+    assert not any(
+        map(
+            scrubbed,
+            ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "OMP_NUM_THREADS", "RANKING"),
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,20 +74,31 @@ def test_which_variables_are_strangers() -> None:
         (
             1,
             f"OSError: [Errno 28] {os.strerror(errno.ENOSPC)}: 'x'",
-            ("disk_full", "rank 1 left no result; exit code 1, and its stderr says: No space left on device"),
+            (
+                "disk_full",
+                "rank 1 left no result; exit code 1, and its stderr says: No space left on device",
+            ),
         ),
     ],
 )
 def test_what_is_known_and_nothing_else(ended: int, tail: str, expected: tuple[str, str]) -> None:
     exits = {1: WorkerEnded(token="t", rank=1, code=ended, time_s=1.0)}
-    assert find_failure(RankResults(exits=exits, stderr_tails={1: tail}), 2) == Failure(*expected, 1)
+    assert find_failure(RankResults(exits=exits, stderr_tails={1: tail}), 2) == Failure(
+        *expected, 1
+    )
 
 
 @pytest.mark.parametrize(("starved", "more"), [(None, ""), (0, ""), (2, "2 process(es)")])
 def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
     exits = {0: WorkerEnded(token="t", rank=0, code=-9, time_s=1.0, oom_kills=starved)}
-    said = f"; meanwhile the kernel ended {more} of its control group for lack of memory" if more else ""
-    assert find_failure(RankResults(exits=exits), 2) == Failure("killed", f"rank 0 was ended by SIGKILL{said}", 0)
+    said = (
+        f"; meanwhile the kernel ended {more} of its control group for lack of memory"
+        if more
+        else ""
+    )
+    assert find_failure(RankResults(exits=exits), 2) == Failure(
+        "killed", f"rank 0 was ended by SIGKILL{said}", 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,13 +106,20 @@ def test_what_the_kernel_counted(starved: int | None, more: str) -> None:
     [
         ("0::/a/b\n", "a/b/memory.events", "low 0\noom 4\noom_kill 3\n", 3),
         ("0::/a/b\n", "memory.events", "oom_kill 2\n", 2),  # a container sees its group as the root
-        ("1:cpu:/a\n4:memory:/a\n0::/\n", "memory/a/memory.oom_control", "under_oom 0\noom_kill 7\n", 7),
+        (
+            "1:cpu:/a\n4:memory:/a\n0::/\n",
+            "memory/a/memory.oom_control",
+            "under_oom 0\noom_kill 7\n",
+            7,
+        ),
         ("0::/a\n", "a/memory.events", "oom_kill many\n", None),
         ("0::/a\n", "a/other", "oom_kill 1\n", None),
         ("nothing", "a/memory.events", "oom_kill 1\n", None),
     ],
 )
-def test_the_count_of_a_control_group(tmp_path: Path, groups: str, name: str, text: str, found: int | None) -> None:
+def test_the_count_of_a_control_group(
+    tmp_path: Path, groups: str, name: str, text: str, found: int | None
+) -> None:
     proc, tree = tmp_path / "proc", tmp_path / "sys/fs/cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text(groups)
@@ -101,7 +132,10 @@ def test_the_count_of_a_control_group(tmp_path: Path, groups: str, name: str, te
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group with little memory, where one may be made."""
-    for folder, limit in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
+    for folder, limit in (
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup"), "memory.max"),
+    ):
         group = folder / f"steelyard-test-{os.getpid()}"
         try:
             group.mkdir()
@@ -117,7 +151,9 @@ def small_group() -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_the_kernel_ends_a_rank_for_lack_of_memory(faulty: Shell, small_group: Path, attacks: Attacks) -> None:
+def test_the_kernel_ends_a_rank_for_lack_of_memory(
+    faulty: Shell, small_group: Path, attacks: Attacks
+) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "steelyard", *RUN, "--out", str(faulty.out)],
         env=faulty.env(FAULTY="eats@work"),
@@ -133,7 +169,12 @@ def test_the_kernel_ends_a_rank_for_lack_of_memory(faulty: Shell, small_group: P
     assert record["reasons"][0]["code"] == "killed"
     assert record["reasons"][0]["text"] == (golden("rank-0-was-ended-by-sigkill"))
     assert record["failure"]["exit_code"] == -signal.SIGKILL
-    attacks.add("rank ended by the kernel for lack of memory", 1, "a guess at any SIGKILL", "what its control group counted")
+    attacks.add(
+        "rank ended by the kernel for lack of memory",
+        1,
+        "a guess at any SIGKILL",
+        "what its control group counted",
+    )
 
 
 FAILS = """
@@ -154,14 +195,23 @@ if "steelyard.run.node" in sys.orig_argv:
 @pytest.mark.parametrize(
     ("place", "number", "error", "why"),
     [
-        ("subprocess.Popen", 2, "BlockingIOError(11, 'Resource temporarily unavailable')", "Resource temporarily unavailable"),
+        (
+            "subprocess.Popen",
+            2,
+            "BlockingIOError(11, 'Resource temporarily unavailable')",
+            "Resource temporarily unavailable",
+        ),
         ("subprocess.Popen", 1, "PermissionError(13, 'Permission denied')", "Permission denied"),
     ],
     ids=["the second", "the first"],
 )
-def test_processes_that_cannot_be_started(faulty: Shell, place: str, number: int, error: str, why: str) -> None:
+def test_processes_that_cannot_be_started(
+    faulty: Shell, place: str, number: int, error: str, why: str
+) -> None:
     (faulty.folder / "more").mkdir()
-    (faulty.folder / "more" / "sitecustomize.py").write_text(FAILS.format(place=place, number=number, error=error))
+    (faulty.folder / "more" / "sitecustomize.py").write_text(
+        FAILS.format(place=place, number=number, error=error)
+    )
     one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
     done = one(*RUN, "--devices", "2", "--out", one.out)
     assert done.code == 1, done.err
@@ -189,7 +239,9 @@ if "steelyard.run.worker" in sys.orig_argv:
     ("name", "code", "status", "reason"),
     [("progress", 0, "valid", None), ("rank-1", 1, "failed", "malformed")],
 )
-def test_files_of_workers_that_are_none(faulty: Shell, name: str, code: int, status: str, reason: str | None) -> None:
+def test_files_of_workers_that_are_none(
+    faulty: Shell, name: str, code: int, status: str, reason: str | None
+) -> None:
     (faulty.folder / "more").mkdir()
     (faulty.folder / "more" / "sitecustomize.py").write_text(GARBAGE.format(name=name))
     one = Shell(faulty.folder, (faulty.folder / "more", *faulty.extra))
@@ -203,9 +255,26 @@ def test_files_of_workers_that_are_none(faulty: Shell, name: str, code: int, sta
 @pytest.mark.full
 def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks) -> None:
     (shell.folder / "gone").mkdir()
-    words = ["sh", "-c", 'cd gone && rmdir ../gone && exec "$@"', "sh", sys.executable, "-P", "-m", "steelyard"]
+    words = [
+        "sh",
+        "-c",
+        'cd gone && rmdir ../gone && exec "$@"',
+        "sh",
+        sys.executable,
+        "-P",
+        "-m",
+        "steelyard",
+    ]
     command = [*words, *SMOKE, "--out", str(shell.out)]
-    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=shell.folder,
+        env=shell.env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr == golden("error-the-working-directory-no-longer")
     assert not shell.out.exists()
@@ -214,12 +283,34 @@ def test_in_a_working_directory_that_was_deleted(shell: Shell, attacks: Attacks)
 
 def test_without_proc(shell: Shell) -> None:
     words = 'mount -t tmpfs none /proc && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", words, "sh", sys.executable, "-P", "-m", "steelyard", *SMOKE]
+    command = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        words,
+        "sh",
+        sys.executable,
+        "-P",
+        "-m",
+        "steelyard",
+        *SMOKE,
+    ]
     try:
-        if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/proc"], capture_output=True).returncode:
+        if subprocess.run(
+            ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/proc"], capture_output=True
+        ).returncode:
             pytest.skip("mounting over /proc is not allowed here")
     except FileNotFoundError:
         pytest.skip("no unshare command")
-    done = subprocess.run(command, cwd=shell.folder, env=shell.env(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=shell.folder,
+        env=shell.env(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 2
     assert done.stderr == golden("error-proc-is-not-mounted-run")

@@ -1,4 +1,6 @@
-"""Records changed by someone who derives them again and makes the hashes right: what contradicts itself does not verify."""
+"""Records changed by someone who derives them again and makes the hashes right: what contradicts
+itself does not verify.
+"""
 
 import json
 from collections.abc import Callable
@@ -59,7 +61,9 @@ def shorter_pass(table: dict[str, Any]) -> None:
 
 def gap(table: dict[str, Any]) -> None:
     """A slow step made fast."""
-    table["samples"][2]["end_s"] -= 0.5 * (table["samples"][2]["end_s"] - table["samples"][2]["start_s"])
+    table["samples"][2]["end_s"] -= 0.5 * (
+        table["samples"][2]["end_s"] - table["samples"][2]["start_s"]
+    )
 
 
 def late_readings(table: dict[str, Any]) -> None:
@@ -90,7 +94,10 @@ def test_what_contradicts_itself_does_not_verify(
     wrong = verify.verify(path)
     assert any(said in line for line in wrong), wrong
     attacks.add(
-        f"record derived and sealed again: {change.__name__.replace('_', ' ')}", 1, BEFORE.get(change, "/"), "does not verify"
+        f"record derived and sealed again: {change.__name__.replace('_', ' ')}",
+        1,
+        BEFORE.get(change, "/"),
+        "does not verify",
     )
 
 
@@ -107,7 +114,9 @@ def test_a_key_too_many_in_hashes_shows(tmp_path: Path) -> None:
     assert record.integrity(path) == [golden("hashes-has-key-signed-which-no")]
 
 
-@pytest.mark.parametrize("place", [("budget",), ("metrics",), ("samples", 0, "phases"), ("outputs", "passes"), ("case",)])
+@pytest.mark.parametrize(
+    "place", [("budget",), ("metrics",), ("samples", 0, "phases"), ("outputs", "passes"), ("case",)]
+)
 def test_another_order_of_keys_shows(place: tuple[Any, ...], tmp_path: Path) -> None:
     path = published("mmlu-smoke-closed", tmp_path)
     table = sealed(path)

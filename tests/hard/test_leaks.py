@@ -17,7 +17,14 @@ def kept(inherited: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["TORCHX_API_TOKEN", "NCCL_AUTH_TOKEN", "PYTORCH_INDEX_PASSWORD", "CUDA_REGISTRY", "TORCH_EXTENSIONS_DIR", "OMP_MINE"],
+    [
+        "TORCHX_API_TOKEN",
+        "NCCL_AUTH_TOKEN",
+        "PYTORCH_INDEX_PASSWORD",
+        "CUDA_REGISTRY",
+        "TORCH_EXTENSIONS_DIR",
+        "OMP_MINE",
+    ],
 )
 def test_a_common_beginning_is_not_enough(name: str) -> None:
     assert kept({name: "hunter2", "NCCL_ALGO": "Ring"}) == {"NCCL_ALGO": "Ring"}

@@ -1,4 +1,6 @@
-"""What runs leave that nobody could end in order is swept up by the next run of the same user, and nothing else is."""
+"""What runs leave that nobody could end in order is swept up by the next run of the same user, and
+nothing else is.
+"""
 
 import os
 import signal
@@ -25,7 +27,9 @@ time.sleep(300)
 
 def killed_holder(shell: Shell, mark: str) -> Path:
     """A folder whose agent is dead."""
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, mark], env=shell.env(), stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, mark], env=shell.env(), stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     path = Path(holder.stdout.readline().strip())
     holder.kill()
@@ -33,13 +37,18 @@ def killed_holder(shell: Shell, mark: str) -> Path:
     return path
 
 
-def test_the_dead_are_swept_and_nobody_else(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dead_are_swept_and_nobody_else(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shell.tmp.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(shell.tmp))
     dead = killed_holder(shell, DEAD)
     (dead / "store").write_text("left")
-    stopped = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: DEAD}, start_new_session=True)
-    assert wait_for(lambda: processes.marked(psutil.Process(stopped.pid), DEAD))  # its environment comes a moment after it
+    stopped = subprocess.Popen(
+        ["sleep", "300"], env={**shell.env(), messages.MARK: DEAD}, start_new_session=True
+    )
+    # its environment comes a moment after it
+    assert wait_for(lambda: processes.marked(psutil.Process(stopped.pid), DEAD))
     stopped.send_signal(signal.SIGSTOP)
     alive = RunFolder(ALIVE)
     (shell.tmp / "steelyard-notes").mkdir()
@@ -50,7 +59,12 @@ def test_the_dead_are_swept_and_nobody_else(shell: Shell, tmp_path: Path, monkey
         os.chown(others, 65534, 65534)
     assert processes.sweep_dead() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
     assert stopped.wait(300) == -signal.SIGTERM
-    kept = {alive.path.name, "steelyard-notes", f"steelyard-{'b' * 16}-0-x1", *([others.name] if os.getuid() == 0 else [])}
+    kept = {
+        alive.path.name,
+        "steelyard-notes",
+        f"steelyard-{'b' * 16}-0-x1",
+        *([others.name] if os.getuid() == 0 else []),
+    }
     assert {path.name for path in shell.tmp.iterdir()} == kept
     alive.remove()
     assert not alive.path.exists()
@@ -82,14 +96,17 @@ def test_a_run_that_starts_does_not_sweep_the_folder_of_another_that_starts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_was_never_locked_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_never_locked_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(Path, "rename", lambda self, to: full_disk())
         RunFolder(ALIVE)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(f".steelyard-{ALIVE}-")
-    monkeypatch.setattr(processes, "_nobodys", lambda path: True)  # its lock ends with the process that is not over here
+    # its lock ends with the process that is not over here
+    monkeypatch.setattr(processes, "_nobodys", lambda path: True)
     assert (processes.sweep_dead(), list(tmp_path.iterdir())) == ([], [])
 
 
@@ -99,14 +116,26 @@ def full_disk() -> None:
 
 @pytest.mark.full
 def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) -> None:
-    """The stopped rank is woken by its agent's death, sees that it is alone, and ends. The folder stays, for the next run."""
+    """The stopped rank is woken by its agent's death, sees that it is alone, and ends. The folder
+    stays, for the next run.
+    """
     mark = faulty.folder / "there"
     process = faulty.start(
-        *SMOKE, "--engine", "faulty", "--out", "records", pipes=False, FAULTY="waits@work", FAULTY_MARK=str(mark)
+        *SMOKE,
+        "--engine",
+        "faulty",
+        "--out",
+        "records",
+        pipes=False,
+        FAULTY="waits@work",
+        FAULTY_MARK=str(mark),
     )
     assert wait_for(mark.exists)
     by_words = {
-        word: one for one in faulty.processes() for word in ("worker", "node") if f"steelyard.run.{word}" in one.cmdline()
+        word: one
+        for one in faulty.processes()
+        for word in ("worker", "node")
+        if f"steelyard.run.{word}" in one.cmdline()
     }
     by_words["worker"].send_signal(signal.SIGSTOP)
     assert wait_for(lambda: by_words["worker"].status() == psutil.STATUS_STOPPED)
@@ -119,4 +148,9 @@ def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) 
     assert done.code == 0, done.err
     assert not left.exists()
     assert [one["status"] for one in faulty.records()] == ["failed", "valid"]
-    attacks.add("parent and agent killed, a rank stopped", 1, "the rank and the folder stay", "it ends; the next run sweeps")
+    attacks.add(
+        "parent and agent killed, a rank stopped",
+        1,
+        "the rank and the folder stay",
+        "it ends; the next run sweeps",
+    )

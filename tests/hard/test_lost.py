@@ -46,13 +46,19 @@ def test_a_record_is_kept_beside(made: record.Record, tmp_path: Path) -> None:
     with pytest.raises(LostError) as caught:
         record.keep(made, out)
     text, mark = str(caught.value), "; it is saved as "
-    assert text.startswith(f"the record cannot be written to {str(out)!r}: No such file or directory{mark}{tmp_path / 'tmp'}/")
+    assert text.startswith(
+        f"the record cannot be written to {str(out)!r}: No such file or"
+        f" directory{mark}{tmp_path / 'tmp'}/"
+    )
     assert verify.read(Path(text.partition(mark)[2])) == made
     assert caught.value.left is None
 
 
 def test_without_any_room_it_is_printed(
-    made: record.Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: record.Record,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "out").mkdir()
 
@@ -65,7 +71,10 @@ def test_without_any_room_it_is_printed(
         cli.main()
     printed, line = capsys.readouterr().err.splitlines()
     assert (ended.value.code, json.loads(printed)) == (1, record.to_table(made))
-    why = f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can {str(tmp_path / 'tmp')!r}"
+    why = (
+        f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can"
+        f" {str(tmp_path / 'tmp')!r}"
+    )
     assert line == golden("file-too-large-it-stands-above", why)
 
 
@@ -81,6 +90,10 @@ def test_a_run_whose_folder_vanishes_keeps_its_record(tmp_path: Path, faulty_pac
     finally:
         shell.clean()
     assert done.code == 1
-    line = next(line for line in done.err.splitlines() if line.startswith("error: the record cannot be written to "))
+    line = next(
+        line
+        for line in done.err.splitlines()
+        if line.startswith("error: the record cannot be written to ")
+    )
     kept = Path(line.partition("it is saved as ")[2])
     assert json.loads(kept.read_bytes())["status"] == "valid"

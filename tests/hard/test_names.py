@@ -23,14 +23,21 @@ from steelyard.report.runs import by_case
 
 CASE = "llama2-7b-mmlu"
 # Published records that are older than a field which their shipped case has set since.
-EARLIER = {name: ["question.data.joint", "question.data.last_target"] for name in ("304a1447", "86b8f8f0", "44b1216e")}
+EARLIER = {
+    name: ["question.data.joint", "question.data.last_target"]
+    for name in ("304a1447", "86b8f8f0", "44b1216e")
+}
 
 
 @pytest.mark.parametrize(
     ("case", "parts", "name"),
     [
         (CASE, '{name="fp32",matmul="fp16",weights="fp32"}', "matmul fp16, weights fp32"),
-        (CASE, '{name="fp32",matmul="fp32",weights="fp32",states="bf16"}', "matmul fp32, weights fp32, states bf16"),
+        (
+            CASE,
+            '{name="fp32",matmul="fp32",weights="fp32",states="bf16"}',
+            "matmul fp32, weights fp32, states bf16",
+        ),
         (CASE, '{name="mine",matmul="fp32",weights="fp32"}', "fp32"),
         (CASE, '{matmul="tf32",weights="fp32"}', "tf32"),
         (
@@ -54,7 +61,9 @@ def test_a_table_in_a_case_file_is_named_by_its_parts_too(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", presets())
 def test_every_preset_has_its_own_name(kind: str) -> None:
-    assert {name: name_of(kind, row.model_dump()) for name, row in presets()[kind].items()} == {n: n for n in presets()[kind]}
+    assert {name: name_of(kind, row.model_dump()) for name, row in presets()[kind].items()} == {
+        n: n for n in presets()[kind]
+    }
 
 
 @pytest.mark.parametrize("name", names())
@@ -70,7 +79,9 @@ def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:
 
     def lie(table: dict) -> None:
         table["case"]["question"]["precision"]["matmul"] = "fp16"
-        table["case"]["key"] = verify.key_of(table["case"]["question"], table["data"]["fingerprint"])
+        table["case"]["key"] = verify.key_of(
+            table["case"]["question"], table["data"]["fingerprint"]
+        )
 
     assert golden("the-precision-is-called-fp-32") in verify.verify(changed(path, lie))
 
@@ -95,14 +106,24 @@ def as_smoke(table: dict) -> None:
 
 @pytest.mark.parametrize(
     ("change", "parts"),
-    [(no_gate, "gate"), (loose, "max_interval"), (other_question, "question"), (as_smoke, "question")],
+    [
+        (no_gate, "gate"),
+        (loose, "max_interval"),
+        (other_question, "question"),
+        (as_smoke, "question"),
+    ],
 )
-def test_a_case_that_is_not_the_shipped_one_says_so(change: Callable, parts: str, tmp_path: Path) -> None:
+def test_a_case_that_is_not_the_shipped_one_says_so(
+    change: Callable, parts: str, tmp_path: Path
+) -> None:
     path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
     found = verify.read(path)
     assert f"case: modified: not the {parts} of the shipped case {CASE}" in found.notes
     if change is not other_question:
-        assert found.case.key == record.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole")).case.key
+        assert (
+            found.case.key
+            == record.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole")).case.key
+        )
     page = report.text(report.table([found]))
     assert "case: modified" in page
     whole = verify.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole"))
@@ -128,12 +149,18 @@ def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None
     assert verify.verify(path) == []
     found = verify.read(path)
     assert verify.remarks(path) == [golden("the-key-is-of-aquila-2", found.case.key, fields)]
-    note = f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came later"
+    note = (
+        f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came"
+        " later"
+    )
     assert note in validity.judge(found, derive(found))[2]
     for lang, word in (("en", "case: earlier"), ("zh", "旧版用例")):
         assert word in report.table([found], lang).blocks[1].rows[0].cells[0].text
-    assert [*by_case([found])] == [("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")]
-    assert published_rows(by_case([found]).popitem()[1]) == []  # the published runs were asked today's question
+    assert [*by_case([found])] == [
+        ("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")
+    ]
+    # the published runs were asked today's question
+    assert published_rows(by_case([found]).popitem()[1]) == []
 
 
 def test_a_case_file_that_says_what_is_the_default_is_modified(tmp_path: Path) -> None:
@@ -155,7 +182,9 @@ def test_an_earlier_question_with_something_else_is_modified(tmp_path: Path) -> 
 
 def test_the_command_line_asks_the_earlier_question_again(tmp_path: Path) -> None:
     asked = resolve(
-        "aquila2-7b-alpaca", precision="bf16-pure", settings=['question.data.joint="\\n"', "question.data.last_target=false"]
+        "aquila2-7b-alpaca",
+        precision="bf16-pure",
+        settings=['question.data.joint="\\n"', "question.data.last_target=false"],
     )
     found = record.read(next(RESULTS.rglob("*-304a1447.json")))
     assert asked.case.key(found.fingerprint) == found.case.key == "4c8d255b4e04c557"

@@ -1,4 +1,6 @@
-"""What a worker leaves is another program's word. Whatever stands in it, a run ends in a whole record."""
+"""What a worker leaves is another program's word. Whatever stands in it, a run ends in a whole
+record.
+"""
 
 import json
 import random
@@ -54,7 +56,14 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         return read_rank(text, rank)
 
     out = tmp_path_factory.mktemp("records")
-    asked = Request(resolve.resolve(CASE, "smoke"), accelerator="cpu", devices=2, passes=("val",), out=out, hang_s=120.0)
+    asked = Request(
+        resolve.resolve(CASE, "smoke"),
+        accelerator="cpu",
+        devices=2,
+        passes=("val",),
+        out=out,
+        hang_s=120.0,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "read_rank", keep)
         run = Run(ready(asked), None, None)
@@ -70,7 +79,9 @@ def test_the_same_files_make_the_same_record(ended: Ended) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_change_of_a_rank_file_ends_in_a_record(ended: Ended, rank: int, tmp_path: Path, attacks: Attacks) -> None:
+def test_any_change_of_a_rank_file_ends_in_a_record(
+    ended: Ended, rank: int, tmp_path: Path, attacks: Attacks
+) -> None:
     """A change may leave a file that is as good; then the checks of a record judge it."""
     draw = random.Random(rank)
     seen: Counter[str] = Counter()
@@ -85,12 +96,27 @@ def test_any_change_of_a_rank_file_ends_in_a_record(ended: Ended, rank: int, tmp
     assert set(seen) - {"valid", "malformed"} <= CODES, seen
     told = ", ".join(f"{count} `{code}`" for code, count in sorted(seen.items()))
     attacks.add(
-        f"file of rank {rank}, changed at random", TRIED // 2, "333 of 600: traceback, no record", f"whole records: {told}"
+        f"file of rank {rank}, changed at random",
+        TRIED // 2,
+        "333 of 600: traceback, no record",
+        f"whole records: {told}",
     )
 
 
-# What else a changed file can amount to: it says that it did not end, or how, or what it counts does not add up.
-CODES = {"killed", "raised", "contradiction", "data_differ", "coverage", "tokens", "unaccounted", "nan", "clock", "hidden"}
+# What else a changed file can amount to: it says that it did not end, or how, or what it counts
+# does not add up.
+CODES = {
+    "killed",
+    "raised",
+    "contradiction",
+    "data_differ",
+    "coverage",
+    "tokens",
+    "unaccounted",
+    "nan",
+    "clock",
+    "hidden",
+}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +143,11 @@ def test_what_is_no_rank_file_is_named_so(ended: Ended, text: str, why: str) -> 
 
 
 def test_the_file_of_another_rank(ended: Ended) -> None:
-    assert ended.again(1, ended.texts[0]).reasons[0].text.endswith("cannot be read: it is that of rank 0")
+    assert (
+        ended.again(1, ended.texts[0])
+        .reasons[0]
+        .text.endswith("cannot be read: it is that of rank 0")
+    )
 
 
 def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
@@ -127,7 +157,9 @@ def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
 
 
 def test_results_that_do_not_fit_together(ended: Ended) -> None:
-    """Each file is a rank file; together they are no record. What was measured is not taken on trust."""
+    """Each file is a rank file; together they are no record. What was measured is not taken on
+    trust.
+    """
     table = json.loads(ended.texts[1])
     table["outputs"]["val"] = {"items": "all of them"}
     made = ended.again(1, json.dumps(table))

@@ -1,4 +1,6 @@
-"""Where a run's words go changes nothing: neither its records, nor its exit code, nor how often it is repeated."""
+"""Where a run's words go changes nothing: neither its records, nor its exit code, nor how often it
+is repeated.
+"""
 
 import json
 import os
@@ -49,11 +51,26 @@ def stopped() -> Iterator[Stream]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("stderr", [full, nobody_reads, stopped], ids=lambda one: one.__name__)
-def test_a_run_ends_as_it_would(faulty: Shell, stderr: Callable[[], Iterator[Stream]], attacks: Attacks) -> None:
-    """Twice, which goes on after the first. What is printed at the end goes nowhere either, but for a terminal that is stopped:
-    then the command waits, as any does, with its records on disk."""
-    with contextmanager(stderr)() as err, contextmanager(full if stderr is stopped else stderr)() as out:
-        command = [sys.executable, "-P", "-m", "steelyard", *RUN, "--repeat", "2", "--out", str(faulty.out)]
+def test_a_run_ends_as_it_would(
+    faulty: Shell, stderr: Callable[[], Iterator[Stream]], attacks: Attacks
+) -> None:
+    """Twice, which goes on after the first. What is printed at the end goes nowhere either, but for
+    a terminal that is stopped: then the command waits, as any does, with its records on disk."""
+    with (
+        contextmanager(stderr)() as err,
+        contextmanager(full if stderr is stopped else stderr)() as out,
+    ):
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "steelyard",
+            *RUN,
+            "--repeat",
+            "2",
+            "--out",
+            str(faulty.out),
+        ]
         done = subprocess.run(
             command,
             cwd=faulty.folder,
@@ -78,15 +95,33 @@ def test_a_run_ends_as_it_would(faulty: Shell, stderr: Callable[[], Iterator[Str
 @pytest.mark.full
 def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
     """stdin, stdout and stderr closed: no file of the run gets their numbers."""
-    words = " ".join(["exec", sys.executable, "-P", "-m", "steelyard", *RUN, "--out", "records", "<&-", ">&-", "2>&-"])
-    done = subprocess.run(["sh", "-c", words], cwd=faulty.folder, env=faulty.env(), timeout=300, check=False)
+    words = " ".join(
+        [
+            "exec",
+            sys.executable,
+            "-P",
+            "-m",
+            "steelyard",
+            *RUN,
+            "--out",
+            "records",
+            "<&-",
+            ">&-",
+            "2>&-",
+        ]
+    )
+    done = subprocess.run(
+        ["sh", "-c", words], cwd=faulty.folder, env=faulty.env(), timeout=300, check=False
+    )
     assert done.returncode == 0
     assert [one["status"] for one in faulty.records()] == ["valid"]
     attacks.add("stdin, stdout and stderr: closed", 1, "exit code 1", "exit code 0, a record")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(("list",), 1), (("run", "no-such-case"), 2)])
-def test_an_answer_that_is_all_there_is_must_arrive(shell: Shell, arguments: tuple[str, ...], code: int) -> None:
+def test_an_answer_that_is_all_there_is_must_arrive(
+    shell: Shell, arguments: tuple[str, ...], code: int
+) -> None:
     """A page that nobody got is no success; what is wrong with a request is still that."""
     with Path("/dev/full").open("w") as out:
         done = subprocess.run(
@@ -99,21 +134,35 @@ def test_an_answer_that_is_all_there_is_must_arrive(shell: Shell, arguments: tup
             check=False,
         )
     assert done.returncode == code
-    assert done.stderr.startswith(golden("error-stdout-cannot-be-written-no-2") if code == 1 else "error: no case")
+    assert done.stderr.startswith(
+        golden("error-stdout-cannot-be-written-no-2") if code == 1 else "error: no case"
+    )
 
 
 def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell) -> None:
     told = {"é": "…", "a": "\U0001f600"}
     program = f"from steelyard.cli import out\nwith out.settled(): out.dump({told!a})"
     command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, env=shell.env(PYTHONIOENCODING="ascii"), capture_output=True, timeout=300, check=True)
+    done = subprocess.run(
+        command,
+        env=shell.env(PYTHONIOENCODING="ascii"),
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
     assert done.stdout.isascii()
     assert json.loads(done.stdout) == told
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("before", "told"), [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "SIGTERM")], ids=["ssh", "nohup"])
-def test_a_connection_that_drops_leaves_a_record(faulty: Shell, before: signal.Handlers, told: str) -> None:
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [(signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "SIGTERM")],
+    ids=["ssh", "nohup"],
+)
+def test_a_connection_that_drops_leaves_a_record(
+    faulty: Shell, before: signal.Handlers, told: str
+) -> None:
     """Under nohup it is not heard of."""
     mark = faulty.folder / "there"
     process = subprocess.Popen(

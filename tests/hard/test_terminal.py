@@ -1,4 +1,6 @@
-"""Nothing that is printed steers a terminal: not a title, a file's name, an error's text or a worker's progress."""
+"""Nothing that is printed steers a terminal: not a title, a file's name, an error's text or a
+worker's progress.
+"""
 
 import io
 import json
@@ -16,7 +18,9 @@ from steelyard.run.session import PhaseProgress
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b31mc\x7f\u202ed\u2066e\ud800f\rg"
 ESCAPED = "a\\u001b]0;owned\\u0007b\\u009b31mc\\u007f\\u202ed\\u2066e\\ud800f\\rg"
-STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff]")
+STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff]"
+)
 
 
 def test_answers_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +61,9 @@ def test_a_title_and_a_files_name_come_out_escaped(shell: Shell, tmp_path: Path)
     name = os.fsdecode(b"x\x1b[31m\x9b\xe2\x80\xae.toml")
     case = (resources.files("steelyard") / "cases/llama2-7b-mmlu.toml").read_text()
     path = tmp_path / name
-    path.write_text(re.sub(r"(?m)^title = .*$", 'title = "red \\\\u001b[31m \\\\u202e title"', case, count=1))
+    path.write_text(
+        re.sub(r"(?m)^title = .*$", 'title = "red \\\\u001b[31m \\\\u202e title"', case, count=1)
+    )
     done = shell("show", path)
     assert "red \\u001b[31m \\u202e title" in done.out
     assert not STEERING.search(done.out + done.err)

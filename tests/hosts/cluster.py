@@ -1,7 +1,9 @@
-"""Three hosts on one machine: a network, a name and an sshd of their own each, a file system and a CPU together.
+"""Three hosts on one machine: a network, a name and an sshd of their own each, a file system and a
+CPU together.
 
-A host is a set of namespaces (network, host name, mounts) kept by one process (`host.py`); one more, the hub, holds the bridge
-that joins them. None has a name on the machine, so any number of clusters can be up at once, at the same addresses.
+A host is a set of namespaces (network, host name, mounts) kept by one process (`host.py`); one
+more, the hub, holds the bridge that joins them. None has a name on the machine, so any number of
+clusters can be up at once, at the same addresses.
 """
 
 import os
@@ -82,7 +84,9 @@ class Cluster:
         return ADDRESS[host]
 
     def env(self, **variables: str) -> dict[str, str]:
-        """What a command finds in its environment on a host that has the package and, once it is up, Slurm."""
+        """What a command finds in its environment on a host that has the package and, once it is
+        up, Slurm.
+        """
         keep = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         return {**keep, **self.site_variables, **variables}
 
@@ -99,10 +103,11 @@ class Cluster:
         cwd: Path | None = None,
         **popen: Any,
     ) -> "subprocess.Popen[Any]":
-        """Start a command on a host, in the cluster's folder if nothing else is said. `env` is added to `Cluster.env`. All that
-        enters the host gives way to the command itself, so that the process returned is the command's own."""
-        # Entering the mounts leaves the working directory, so env goes back to it. A test runner in the background hands down
-        # that SIGINT is ignored.
+        """Start a command on a host, in the cluster's folder if nothing else is said. `env` is
+        added to `Cluster.env`. All that enters the host gives way to the command itself, so that
+        the process returned is the command's own."""
+        # Entering the mounts leaves the working directory, so env goes back to it. A test runner in
+        # the background hands down that SIGINT is ignored.
         there = ["env", f"--chdir={cwd or self.folder}", "--default-signal=INT", *map(str, argv)]
         return subprocess.Popen([*self._enter(host), *there], env=self.env(**(env or {})), **popen)
 
@@ -119,7 +124,9 @@ class Cluster:
         """Run a command on a host to its end."""
         pipe = subprocess.PIPE
         stdin = subprocess.DEVNULL if input is None else pipe
-        with self.on(host, argv, env, cwd, stdin=stdin, stdout=pipe, stderr=pipe, text=True) as process:
+        with self.on(
+            host, argv, env, cwd, stdin=stdin, stdout=pipe, stderr=pipe, text=True
+        ) as process:
             try:
                 out, err = process.communicate(input, timeout=timeout_s)
             except subprocess.TimeoutExpired:
@@ -173,14 +180,18 @@ class Cluster:
         return [pid for pid in processes_in(network) if pid != keeper and _program(pid) in programs]
 
     def kill_sshd_sessions(self, host: str) -> list[int]:
-        """Kill the sshd of every connection to a host, not the one that listens; the killed process ids."""
+        """Kill the sshd of every connection to a host, not the one that listens; the killed process
+        ids.
+        """
         listening = self._sshd_pid(host)
         sessions = [pid for pid in self.pids(host, "sshd", "sshd-session") if pid != listening]
         return kill(sessions)
 
     @contextmanager
     def clock_offset(self, host: str, seconds: int) -> Iterator[None]:
-        """The monotonic clocks of all that ssh starts on a host are so many seconds ahead, or behind."""
+        """The monotonic clocks of all that ssh starts on a host are so many seconds ahead, or
+        behind.
+        """
         self._restart_sshd(host, seconds)
         try:
             yield
@@ -196,12 +207,18 @@ class Cluster:
             assert keeper.stdout is not None
             assert keeper.stderr is not None
             if keeper.stdout.readline() != "ready\n":
-                raise UnavailableError(f"no namespaces for {name}: {keeper.stderr.read().strip()[-300:]}")
+                raise UnavailableError(
+                    f"no namespaces for {name}: {keeper.stderr.read().strip()[-300:]}"
+                )
         self._join_networks()
         self._write_ssh()
-        # The system's configuration on the login host is ours: ssh there needs no options to know the hosts.
-        self.run(self.login, ["mount", "--bind", self.ssh_config, "/etc/ssh/ssh_config"]).check_returncode()
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd wants it, and only a system that has booted has made it
+        # The system's configuration on the login host is ours: ssh there needs no options to know
+        # the hosts.
+        self.run(
+            self.login, ["mount", "--bind", self.ssh_config, "/etc/ssh/ssh_config"]
+        ).check_returncode()
+        # sshd wants it, and only a system that has booted has made it
+        Path("/run/sshd").mkdir(exist_ok=True)
         for host in self.names:
             self._start_sshd(host)
         for host in self.names:
@@ -217,18 +234,37 @@ class Cluster:
         self.keepers.clear()
 
     def _keep(self, name: str) -> "subprocess.Popen[str]":
-        program = [sys.executable, "-I", str(HOST_PROGRAM), name, str(self.folder / "hosts"), str(network_of("self"))]
+        program = [
+            sys.executable,
+            "-I",
+            str(HOST_PROGRAM),
+            name,
+            str(self.folder / "hosts"),
+            str(network_of("self")),
+        ]
         pipe = subprocess.PIPE
         command = [tool("unshare"), "--net", "--uts", "--mount", *program]
-        # In a session of its own: Ctrl-C in the terminal is for pytest, which then ends the hosts in order.
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        # In a session of its own: Ctrl-C in the terminal is for pytest, which then ends the hosts
+        # in order.
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
 
     def _enter(self, host: str) -> list[str]:
-        return [tool("nsenter"), "--target", str(self.keepers[host].pid), "--net", "--uts", "--mount"]
+        return [
+            tool("nsenter"),
+            "--target",
+            str(self.keepers[host].pid),
+            "--net",
+            "--uts",
+            "--mount",
+        ]
 
     def _ip(self, host: str, *lines: str) -> None:
         command = [*self._enter(host), tool("ip"), "-batch", "-"]
-        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, input="\n".join(lines), capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise UnavailableError(f"ip on {host}: {done.stderr.splitlines()[0]}")
 
@@ -240,7 +276,9 @@ class Cluster:
             lines.append(f"link set {host} master bridge up")
         self._ip(HUB, *lines)
         for host in self.names:
-            self._ip(host, "link set lo up", f"addr add {ADDRESS[host]}/24 dev eth0", "link set eth0 up")
+            self._ip(
+                host, "link set lo up", f"addr add {ADDRESS[host]}/24 dev eth0", "link set eth0 up"
+            )
         for host in self.names:
             self._await_link(host)
 
@@ -264,15 +302,35 @@ class Cluster:
         for host in self.names:
             kind, value = make_key(self.folder / f"{host}.key").split()[:2]
             known.append(f"{host},{ADDRESS[host]} {kind} {value}\n")
-            text = SSHD_CONFIG.format(folder=self.folder, host=host, address=ADDRESS[host], mark=MARK, variables=variables)
+            text = SSHD_CONFIG.format(
+                folder=self.folder, host=host, address=ADDRESS[host], mark=MARK, variables=variables
+            )
             (self.folder / f"{host}.sshd_config").write_text(text)
         self.known_hosts.write_text("".join(known))
         self.ssh_config.write_text(SSH_CONFIG.format(folder=self.folder, mark=MARK))
 
     def _start_sshd(self, host: str, offset_s: int = 0) -> None:
-        clock = [tool("unshare"), "--time", f"--monotonic={offset_s}", f"--boottime={offset_s}", "--fork"] if offset_s else []
-        sshd = [tool("sshd"), "-f", self.folder / f"{host}.sshd_config", "-E", self.folder / f"{host}.sshd.log"]
-        self.on(host, [*clock, *sshd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(timeout=300)
+        clock = (
+            [
+                tool("unshare"),
+                "--time",
+                f"--monotonic={offset_s}",
+                f"--boottime={offset_s}",
+                "--fork",
+            ]
+            if offset_s
+            else []
+        )
+        sshd = [
+            tool("sshd"),
+            "-f",
+            self.folder / f"{host}.sshd_config",
+            "-E",
+            self.folder / f"{host}.sshd.log",
+        ]
+        self.on(host, [*clock, *sshd], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).wait(
+            timeout=300
+        )
 
     def _await_sshd(self, host: str) -> None:
         """It writes the file once it listens."""
@@ -304,12 +362,17 @@ def kill(pids: Sequence[int]) -> list[int]:
 
 def make_key(path: Path) -> str:
     """A new key pair; its public half."""
-    subprocess.run([tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)], check=True)
+    subprocess.run(
+        [tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)],
+        check=True,
+    )
     return path.with_name(f"{path.name}.pub").read_text()
 
 
 def _program(pid: int) -> str | None:
-    """The name that a process was started by, which on Debian is a link's for Slurm's; None once it has ended."""
+    """The name that a process was started by, which on Debian is a link's for Slurm's; None once it
+    has ended.
+    """
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip() if network_of(pid) else None
     except OSError:

@@ -1,4 +1,5 @@
-"""Hosts for tests, made once a test process: `cluster` has three with an sshd each, `slurm` adds a Slurm.
+"""Hosts for tests, made once a test process: `cluster` has three with an sshd each, `slurm` adds a
+Slurm.
 
 Where they cannot be made, the tests that want them are skipped, and the reason says why.
 """
@@ -49,9 +50,15 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
 
 @pytest.fixture(autouse=True)
 def as_found(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test did to the hosts, the next one finds them whole: links up, daemons running, no jobs."""
-    cluster: Cluster | None = request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
-    slurm: Slurm | None = request.getfixturevalue("slurm") if "slurm" in request.fixturenames else None
+    """Whatever a test did to the hosts, the next one finds them whole: links up, daemons running,
+    no jobs.
+    """
+    cluster: Cluster | None = (
+        request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
+    )
+    slurm: Slurm | None = (
+        request.getfixturevalue("slurm") if "slurm" in request.fixturenames else None
+    )
     yield
     if cluster is not None:
         cluster.mend_all()

@@ -1,7 +1,9 @@
-"""The first process of a host: it keeps the host's namespaces alive, and ends all that runs on the host when its stdin closes.
+"""The first process of a host: it keeps the host's namespaces alive, and ends all that runs on the
+host when its stdin closes.
 
-Started as `unshare --net --uts --mount python host.py NAME HOSTS_FILE OUTSIDE`, where OUTSIDE is the network namespace of the
-process that starts it. Its stdin closes when that process ends, however it ends, so that no daemon outlives the tests.
+Started as `unshare --net --uts --mount python host.py NAME HOSTS_FILE OUTSIDE`, where OUTSIDE is
+the network namespace of the process that starts it. Its stdin closes when that process ends,
+however it ends, so that no daemon outlives the tests.
 """
 
 import os
@@ -23,7 +25,11 @@ def network_of(pid: int | str) -> str | None:
 
 
 def processes_in(network: str) -> list[int]:
-    return [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit() and network_of(one.name) == network]
+    return [
+        int(one.name)
+        for one in Path("/proc").iterdir()
+        if one.name.isdigit() and network_of(one.name) == network
+    ]
 
 
 def kill_others(network: str) -> None:
@@ -42,7 +48,8 @@ def main(name: str, hosts_file: str, outside: str) -> None:
         sys.exit("unshare has made no network namespace")
     socket.sethostname(name)
     subprocess.run(["mount", "--bind", hosts_file, "/etc/hosts"], check=True)
-    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)  # one that shows the host's own links
+    # one that shows the host's own links
+    subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)
     print("ready", flush=True)
     sys.stdin.read()
     kill_others(str(network))

@@ -21,7 +21,9 @@ HOSTS = {
 }
 SLURM = {
     "munged": "munge",
-    **dict.fromkeys(("slurmctld", "slurmd", "srun", "salloc", "sinfo", "squeue", "scancel"), "slurm-wlm"),
+    **dict.fromkeys(
+        ("slurmctld", "slurmd", "srun", "salloc", "sinfo", "squeue", "scancel"), "slurm-wlm"
+    ),
 }
 LOCK = Path(tempfile.gettempdir()) / "steelyard-tests-apt.lock"
 APT = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=300"]
@@ -53,7 +55,9 @@ def provide(programs: Mapping[str, str]) -> None:
     if not missing(programs):
         return
     if shutil.which("apt-get") is None:
-        raise UnavailableError(f"missing here, and no apt-get to install them: {', '.join(missing(programs))}")
+        raise UnavailableError(
+            f"missing here, and no apt-get to install them: {', '.join(missing(programs))}"
+        )
     with _locked():  # another test process may be installing the same
         if wanted := sorted(set(missing(programs).values())):
             _apt("update")
@@ -64,7 +68,14 @@ def provide(programs: Mapping[str, str]) -> None:
 
 def _apt(*arguments: str) -> None:
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run([*APT, *arguments], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*APT, *arguments],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise UnavailableError(f"apt-get {' '.join(arguments)}: {done.stderr.strip()[-300:]}")
 

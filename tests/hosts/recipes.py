@@ -1,4 +1,6 @@
-"""The code blocks of docs/clusters.md, with the names of a cluster that is there instead of those of the page."""
+"""The code blocks of docs/clusters.md, with the names of a cluster that is there instead of those
+of the page.
+"""
 
 import re
 import sys
@@ -44,5 +46,7 @@ def write_site(runs: Runs, launcher: str) -> None:
     """The site file of a recipe. Temporary files go where a test looks for them."""
     text, there = block("toml", f'launcher = "{launcher}"'), f'TMPDIR = "{runs.tmp}"'
     table = "[environment]\n"
-    text = text.replace(table, f"{table}{there}\n") if table in text else f"{text}\n{table}{there}\n"
+    text = (
+        text.replace(table, f"{table}{there}\n") if table in text else f"{text}\n{table}{there}\n"
+    )
     runs.put_site(text)

@@ -19,7 +19,9 @@ SILENCE_S = 5.0  # a host that is not heard of for so long is lost
 
 @dataclass
 class Runs:
-    """A folder of a user on the login host, with a site file and records, and a mark on all that is started from it."""
+    """A folder of a user on the login host, with a site file and records, and a mark on all that is
+    started from it.
+    """
 
     cluster: Cluster
     folder: Path
@@ -43,8 +45,12 @@ class Runs:
     def mark(self) -> str:
         return f"test:{self.folder}"
 
-    def write_site(self, more: str = "", environment: dict[str, str] | None = None, **keys: Any) -> None:
-        """Top-level keys, then tables as text. Whatever hosts put into a temporary folder is put into ours."""
+    def write_site(
+        self, more: str = "", environment: dict[str, str] | None = None, **keys: Any
+    ) -> None:
+        """Top-level keys, then tables as text. Whatever hosts put into a temporary folder is put
+        into ours.
+        """
         told: dict[str, Any] = {
             "launcher": self.launcher,
             "hosts": list(self.cluster.hosts),
@@ -124,7 +130,11 @@ class Runs:
         """The ranks of a host."""
         there = network_of(self.cluster.keepers[host].pid)
         ours = [pid for pid in self.processes() if network_of(pid) == there]
-        return [pid for pid in ours if b"steelyard.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [
+            pid
+            for pid in ours
+            if b"steelyard.run.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
 
     def phase(self) -> str | None:
         """What rank 0 does."""
@@ -133,7 +143,9 @@ class Runs:
         return None
 
     def left(self, within_s: float = 5.0) -> list[int | str]:
-        """Processes on any host, once there are none or after so long, and folders of runs. Torch leaves caches beside them."""
+        """Processes on any host, once there are none or after so long, and folders of runs. Torch
+        leaves caches beside them.
+        """
         self.nothing_left(within_s)
         return [*self.processes(), *(path.name for path in self.tmp.glob("steelyard-*"))]
 

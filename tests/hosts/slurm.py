@@ -1,4 +1,6 @@
-"""A real Slurm on the hosts of a cluster: its controller and its munged on the login host, a slurmd on each of the others."""
+"""A real Slurm on the hosts of a cluster: its controller and its munged on the login host, a slurmd
+on each of the others.
+"""
 
 import os
 import stat
@@ -14,7 +16,8 @@ from hosts.packages import tool
 GPUS = 2
 NULL_DEVICE = os.makedev(1, 3)
 
-# Slurm takes from this file, not from the machine, what a node has. The munged is the cluster's own.
+# Slurm takes from this file, not from the machine, what a node has. The munged is the cluster's
+# own.
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={login}({login_address})
@@ -41,10 +44,12 @@ GresTypes=gpu
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# Left to find out for itself, slurmd needs the control groups of a booted system. Of the first kind it needs none until it is
-# told to use them.
+# Left to find out for itself, slurmd needs the control groups of a booted system. Of the first kind
+# it needs none until it is told to use them.
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
-NODE = "NodeName={host} NodeAddr={address} CPUs=2 RealMemory=8000 Gres=gpu:fake:{gpus} State=UNKNOWN"
+NODE = (
+    "NodeName={host} NodeAddr={address} CPUs=2 RealMemory=8000 Gres=gpu:fake:{gpus} State=UNKNOWN"
+)
 
 
 @dataclass
@@ -64,10 +69,14 @@ class Slurm:
 
     def job_state(self, job: str) -> str | None:
         """As squeue says it (`RUNNING`, `PENDING`, …); None for a job that has ended."""
-        return dict(line.split() for line in self("squeue", "--noheader", "--format=%i %T").splitlines()).get(job)
+        return dict(
+            line.split() for line in self("squeue", "--noheader", "--format=%i %T").splitlines()
+        ).get(job)
 
     def kill_slurmd(self, host: str) -> list[int]:
-        """Kill slurmd and what it has for each step, as when a host falls over; the steps' own processes stay."""
+        """Kill slurmd and what it has for each step, as when a host falls over; the steps' own
+        processes stay.
+        """
         self._killed.add(host)
         return kill(self.cluster.pids(host, "slurmd", "slurmstepd"))
 
@@ -78,7 +87,9 @@ class Slurm:
         self._await_idle(host)
 
     def tidy(self) -> None:
-        """Cancel what a test left in the queue, start what it killed, and wait until all nodes are idle."""
+        """Cancel what a test left in the queue, start what it killed, and wait until all nodes are
+        idle.
+        """
         self("scancel", "--user=root")
         for host in tuple(self._killed):
             self._daemon(host, "slurmd")
@@ -100,20 +111,32 @@ class Slurm:
             (folder / name).mkdir()
         for number in range(GPUS):  # gres.conf takes character devices only; any one does
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
-        nodes = "\n".join(NODE.format(host=host, address=cluster.address(host), gpus=GPUS) for host in cluster.hosts)
+        nodes = "\n".join(
+            NODE.format(host=host, address=cluster.address(host), gpus=GPUS)
+            for host in cluster.hosts
+        )
         address = cluster.address(cluster.login)
-        text = SLURM_CONF.format(folder=folder, login=cluster.login, login_address=address, nodes=nodes)
+        text = SLURM_CONF.format(
+            folder=folder, login=cluster.login, login_address=address, nodes=nodes
+        )
         (folder / "slurm.conf").write_text(text)
         (folder / "cgroup.conf").write_text(CGROUP_CONF)
         devices = f"{folder}/gpu[0-{GPUS - 1}]"
-        (folder / "gres.conf").write_text(f"NodeName={','.join(cluster.hosts)} Name=gpu Type=fake File={devices}\n")
+        (folder / "gres.conf").write_text(
+            f"NodeName={','.join(cluster.hosts)} Name=gpu Type=fake File={devices}\n"
+        )
 
     def _start_munged(self) -> None:
-        """With a key and a socket of the cluster's own: the machine's munged, if there is one, is left alone."""
+        """With a key and a socket of the cluster's own: the machine's munged, if there is one, is
+        left alone.
+        """
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        files = {"key-file": key, **{f"{name}-file": self.folder / f"munge.{name}" for name in ("pid", "log", "seed")}}
+        files = {
+            "key-file": key,
+            **{f"{name}-file": self.folder / f"munge.{name}" for name in ("pid", "log", "seed")},
+        }
         options = [f"--{name}={path}" for name, path in files.items()]
         self._daemon(self.cluster.login, "munged", f"--socket={self.folder}/munge.socket", *options)
 
@@ -121,20 +144,28 @@ class Slurm:
         """Start a daemon; it returns once it runs by itself."""
         error = self.folder / f"{host}.{name}.err"
         with error.open("w") as file:
-            process = self.cluster.on(host, [tool(name), *options], stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            process = self.cluster.on(
+                host, [tool(name), *options], stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
             code = process.wait(timeout=300)
         if code:
-            raise RuntimeError(f"{name} on {host} ends with {code}: {error.read_text().strip()[-300:]}")
+            raise RuntimeError(
+                f"{name} on {host} ends with {code}: {error.read_text().strip()[-300:]}"
+            )
 
     def _await_idle(self, *hosts: str) -> None:
         states: list[str] = []
 
         def idle() -> bool:
-            states[:] = self("sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(hosts)}").split()
+            states[:] = self(
+                "sinfo", "--noheader", "--Node", "--format=%T", f"--nodes={','.join(hosts)}"
+            ).split()
             return states == ["idle"] * len(hosts)
 
         if not wait_for(idle):
             raise RuntimeError(f"Slurm's nodes {hosts} are {states}, not idle: {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        return " | ".join(path.read_text()[-300:] for path in sorted(self.folder.glob("slurm*.log")))
+        return " | ".join(
+            path.read_text()[-300:] for path in sorted(self.folder.glob("slurm*.log"))
+        )

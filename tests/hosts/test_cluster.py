@@ -1,4 +1,6 @@
-"""The hosts that other tests run on: that they are separate, that they can be broken, and what real ssh and Slurm then do."""
+"""The hosts that other tests run on: that they are separate, that they can be broken, and what real
+ssh and Slurm then do.
+"""
 
 import os
 import signal
@@ -39,7 +41,9 @@ Process = subprocess.Popen[str]
 
 def piped(cluster: Cluster, argv: list[str], **variables: str) -> Process:
     pipe = subprocess.PIPE
-    return cluster.on(cluster.login, argv, variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return cluster.on(
+        cluster.login, argv, variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def say(process: Process, line: str) -> None:
@@ -81,14 +85,23 @@ def test_hosts_have_names_addresses_and_links_of_their_own(cluster: Cluster):
     assert (cluster.hosts, cluster.login) == (("node1", "node2"), "login")
     for host in cluster.names:
         assert cluster.run(host, ["uname", "-n"]).stdout == f"{host}\n"
-        assert f"inet {cluster.address(host)}/24" in cluster.run(host, ["ip", "-4", "address"]).stdout
+        assert (
+            f"inet {cluster.address(host)}/24" in cluster.run(host, ["ip", "-4", "address"]).stdout
+        )
         assert cluster.run(host, ["ls", "/sys/class/net"]).stdout.split() == ["eth0", "lo"]
     assert os.uname().nodename not in cluster.names
 
 
 def test_a_command_runs_where_and_with_what_it_is_told(cluster: Cluster, tmp_path: Path):
     code = f"import os; print(os.getcwd(), os.environ['COLOUR']); {WHICH}"
-    process = cluster.on("node1", [sys.executable, "-c", code], {"COLOUR": "red"}, tmp_path, stdout=subprocess.PIPE, text=True)
+    process = cluster.on(
+        "node1",
+        [sys.executable, "-c", code],
+        {"COLOUR": "red"},
+        tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.communicate(timeout=300)[0].split() == [str(tmp_path), "red", PACKAGE]
     process = cluster.on("node1", ["sleep", "60"])
     assert wait_for(lambda: cluster.pids("node1", "sleep") == [process.pid])
@@ -106,14 +119,18 @@ def test_ssh_reaches_a_host_that_has_the_package(cluster: Cluster, host: str):
 def test_ssh_refuses_a_host_with_another_key(cluster: Cluster, tmp_path: Path):
     known = tmp_path / "known_hosts"
     known.write_text(f"node1 {make_key(tmp_path / 'other.key')}")
-    done = cluster.run("login", cluster.ssh("node1", "uname -n", options=["-o", f"UserKnownHostsFile={known}"]))
+    done = cluster.run(
+        "login", cluster.ssh("node1", "uname -n", options=["-o", f"UserKnownHostsFile={known}"])
+    )
     assert (done.returncode, done.stdout) == (255, "")
     assert done.stderr.splitlines()[-1] == "Host key verification failed."
 
 
 def test_a_cut_link_is_a_host_that_cannot_be_reached(cluster: Cluster):
     cluster.cut("node1")
-    done = cluster.run("login", cluster.ssh("node1", "uname -n", options=["-o", "ConnectTimeout=1"]))
+    done = cluster.run(
+        "login", cluster.ssh("node1", "uname -n", options=["-o", "ConnectTimeout=1"])
+    )
     assert (done.returncode, done.stdout) == (255, "")
     assert done.stderr.strip() == golden("ssh-connect-to-host-node-1")
     assert cluster.run("login", cluster.ssh("node2", "uname -n")).stdout == "node2\n"
@@ -128,7 +145,8 @@ def test_a_cut_link_ends_a_connection_that_asks_for_answers(cluster: Cluster):
     assert process.stdout.readline() == "ready\n"
     cluster.cut("node1")
     assert ended(process) == (255, "Timeout, server node1 not responding.\n")
-    assert cluster.pids("node1", "cat") == cluster.processes("mark-of-a-cut")  # the host does not know yet
+    # the host does not know yet
+    assert cluster.pids("node1", "cat") == cluster.processes("mark-of-a-cut")
     cluster.kill_sshd_sessions("node1")
     assert wait_for(lambda: not cluster.pids("node1", "cat"), 10)
 
@@ -146,7 +164,10 @@ def test_killed_sshd_sessions_end_connections_and_not_the_host(cluster: Cluster)
 
 @pytest.mark.parametrize("seconds", [5, -5])
 def test_a_host_may_have_another_clock(cluster: Cluster, seconds: int):
-    command = cluster.ssh("node2", f"{sys.executable} -c 'import time; print(time.monotonic(), time.clock_gettime(7))'")
+    command = cluster.ssh(
+        "node2",
+        f"{sys.executable} -c 'import time; print(time.monotonic(), time.clock_gettime(7))'",
+    )
     with cluster.clock_offset("node2", seconds):
         before = time.monotonic()
         there = [float(value) - seconds for value in cluster.run("login", command).stdout.split()]
@@ -168,7 +189,10 @@ def test_closing_the_pipe_releases_an_allocation(slurm: Slurm):
     process.stdin.close()
     code, error = ended(process)
     assert code == 0
-    assert error.splitlines()[:2] == [f"salloc: Granted job allocation {job}", f"salloc: Relinquishing job allocation {job}"]
+    assert error.splitlines()[:2] == [
+        f"salloc: Granted job allocation {job}",
+        f"salloc: Relinquishing job allocation {job}",
+    ]
     assert released(slurm, job)
 
 
@@ -204,7 +228,8 @@ def test_a_waiting_allocation_can_be_interrupted(slurm: Slurm, number: signal.Si
     waiting.send_signal(number)
     code, error = ended(waiting)
     assert code == 1
-    assert "salloc: Job aborted due to signal" in error.splitlines()  # beside it often, not always, that it has been revoked
+    # beside it often, not always, that it has been revoked
+    assert "salloc: Job aborted due to signal" in error.splitlines()
     assert waiting.stdout.read() == ""
     assert slurm.job_state(job) is None
 
@@ -237,7 +262,9 @@ def test_a_cancelled_job_ends_its_steps_and_not_salloc(slurm: Slurm):
 def test_salloc_can_be_told_to_end_with_its_job(slurm: Slurm):
     process, job = allocate(slurm, "--kill-command")
     slurm("scancel", job)
-    revoked = f"salloc: Granted job allocation {job}\nsalloc: Job allocation {job} has been revoked.\n"
+    revoked = (
+        f"salloc: Granted job allocation {job}\nsalloc: Job allocation {job} has been revoked.\n"
+    )
     assert ended(process) == (1, revoked)
 
 
@@ -284,7 +311,11 @@ def test_a_killed_test_process_leaves_nothing_running(slurm: Slurm):
     path = os.pathsep.join((str(Path(__file__).parents[1]), str(SRC)))
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        [sys.executable, "-c", OUTLIVED], env={**os.environ, "PYTHONPATH": path}, stdin=pipe, stdout=pipe, text=True
+        [sys.executable, "-c", OUTLIVED],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=pipe,
+        stdout=pipe,
+        text=True,
     )
     folder, *networks = process.stdout.readline().split()
     assert len(networks) == 4
@@ -303,5 +334,8 @@ def test_why_there_are_no_hosts(monkeypatch: pytest.MonkeyPatch):
             packages.provide(packages.HOSTS)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(packages.UnavailableError, match=r"^missing here, and no apt-get to install them: no-such-program$"):
+    with pytest.raises(
+        packages.UnavailableError,
+        match=r"^missing here, and no apt-get to install them: no-such-program$",
+    ):
         packages.provide(unknown)

@@ -1,7 +1,8 @@
-"""Whatever hosts a run is spread over, and whatever their clocks say, its losses, outputs and scores are those of one process.
+"""Whatever hosts a run is spread over, and whatever their clocks say, its losses, outputs and
+scores are those of one process.
 
-Two hosts with two ranks each, over ssh and gloo. Engine `double` computes in float64, so that what plans add up in another
-order does not hide a mistake.
+Two hosts with two ranks each, over ssh and gloo. Engine `double` computes in float64, so that what
+plans add up in another order does not hide a mistake.
 """
 
 import os
@@ -45,8 +46,11 @@ class Asked:
 LLAMA = ("llama1-7b-openwebtext", ("--steps", "8"))
 DP4, TP2PP2, DP2 = (Asked(LLAMA[0], plan, 8 * 3 + 8, LLAMA[1]) for plan in ("DP4", "TP2PP2", "DP2"))
 # Replicas draw other dropout than one process does. It evaluates after 25 steps.
-GLM = Asked("glm-large-record", "DP4", 30 * 3 + 96, ("--steps", "30"), ("question.model.dropout=0",))
-LAMBADA = Asked("aquila2-34b-lambada", "TP4", 2 * 2 * 64, within=1e-6)  # losses are read off logits in fp32 in any case
+GLM = Asked(
+    "glm-large-record", "DP4", 30 * 3 + 96, ("--steps", "30"), ("question.model.dropout=0",)
+)
+# losses are read off logits in fp32 in any case
+LAMBADA = Asked("aquila2-34b-lambada", "TP4", 2 * 2 * 64, within=1e-6)
 MMLU = Asked("llama2-7b-mmlu", "DP4", 2 * 48)
 LONG = [pytest.param(one, marks=pytest.mark.long) for one in (GLM, LAMBADA)]
 
@@ -56,7 +60,9 @@ def named(value: object) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Asked], Record]:
+def one_process(
+    cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Asked], Record]:
     """The record of one process, made once for all plans of a question."""
     made: dict[tuple[Any, ...], Record] = {}
 
@@ -64,7 +70,9 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> C
         question = (asked.case, asked.options, asked.settings)
         if question not in made:
             runs = Runs(cluster, tmp_path_factory.mktemp("one"))
-            made[question] = runs.record(*asked.arguments(*ONE, "--engine", "double"), PYTHONPATH=PATH)
+            made[question] = runs.record(
+                *asked.arguments(*ONE, "--engine", "double"), PYTHONPATH=PATH
+            )
         return made[question]
 
     return record
@@ -73,39 +81,72 @@ def one_process(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> C
 def double(runs: Runs, asked: Asked, *where: str) -> Record:
     """A run in float64: its engine is a package that the hosts have too."""
     runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(PATH)}")
-    return runs.record(*asked.arguments(*where, "--parallel", asked.parallel, "--engine", "double"), PYTHONPATH=PATH)
+    return runs.record(
+        *asked.arguments(*where, "--parallel", asked.parallel, "--engine", "double"),
+        PYTHONPATH=PATH,
+    )
 
 
 def numbers(record: Record) -> dict[str, Any]:
-    """All that a run computed: the loss and the norm of every step, its outputs, and what is scored."""
-    scores = {name: one["value"] for name, one in record["metrics"].items() if name.startswith(("loss", "acc", "perplexity"))}
+    """All that a run computed: the loss and the norm of every step, its outputs, and what is
+    scored.
+    """
+    scores = {
+        name: one["value"]
+        for name, one in record["metrics"].items()
+        if name.startswith(("loss", "acc", "perplexity"))
+    }
     return flat({"steps": steps(record), "outputs": record["outputs"], "scores": scores})
 
 
 def steps(record: Record) -> list[dict[str, float]]:
-    return [one["values"] for one in record["samples"] if one["pass"] == "train" and one["rank"] == 0 and one["counts"]]
+    return [
+        one["values"]
+        for one in record["samples"]
+        if one["pass"] == "train" and one["rank"] == 0 and one["counts"]
+    ]
 
 
 def flat(table: Any, place: str = "") -> dict[str, Any]:
     """The leaves of nested tables and lists, by their place."""
-    pairs = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else None
+    pairs = (
+        table.items()
+        if isinstance(table, dict)
+        else enumerate(table)
+        if isinstance(table, list)
+        else None
+    )
     if pairs is None:
         return {place: table}
-    return {name: value for key, inner in pairs for name, value in flat(inner, f"{place}/{key}").items()}
+    return {
+        name: value for key, inner in pairs for name, value in flat(inner, f"{place}/{key}").items()
+    }
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, *LONG], ids=named)
-def test_two_hosts_answer_as_one_process(runs: Runs, one_process: Callable[[Asked], Record], asked: Asked) -> None:
+def test_two_hosts_answer_as_one_process(
+    runs: Runs, one_process: Callable[[Asked], Record], asked: Asked
+) -> None:
     record, alone = double(runs, asked, *HOSTS), one_process(asked)
-    assert [(one["name"], one["ranks"]) for one in record["hosts"]] == [("node1", [0, 1]), ("node2", [2, 3])]
-    assert [(one["rank"], one["host"]) for one in record["ranks"]] == [(0, "node1"), (1, "node1"), (2, "node2"), (3, "node2")]
+    assert [(one["name"], one["ranks"]) for one in record["hosts"]] == [
+        ("node1", [0, 1]),
+        ("node2", [2, 3]),
+    ]
+    assert [(one["rank"], one["host"]) for one in record["ranks"]] == [
+        (0, "node1"),
+        (1, "node1"),
+        (2, "node2"),
+        (3, "node2"),
+    ]
     assert record["case"]["key"] == alone["case"]["key"]
     found, expected = numbers(record), numbers(alone)
     assert len(expected) >= asked.numbers
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name] == (pytest.approx(value, abs=0, rel=asked.within) if isinstance(value, float) else value), name
+        assert found[name] == (
+            pytest.approx(value, abs=0, rel=asked.within) if isinstance(value, float) else value
+        ), name
 
 
 @pytest.mark.long
@@ -113,11 +154,15 @@ def test_two_hosts_answer_as_one_process(runs: Runs, one_process: Callable[[Aske
 def test_two_hosts_are_bit_equal_to_four_ranks_on_one(runs: Runs, asked: Asked) -> None:
     """In fp32, as users run it."""
     plan = ("--parallel", asked.parallel)
-    assert numbers(runs.record(*asked.arguments(*HOSTS, *plan))) == numbers(runs.record(*asked.arguments(*FOUR, *plan)))
+    assert numbers(runs.record(*asked.arguments(*HOSTS, *plan))) == numbers(
+        runs.record(*asked.arguments(*FOUR, *plan))
+    )
 
 
 @pytest.mark.full
-def test_a_clock_that_is_off(cluster: Cluster, runs: Runs, one_process: Callable[[Asked], Record]) -> None:
+def test_a_clock_that_is_off(
+    cluster: Cluster, runs: Runs, one_process: Callable[[Asked], Record]
+) -> None:
     """The clock of node2 is five seconds ahead. All times of a record are on the parent's."""
     with cluster.clock_offset("node2", 5):
         record = double(runs, DP2, "--nodes", "2")
@@ -132,5 +177,9 @@ def test_a_clock_that_is_off(cluster: Cluster, runs: Runs, one_process: Callable
     assert [one["host"] for one in record["telemetry"]] == ["node1", "node2"]
     for one in record["telemetry"]:
         times = one["columns"]["t_s"]
-        assert 0 < times[0] <= windows["before", 1] < windows["after", 1] <= times[-1] < e2e_s, one["host"]
-    assert steps(record) == [pytest.approx(one, abs=0, rel=EXACT) for one in steps(one_process(DP2))]
+        assert 0 < times[0] <= windows["before", 1] < windows["after", 1] <= times[-1] < e2e_s, one[
+            "host"
+        ]
+    assert steps(record) == [
+        pytest.approx(one, abs=0, rel=EXACT) for one in steps(one_process(DP2))
+    ]

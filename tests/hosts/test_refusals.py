@@ -1,4 +1,6 @@
-"""Hosts that cannot take part: one line names the host and what helps, no rank was started, nothing is left anywhere."""
+"""Hosts that cannot take part: one line names the host and what helps, no rank was started, nothing
+is left anywhere.
+"""
 
 import json
 import shutil
@@ -27,7 +29,9 @@ INSTALL = f"-m pip install steelyard=={__version__}"
 
 def on_node2(**keys: str) -> str:
     """A table of the site file."""
-    return "\n".join(["[host.node2]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())])
+    return "\n".join(
+        ["[host.node2]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    )
 
 
 def with_path(*folders: Path) -> str:
@@ -46,7 +50,9 @@ def test_a_host_that_cannot_be_reached(cluster: Cluster, runs: Runs) -> None:
 def unknown_key(cluster: Cluster) -> Iterator[None]:
     """The login host has never seen node2."""
     known = cluster.known_hosts.read_text()
-    cluster.known_hosts.write_text("".join(line for line in known.splitlines(True) if not line.startswith("node2,")))
+    cluster.known_hosts.write_text(
+        "".join(line for line in known.splitlines(True) if not line.startswith("node2,"))
+    )
     yield
     cluster.known_hosts.write_text(known)
 
@@ -62,7 +68,9 @@ def other_key(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("key", ["unknown_key", "other_key"])
-def test_a_host_with_a_key_that_is_not_known(runs: Runs, key: str, request: pytest.FixtureRequest) -> None:
+def test_a_host_with_a_key_that_is_not_known(
+    runs: Runs, key: str, request: pytest.FixtureRequest
+) -> None:
     request.getfixturevalue(key)
     assert runs.refusal(*SCORE) == (golden("host-node-2-the-agent-did-2"))
 
@@ -72,7 +80,9 @@ def no_user_key(cluster: Cluster) -> Iterator[None]:
     """node2 takes another key than the user's."""
     path = cluster.folder / "node2.sshd_config"
     before = path.read_text()
-    path.write_text(before.replace(f"{cluster.folder}/user.key.pub", f"{cluster.folder}/node1.key.pub"))
+    path.write_text(
+        before.replace(f"{cluster.folder}/user.key.pub", f"{cluster.folder}/node1.key.pub")
+    )
     with cluster.clock_offset("node2", 0):  # it reads its configuration when it starts
         yield
         path.write_text(before)
@@ -90,7 +100,10 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
     "a name that leads nowhere": (
         {"hosts": ["node1", "nowhere"]},
         (),
-        "host nowhere: the agent did not start (exit code 255): ssh: Could not resolve hostname nowhere: ",
+        (
+            "host nowhere: the agent did not start (exit code 255): ssh: Could not resolve hostname"
+            " nowhere: "
+        ),
         "; the name leads nowhere; see hosts in the site file",
     ),
     "no such Python": (
@@ -109,22 +122,39 @@ SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
         {"more": on_node2(python=SYSTEM_PYTHON)},
         (),
         "host node2: the agent did not start (exit code 1): ModuleNotFoundError: No module named ",
-        f"; that Python has not all that steelyard needs; install it there: {SYSTEM_PYTHON} {INSTALL}",
+        (
+            f"; that Python has not all that steelyard needs; install it there: {SYSTEM_PYTHON}"
+            f" {INSTALL}"
+        ),
     ),
     "a prologue that fails": (
-        {"more": on_node2(prologue="module() { echo no module $2 >&2; exit 4; }; module load cuda")},
+        {
+            "more": on_node2(
+                prologue="module() { echo no module $2 >&2; exit 4; }; module load cuda"
+            )
+        },
         (),
         "host node2: the agent did not start (exit code 4): no module cuda",
         "no module cuda",
     ),
-    "an interface that is not there": ({"interface": "ib0"}, (), "host node1: no interface 'ib0'; there are: ", "eth0"),
+    "an interface that is not there": (
+        {"interface": "ib0"},
+        (),
+        "host node1: no interface 'ib0'; there are: ",
+        "eth0",
+    ),
     "more devices than a host has": (
         {},
         ("--devices", "99"),
         "--devices 99: ranks share the cpu of host node1; allowed: 1 to ",
         "",
     ),
-    "more hosts than there are": ({}, ("--nodes", "3"), "--nodes 3: the site file names 2 host(s); allowed: 1 to 2", ""),
+    "more hosts than there are": (
+        {},
+        ("--nodes", "3"),
+        "--nodes 3: the site file names 2 host(s); allowed: 1 to 2",
+        "",
+    ),
     "two names of one machine": (
         {"hosts": ["node1", "10.213.0.1"]},
         (),
@@ -144,7 +174,9 @@ def test_a_site_that_is_not_so(runs: Runs, name: str) -> None:
 
 def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
     """This package with another line in one of its files."""
-    shutil.copytree(SRC / "steelyard", folder / "steelyard", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        SRC / "steelyard", folder / "steelyard", ignore=shutil.ignore_patterns("__pycache__")
+    )
     path = folder / "steelyard" / name
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new, 1))
@@ -154,20 +186,25 @@ def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
 def test_another_state_of_the_package(runs: Runs, tmp_path: Path) -> None:
     there = changed_copy(tmp_path / "copy", "errors.py", '"""', '"""And ')
     runs.write_site(with_path(there))
-    assert runs.refusal(*SCORE) == (
-        f"host node2 has another steelyard {__version__} (files {package_hash(there / 'steelyard')}, here {package_hash()}): "
-        f"copy this one: rsync -a --delete {SRC}/steelyard/ node2:{there}/steelyard/"
+    assert (
+        runs.refusal(*SCORE) == f"host node2 has another steelyard {__version__} (files"
+        f" {package_hash(there / 'steelyard')}, here {package_hash()}): copy this one: rsync -a"
+        f" --delete {SRC}/steelyard/ node2:{there}/steelyard/"
     )
 
 
 def test_another_version_of_the_package(runs: Runs, tmp_path: Path) -> None:
     runs.write_site(with_path(changed_copy(tmp_path / "copy", "__init__.py", __version__, "0.0.1")))
-    assert runs.refusal(*SCORE) == (golden("host-node-2-has-steelyard-0", __version__, sys.executable, INSTALL))
+    assert runs.refusal(*SCORE) == (
+        golden("host-node-2-has-steelyard-0", __version__, sys.executable, INSTALL)
+    )
 
 
 @pytest.mark.parametrize("old", ["    needs: list[str]", "    lacking: list[str]"])
 def test_another_version_of_the_messages(runs: Runs, tmp_path: Path, old: str) -> None:
-    """What is written by one side is not understood by the other: of `open` it is the agent, of `hello` the parent."""
+    """What is written by one side is not understood by the other: of `open` it is the agent, of
+    `hello` the parent.
+    """
     new = old.replace(": ", "_now: ", 1)
     there = changed_copy(tmp_path / "copy", "run/messages.py", old, new)
     if "lacking" in old:

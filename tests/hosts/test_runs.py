@@ -1,4 +1,6 @@
-"""Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and goes on elsewhere, a slow rank, and ports."""
+"""Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and goes on
+elsewhere, a slow rank, and ports.
+"""
 
 import hashlib
 import os
@@ -40,12 +42,21 @@ def test_ssh_recipe(runs: Runs) -> None:
     asked = finish(runs.command(["sh", "-e", "-c", recipes.block("sh", "ssh north")]))
     assert (asked.code, asked.out, asked.err) == (0, "", "")
     path = f"{recipes.BIN}:{os.environ['PATH']}"
-    done = finish(runs.command(["sh", "-e", "-c", recipes.block("sh", "--sweep nodes=1,2")], PATH=path))
+    done = finish(
+        runs.command(["sh", "-e", "-c", recipes.block("sh", "--sweep nodes=1,2")], PATH=path)
+    )
     assert done.code == 0, done.err
-    rows = [line.split()[:3] for line in done.out[done.out.index("Scaling: ") :].splitlines() if re.match(r"\dx\d ", line)]
+    rows = [
+        line.split()[:3]
+        for line in done.out[done.out.index("Scaling: ") :].splitlines()
+        if re.match(r"\dx\d ", line)
+    ]
     assert rows == [["1x1", "TP1PP1DP1", "1"], ["2x1", "TP1PP1DP2", "1"]]
     one, two = runs.records()
-    assert [[host["name"] for host in record["hosts"]] for record in (one, two)] == [["node1"], ["node1", "node2"]]
+    assert [[host["name"] for host in record["hosts"]] for record in (one, two)] == [
+        ["node1"],
+        ["node1", "node2"],
+    ]
     sha256 = hashlib.sha256(runs.site_file.read_bytes()).hexdigest()
     about = {"machine": "2x NVIDIA HGX H200", "network": "8x 400 Gb/s InfiniBand"}
     assert two["site"] == {**about, "file": "site.toml", "file_sha256": sha256}
@@ -54,19 +65,28 @@ def test_ssh_recipe(runs: Runs) -> None:
 
 def losses(record: Record) -> list[float]:
     """Of all steps, those before a restart too."""
-    own = [s["values"]["loss"] for s in record["samples"] if s["pass"] == "train" and s["rank"] == 0 and s["counts"]]
+    own = [
+        s["values"]["loss"]
+        for s in record["samples"]
+        if s["pass"] == "train" and s["rank"] == 0 and s["counts"]
+    ]
     return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
 
 
 @pytest.mark.full
 def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
-    """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes on. In float64."""
+    """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes
+    on. In float64.
+    """
     path = engine(runs, "double_engine")
     asked = (*TRAIN, "--engine", "double")
-    alone = (*asked, "--launcher", "local", "--steps", "20")  # of 40: the other is killed long before its end
+    # of 40: the other is killed long before its end
+    alone = (*asked, "--launcher", "local", "--steps", "20")
     unbroken = runs.record(*alone, **path)
 
-    process = runs.start("run", *asked, "--nodes", "2", "--parallel", "PP2", "--checkpoint-every", "3", **path)
+    process = runs.start(
+        "run", *asked, "--nodes", "2", "--parallel", "PP2", "--checkpoint-every", "3", **path
+    )
     assert wait_for(lambda: list(runs.out.glob("checkpoints/*/step-*[0-9]")), 120)
     [rank] = runs.workers("node2")
     os.kill(rank, signal.SIGKILL)
@@ -84,16 +104,26 @@ def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
     assert 3 <= restart["step"] < 20
     assert losses(again) == pytest.approx(losses(unbroken), abs=0, rel=1e-8)
     for name in ("loss_before", "loss_after"):
-        assert again["metrics"][name]["value"] == pytest.approx(unbroken["metrics"][name]["value"], rel=1e-8)
+        assert again["metrics"][name]["value"] == pytest.approx(
+            unbroken["metrics"][name]["value"], rel=1e-8
+        )
 
 
 @pytest.mark.process
 def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, runs: Runs) -> None:
-    """All that the run started on any host, once ranks have met and train. None has the token on its command line."""
-    process = runs.start("run", *TRAIN, "--nodes", "2", "--parallel", "PP2", "--set=question.train.steps=1000000")
+    """All that the run started on any host, once ranks have met and train. None has the token on
+    its command line.
+    """
+    process = runs.start(
+        "run", *TRAIN, "--nodes", "2", "--parallel", "PP2", "--set=question.train.steps=1000000"
+    )
     assert wait_for(lambda: runs.phase() == "train", 120)
     hosts = {network_of(cluster.keepers[host].pid): host for host in cluster.names}
-    found = [(hosts[network_of(pid)], kind, address) for pid in runs.processes() for kind, address, _ in listening(pid)]
+    found = [
+        (hosts[network_of(pid)], kind, address)
+        for pid in runs.processes()
+        for kind, address, _ in listening(pid)
+    ]
     allowed = {(host, "tcp", cluster.address(host)) for host in cluster.hosts}
     assert set(found) == allowed
     for host in cluster.hosts:
@@ -101,7 +131,8 @@ def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, 
         assert listening(rank)
     assert len({_mark(rank) for host in cluster.hosts for rank in runs.workers(host)}) == 2
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in runs.processes()]
-    assert sum("steelyard.run.node" in command for command in commands) >= 4  # the agents, and what leads to them
+    # the agents, and what leads to them
+    assert sum("steelyard.run.node" in command for command in commands) >= 4
     assert [command for command in commands if TOKEN.search(command)] == []
     process.send_signal(signal.SIGINT)
     assert finish(process).code == 1
@@ -119,7 +150,11 @@ def _mark(pid: int) -> str:
 def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
     """The sleeps of slow_engine.py: 1.2 s a step on rank 1, 1.0 s on rank 0."""
     path = engine(runs, "slow_engine")
-    small = ("--set=question.model.layers=1", "--set=question.train.batch=2", "--set=question.train.length=16")
+    small = (
+        "--set=question.model.layers=1",
+        "--set=question.train.batch=2",
+        "--set=question.train.length=16",
+    )
     done = runs("run", *TRAIN, *small, "--engine", "slowed", "--nodes", "2", "--steps", "6", **path)
     assert done.code == 0, done.err
     record = verify.read(next(runs.out.glob("*.json")))

@@ -1,4 +1,5 @@
-"""Runs in allocations of a real Slurm: around the command, asked for by it, and in a batch script. Each is given back.
+"""Runs in allocations of a real Slurm: around the command, asked for by it, and in a batch script.
+Each is given back.
 
 The commands, the site file and the script are those of docs/clusters.md.
 """
@@ -141,10 +142,13 @@ def test_a_partition_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
 @pytest.mark.process
 def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     site = runs.site_file
-    site.write_text(site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n")
+    site.write_text(
+        site.read_text() + f"\n[host.node2]\npython = {json.dumps('/no/such/python')}\n"
+    )
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")
-    assert done.lines[-1].startswith(golden("error-host-node-2-the-agent"))  # slurmstepd's, or srun's
+    # slurmstepd's, or srun's
+    assert done.lines[-1].startswith(golden("error-host-node-2-the-agent"))
     assert done.lines[-1].endswith(golden("no-such-python-there-name-one"))
     assert (runs.records(), runs.left()) == ([], [])
     assert wait_for(lambda: queue(slurm) == [], 10)

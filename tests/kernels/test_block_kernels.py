@@ -1,4 +1,6 @@
-"""The kernels between matmuls, of a Llama's block and of a GLM, against their plain meaning, in a process of their own."""
+"""The kernels between matmuls, of a Llama's block and of a GLM, against their plain meaning, in a
+process of their own.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,9 @@ CHECKS = [TESTS / "fixtures" / name for name in ("kernel_checks.py", "glm_kernel
 
 def run(checks: Path, **env: str) -> None:
     path = os.pathsep.join((str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])))
-    subprocess.run([sys.executable, checks], env=os.environ | {"PYTHONPATH": path, **env}, check=True)
+    subprocess.run(
+        [sys.executable, checks], env=os.environ | {"PYTHONPATH": path, **env}, check=True
+    )
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="the kernels' language is not installed")

@@ -1,4 +1,6 @@
-"""Our own attention kernel: which rows it sees, and where it is refused. tests/gpu has what it computes."""
+"""Our own attention kernel: which rows it sees, and where it is refused. tests/gpu has what it
+computes.
+"""
 
 import pytest
 import torch

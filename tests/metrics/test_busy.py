@@ -1,4 +1,6 @@
-"""What others took of a host's cores, in made records: exact shares, both kinds of accelerator, both sizes."""
+"""What others took of a host's cores, in made records: exact shares, both kinds of accelerator,
+both sizes.
+"""
 
 from typing import Any
 
@@ -17,18 +19,24 @@ T_S = [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
 def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> Load:
     """Cores in use by others and by the run, throughout."""
-    told = {"t_s": T_S, "busy_s": [(others + own) * t for t in T_S], "own_s": [own * t for t in T_S]}
+    told = {
+        "t_s": T_S,
+        "busy_s": [(others + own) * t for t in T_S],
+        "own_s": [own * t for t in T_S],
+    }
     return Load(**{"allowed": allowed, **told, **over})
 
 
 def test_the_share_of_others() -> None:
     assert share(load(1.0), 20.0, 40.0) == Share(0.25, 20.0)
-    assert share(load(1.0), 21.0, 29.0) == Share(0.25, 10.0)  # between two readings, those around it
+    # between two readings, those around it
+    assert share(load(1.0), 21.0, 29.0) == Share(0.25, 10.0)
     assert share(load(0.0), 20.0, 40.0) == Share(0.0, 20.0)
 
 
 def test_load_that_comes_later_is_seen() -> None:
-    late = [0.0, 20.0, 40.0, 80.0, 120.0, 160.0]  # two cores of our own, and from 20 s on two of others
+    # two cores of our own, and from 20 s on two of others
+    late = [0.0, 20.0, 40.0, 80.0, 120.0, 160.0]
     found = load(0.0, busy_s=late)
     assert share(found, 0.0, 20.0) == Share(0.0, 20.0)
     assert share(found, 10.0, 30.0) == Share(0.25, 20.0)
@@ -64,7 +72,9 @@ def codes(found: Record) -> list[str]:
 
 
 def taken(share: float) -> Message:
-    return Message("busy.taken", {"host": "here", "share": pytest.approx(share), "cores": 4, "time": 10.0})
+    return Message(
+        "busy.taken", {"host": "here", "share": pytest.approx(share), "cores": 4, "time": 10.0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,14 +89,21 @@ def taken(share: float) -> Message:
         ("another", 3.2, 0.8, True, False),
     ],
 )
-def test_bounds_of_full_runs(accelerator: str, others: float, share: float, noted: bool, valid: bool) -> None:
+def test_bounds_of_full_runs(
+    accelerator: str, others: float, share: float, noted: bool, valid: bool
+) -> None:
     found = run(others, accelerator)
     limits = busy.CORES_ARE_THE_DEVICE if accelerator == "cpu" else busy.CORES_SERVE_A_DEVICE
     (check,) = [one for one in found.checks if one.name == "quiet"]
     code = "check.quiet.ok" if valid else "check.quiet.bad"
-    assert (check.ok, check.detail) == (valid, Message(code, {"taken": taken(share), "most": limits.most}))
+    assert (check.ok, check.detail) == (
+        valid,
+        Message(code, {"taken": taken(share), "most": limits.most}),
+    )
     assert ("busy" in codes(found)) is not valid
-    assert (Message("note.busy", {"taken": taken(share), "least": limits.note}) in found.notes) is noted
+    assert (
+        Message("note.busy", {"taken": taken(share), "least": limits.note}) in found.notes
+    ) is noted
 
 
 def busy_notes(found: Record) -> list[Message | str]:
@@ -108,9 +125,14 @@ def test_a_record_of_before_is_not_judged() -> None:
 
 
 def test_what_is_unknown_is_said() -> None:
-    late = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[31.0, 32.0, 33.0, 34.0, 35.0, 36.0]))
+    late = HostFacts(
+        name="here", ranks=[0], load=load(1.0, t_s=[31.0, 32.0, 33.0, 34.0, 35.0, 36.0])
+    )
     found = made(facts=facts(hosts=[late]))
-    assert Message("note.busy_unknown", {"host": "here", "why": Message("busy.no_reading")}) in found.notes
+    assert (
+        Message("note.busy_unknown", {"host": "here", "why": Message("busy.no_reading")})
+        in found.notes
+    )
 
 
 def test_readings_out_of_order_contradict() -> None:

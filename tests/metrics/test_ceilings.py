@@ -19,9 +19,16 @@ def one(**over):
 
 
 def test_a_rate_with_all_that_belongs_to_it():
-    """Ten calls of 1e11 FLOPs in each of five stretches of 1 s; readings at 100.5 s and 101.5 s fall between them."""
+    """Ten calls of 1e11 FLOPs in each of five stretches of 1 s; readings at 100.5 s and 101.5 s
+    fall between them.
+    """
     found = one()
-    assert (found.value, found.interval, found.steady, found.note) == (1e12, (1e12, 1e12), True, None)
+    assert (found.value, found.interval, found.steady, found.note) == (
+        1e12,
+        (1e12, 1e12),
+        True,
+        None,
+    )
     assert (found.peak, found.share) == (4e12, 0.25)
     assert (found.sm_clock_mhz, found.power_w) == (1600.0, 650.0)
 
@@ -36,7 +43,10 @@ def test_what_is_not_steady_says_so():
     times = [1.0] * 6 + [1.0, 0.5] * 3
     found = one(stretches=stretches(*times))
     assert found.value == pytest.approx(6e12 / 4.5, rel=1e-12)
-    assert (found.steady, found.note) == (False, Message("ceiling.not_steady", {"last": 5, "within": 0.01}))
+    assert (found.steady, found.note) == (
+        False,
+        Message("ceiling.not_steady", {"last": 5, "within": 0.01}),
+    )
     assert found.interval is not None
     assert found.interval[0] < 6e12 / 4.5 < found.interval[1]
 
@@ -61,13 +71,17 @@ def test_a_wrong_result_has_no_rate(checked, note):
 
 
 def test_what_there_is_not_has_its_reason():
-    assert one(reason="a CPU has no TF32", stretches=[]).note == Message("ceiling.text", {"text": "a CPU has no TF32"})
+    assert one(reason="a CPU has no TF32", stretches=[]).note == Message(
+        "ceiling.text", {"text": "a CPU has no TF32"}
+    )
     assert one(amount=None).note == Message("ceiling.nothing")
     assert one(stretches=stretches(*[0.0] * 5)).note == Message("ceiling.short")
 
 
 def test_shares_are_of_the_same_thing():
-    """Memory is set against the datasheet's bandwidth, copies against nothing; a precision without a figure has no share."""
+    """Memory is set against the datasheet's bandwidth, copies against nothing; a precision without
+    a figure has no share.
+    """
     assert one(group="memory", unit="B/s", precision=None).share == 0.5
     assert one(group="copy", unit="B/s", precision=None).share is None
     assert one(precision="fp8").share is None
@@ -76,7 +90,11 @@ def test_shares_are_of_the_same_thing():
 
 def test_an_amount_is_no_rate():
     found = one(group="capacity", unit="B", amount=2e9, stretches=[], detail={"how": "allocated"})
-    assert (found.value, found.interval, found.note) == (2e9, None, Message("ceiling.text", {"text": "allocated"}))
+    assert (found.value, found.interval, found.note) == (
+        2e9,
+        None,
+        Message("ceiling.text", {"text": "allocated"}),
+    )
 
 
 def test_a_rank_without_readings_has_none():
@@ -115,7 +133,9 @@ def test_a_changed_byte_is_seen(tmp_path: Path):
         table["benches"][0]["name"] = "square 513"
 
     wrong = ceilings.verify(rewritten(spec.write(record(), tmp_path), faster, seal=False))
-    assert wrong == [f"the hash of {name} does not match" for name in ("samples", "record", "bytes")]
+    assert wrong == [
+        f"the hash of {name} does not match" for name in ("samples", "record", "bytes")
+    ]
 
 
 def test_a_failure_without_its_reason_is_seen(tmp_path: Path):

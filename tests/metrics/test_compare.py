@@ -22,11 +22,18 @@ from steelyard.tasks.task import Differences
 FP16 = presets()["score"]["fp16"].model_dump(mode="json")
 
 
-def runs(*rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any) -> list[Record]:
-    return [scored(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes) for i, rate in enumerate(rates)]
+def runs(
+    *rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any
+) -> list[Record]:
+    return [
+        scored(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
+        for i, rate in enumerate(rates)
+    ]
 
 
-def between(base: list[Record], new: list[Record], across: tuple[str, ...] = (), threshold: float = 0.01) -> Comparison:
+def between(
+    base: list[Record], new: list[Record], across: tuple[str, ...] = (), threshold: float = 0.01
+) -> Comparison:
     return compare.compare(compare.side("old", base), compare.side("new", new), across, threshold)
 
 
@@ -42,7 +49,11 @@ def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(exp(apart))
     assert found.ratio.interval == pytest.approx((exp(apart - half), exp(apart + half)))
-    assert (found.ratio.source, found.outcome, found.regressed) == ("runs", "not significant", False)
+    assert (found.ratio.source, found.outcome, found.regressed) == (
+        "runs",
+        "not significant",
+        False,
+    )
     assert found.unit == "tokens/s"
     assert [rate.estimate.value for rate in found.rates if rate is not None] == [102.0, 96.0]
 
@@ -86,7 +97,10 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
     [
         ({"engine__name": "transformers"}, "engine.name: torch / transformers"),
         ({"tune__pad_to": 32}, "tune.pad_to: 16 / 32"),
-        ({"scope": {"kind": "window", "steps": 4}}, "scope.kind: full / window; scope.steps: none / 4"),
+        (
+            {"scope": {"kind": "window", "steps": 4}},
+            "scope.kind: full / window; scope.steps: none / 4",
+        ),
         ({"case__question__seed": 7}, "question.seed: 0 / 7"),
     ],
 )
@@ -117,7 +131,9 @@ def test_a_named_prefix_allows_what_is_under_it_and_no_more() -> None:
     with pytest.raises(RequestError) as caught:
         between(runs(100.0), new, across=("question.precision",))
     assert str(caught.value).startswith("the questions differ: question.seed: 0 / 3; ")
-    assert between(runs(100.0), new, across=("question.precision", "question.seed")).ratio is not None
+    assert (
+        between(runs(100.0), new, across=("question.precision", "question.seed")).ratio is not None
+    )
     assert between(runs(100.0), new, across=("case",)).ratio is not None
     assert between(runs(100.0), new, across=("question",)).ratio is not None
 
@@ -165,7 +181,11 @@ def test_across_divisions_samples_are_counted() -> None:
 
 def test_rates_of_different_work_have_no_ratio() -> None:
     trained = training(id="t" * 12)
-    found = between(runs(100.0, case__question__division="open", case__division="open"), [trained], across=("case",))
+    found = between(
+        runs(100.0, case__question__division="open", case__division="open"),
+        [trained],
+        across=("case",),
+    )
     assert (found.ratio, found.why) == (None, Why("different_work", ("questions/s", "tokens/s")))
     assert found.answers == (None, None)
 
@@ -179,7 +199,9 @@ def test_metrics_stand_in_the_order_of_the_table_and_say_better_or_worse() -> No
             "mfu": {"value": 0.25, "unit": "fraction"},
         }
 
-    found = between(runs(0.0, metrics=numbers(100.0, 10.0, 0.5)), other(metrics=numbers(50.0, 5.0, 0.25)))
+    found = between(
+        runs(0.0, metrics=numbers(100.0, 10.0, 0.5)), other(metrics=numbers(50.0, 5.0, 0.25))
+    )
     half = Ratio(pytest.approx(0.5), None, None, "not tested")
     assert found.metrics == (
         Change("tokens_per_device_s", "tokens/s/device", "higher", "number", 100.0, 50.0, half),
@@ -194,14 +216,19 @@ def test_answers_are_compared_first_run_with_first_run() -> None:
     base = [scored("torch", "ABCDABCD", id="a" * 12), scored("torch", "ABCDABCA", id="b" * 12)]
     new = [scored("torch", "ABCDABAA", acc=0.25, id="c" * 12)]
     found = between(base, new)
-    assert found.answers == (Answers(Differences(8, 1), None, None, 0.0), Answers(Differences(8, 2), None, None, 0.25))
+    assert found.answers == (
+        Answers(Differences(8, 1), None, None, 0.0),
+        Answers(Differences(8, 2), None, None, 0.25),
+    )
 
 
 def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
-    """Steps of 1 s: an eighth waiting for data, three quarters computing; a checkpoint of 3 s after one of the three in the
-    window, and an eighth of each step in no phase."""
+    """Steps of 1 s: an eighth waiting for data, three quarters computing; a checkpoint of 3 s after
+    one of the three in the window, and an eighth of each step in no phase."""
     record = training(((2.0, 1.0, 1.0, 1.0),), aside={1: ("checkpoint", 3.0)})
-    assert spans.phases_per_step(record) == pytest.approx({"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125})
+    assert spans.phases_per_step(record) == pytest.approx(
+        {"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125}
+    )
     plain = training(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
     found = between([training(((2.0, 1.0, 1.0, 1.0),))], [plain])
     assert [(one.name, one.base, one.new, one.direction) for one in found.phases] == [
@@ -215,7 +242,10 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
 
 def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
     one, other = training(), training(id="c" * 12)
-    half = [sample.model_copy(update={"counts": {**sample.counts, "tokens": 50}}) for sample in other.samples]
+    half = [
+        sample.model_copy(update={"counts": {**sample.counts, "tokens": 50}})
+        for sample in other.samples
+    ]
     found = between([one], [other.model_copy(update={"samples": half})])
     assert found.steps == (100.0, 50.0)
     assert {change.direction for change in found.phases} == {""}
@@ -236,7 +266,11 @@ def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
     software = make().environment.software.model_dump()
     new = other(
         engine__name="transformers",
-        environment__software=software | {"driver": "580.1", "packages": {"torch": "2.12.0", "triton": "3.6.0"}},
+        environment__software=software
+        | {
+            "driver": "580.1",
+            "packages": {"torch": "2.12.0", "triton": "3.6.0"},
+        },
         tune__compile=False,
     )
     assert between(runs(100.0), new).differs == (
@@ -263,7 +297,9 @@ def test_devices_are_counted_by_kind() -> None:
 
 def test_values_of_a_side_that_differ_among_themselves_are_all_there() -> None:
     mixed = [*runs(100.0), *runs(100.0, letter="c", environment__source__revision="def")]
-    assert between(mixed, other()).differs == (Field("environment.source.revision", ("abc1234", "def"), ("abc1234",)),)
+    assert between(mixed, other()).differs == (
+        Field("environment.source.revision", ("abc1234", "def"), ("abc1234",)),
+    )
 
 
 def test_a_threshold_is_a_share() -> None:
@@ -287,4 +323,6 @@ def test_a_rate_has_the_interval_of_its_runs() -> None:
     found = between(runs(100.0, 104.0), other())
     assert found.rates[0] is not None
     assert found.rates[0].source == "runs"
-    assert found.rates[0].estimate == Estimate(102.0, pytest.approx((102 - 12.706 * 2, 102 + 12.706 * 2)))
+    assert found.rates[0].estimate == Estimate(
+        102.0, pytest.approx((102 - 12.706 * 2, 102 + 12.706 * 2))
+    )

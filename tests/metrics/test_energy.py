@@ -1,4 +1,6 @@
-"""Energy of made readings, worked out by hand: counters, power that is integrated, gaps, devices that ranks share."""
+"""Energy of made readings, worked out by hand: counters, power that is integrated, gaps, devices
+that ranks share.
+"""
 
 from typing import Any
 
@@ -28,11 +30,14 @@ def test_a_counter_comes_before_power() -> None:
     ("begin_s", "end_s", "joules", "readings"),
     [
         (1.0, 4.0, 150.0 + 300.0 + 300.0, 2),  # two readings inside, one at each border
-        (0.5, 4.5, 50.0 + 150.0 + 300.0 + 300.0 + 87.5, 4),  # borders between readings: 100 W and 150 W
+        # borders between readings: 100 W and 150 W
+        (0.5, 4.5, 50.0 + 150.0 + 300.0 + 300.0 + 87.5, 4),
         (1.5, 3.5, 87.5 + 300.0 + 175.0, 2),
     ],
 )
-def test_power_is_integrated_by_trapezoids(begin_s: float, end_s: float, joules: float, readings: int) -> None:
+def test_power_is_integrated_by_trapezoids(
+    begin_s: float, end_s: float, joules: float, readings: int
+) -> None:
     assert of_device(device(power_w=POWER), begin_s, end_s) == Used(joules, readings)
 
 
@@ -50,16 +55,21 @@ def test_a_short_pass_that_no_counter_reading_falls_into() -> None:
 
 def test_gaps() -> None:
     missed = [100.0, 100.0, None, None, 200.0, 100.0]
-    assert of_device(device(power_w=missed), 0.5, 4.5) == Used(50.0 + 450.0 + 87.5, 2)  # 3 s, three periods
+    # 3 s, three periods
+    assert of_device(device(power_w=missed), 0.5, 4.5) == Used(50.0 + 450.0 + 87.5, 2)
     found = of_device(device(period_s=0.9, power_w=missed), 0.5, 4.5)
-    assert found == Used(None, why=Message("energy.gap", {"gap": 3.0, "periods": 3.0, "most": 0.9 * 3}))
+    assert found == Used(
+        None, why=Message("energy.gap", {"gap": 3.0, "periods": 3.0, "most": 0.9 * 3})
+    )
     around = [None, None, 200.0, 400.0, 200.0, None]  # no reading before the window
     assert of_device(device(power_w=around), 1.0, 3.5).why == Message("energy.no_border")
     assert of_device(device(power_w=around), 2.0, 4.5).why == Message("energy.no_border")
 
 
 def test_too_few_readings_and_none() -> None:
-    assert of_device(device(power_w=POWER), 1.5, 2.5).why == Message("energy.few", {"readings": 1, "time": 1.0})
+    assert of_device(device(power_w=POWER), 1.5, 2.5).why == Message(
+        "energy.few", {"readings": 1, "time": 1.0}
+    )
     assert of_device(device(), 1.0, 4.0).why == Message("energy.nothing")
     assert of_device(device(power_w=[None] * 6), 1.0, 4.0).why == Message("energy.nothing")
 
@@ -67,13 +77,18 @@ def test_too_few_readings_and_none() -> None:
 def integrated() -> Series:
     """100 W throughout, read every 2 s; the headline pass is from 30 s to 36 s."""
     times = [float(t) for t in range(0, 52, 2)]
-    return Series(device="cuda:0", period_s=2.0, columns=Columns(t_s=times, power_w=[100.0] * len(times)))
+    return Series(
+        device="cuda:0", period_s=2.0, columns=Columns(t_s=times, power_w=[100.0] * len(times))
+    )
 
 
 def test_the_note_says_that_it_was_integrated() -> None:
     found = made(facts=facts(telemetry=[integrated()]))
     value = found.metrics["energy"]
-    assert (value.value, value.note) == (600.0, Message("energy.integrated", {"readings": 2, "devices": 1}))
+    assert (value.value, value.note) == (
+        600.0,
+        Message("energy.integrated", {"readings": 2, "devices": 1}),
+    )
     assert found.metrics["tokens_per_joule"].value == 1.0
     assert found.metrics["energy_per_token"].note == value.note
 

@@ -23,7 +23,8 @@ def test_answers_are_compared_with_engine_torchs() -> None:
     found = group(scored("other", "ABCDABBA", rate=50.0, acc=0.25), scored("torch", "ABCDABC?"))
     assert [row.name for row in found.rows] == ["torch", "other"]
     assert found.base.answers is None
-    assert found.rows[1].answers == Answers(Differences(7, 1), None, None, 0.25)  # what one did not answer counts in neither
+    # what one did not answer counts in neither
+    assert found.rows[1].answers == Answers(Differences(7, 1), None, None, 0.25)
     assert [row.quality for row in found.rows] == [0.5, 0.25]
     assert [row.rate for row in found.rows] == [Estimate(100.0), Estimate(50.0)]
     assert [row.ratio for row in found.rows] == [Estimate(1.0), Estimate(0.5)]
@@ -57,7 +58,10 @@ def test_of_several_runs_the_farthest_counts_and_the_bases_own_show_what_chance_
 
 
 def test_likeliest_tokens_are_compared_where_both_have_them() -> None:
-    one, other = with_tokens("torch", "ABCDABCD", [90, 91]), with_tokens("other", "ABCDBBCD", [90, 92])
+    one, other = (
+        with_tokens("torch", "ABCDABCD", [90, 91]),
+        with_tokens("other", "ABCDBBCD", [90, 92]),
+    )
     found = group(one, other, scored("old", "ABCDABCD"))
     assert [row.answers and row.answers.chosen for row in found.rows] == [
         None,
@@ -72,15 +76,32 @@ def test_a_run_that_is_not_valid_has_answers_and_no_rate() -> None:
     found = group(scored("torch", "AAAAAAAA"), scored("other", "AAAAAAAB", status="invalid"))
     other = found.rows[1]
     assert other.answers == Answers(Differences(8, 1), None, None, 0.0)
-    assert (other.rate, other.ratio, other.mfu, other.mem, other.valid, len(other.records)) == (None, None, None, 10.0, 0, 1)
-    both = group(scored("torch", "A" * 8), scored("other", "A" * 8, 50.0, status="invalid"), scored("other", "A" * 8, 25.0))
-    assert (both.rows[1].rate, both.rows[1].valid, len(both.rows[1].records)) == (Estimate(25.0), 1, 2)
+    assert (other.rate, other.ratio, other.mfu, other.mem, other.valid, len(other.records)) == (
+        None,
+        None,
+        None,
+        10.0,
+        0,
+        1,
+    )
+    both = group(
+        scored("torch", "A" * 8),
+        scored("other", "A" * 8, 50.0, status="invalid"),
+        scored("other", "A" * 8, 25.0),
+    )
+    assert (both.rows[1].rate, both.rows[1].valid, len(both.rows[1].records)) == (
+        Estimate(25.0),
+        1,
+        2,
+    )
     base = group(scored("torch", "A" * 8, status="invalid"), scored("other", "B" * 8))
     assert [row.ratio for row in base.rows] == [None, None]
 
 
 def test_an_engine_whose_runs_all_failed_is_named() -> None:
-    failed = scored("lost", "A" * 8, status="failed", case__key="0" * 16, passes=[], outputs={}, metrics={})
+    failed = scored(
+        "lost", "A" * 8, status="failed", case__key="0" * 16, passes=[], outputs={}, metrics={}
+    )
     found = group(scored("torch", "A" * 8), failed, scored("other", "A" * 8))
     assert (found.without, len(found.records)) == (("lost",), 2)
     again = scored("other", "A" * 8, status="failed", passes=[], outputs={}, metrics={})
@@ -104,7 +125,9 @@ def test_an_engine_whose_runs_all_failed_is_named() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_records_that_differ_in_more_than_the_engine_are_not_compared(changes: dict[str, Any]) -> None:
+def test_records_that_differ_in_more_than_the_engine_are_not_compared(
+    changes: dict[str, Any],
+) -> None:
     assert engines.groups([scored("torch", "A" * 8), scored("other", "A" * 8, **changes)]) == []
 
 
@@ -117,7 +140,11 @@ def with_norms(record: Record, norms: list[float | None]) -> Record:
     """The same with other gradient norms."""
     pairs = zip(record.samples, norms, strict=True)
     return record.model_copy(
-        update={"samples": [s.model_copy(update={"values": s.values | {"grad_norm": n}}) for s, n in pairs]}
+        update={
+            "samples": [
+                s.model_copy(update={"values": s.values | {"grad_norm": n}}) for s, n in pairs
+            ]
+        }
     )
 
 
@@ -126,7 +153,8 @@ def test_training_is_compared_step_by_step() -> None:
     theirs = with_norms(trained("other", [9.0, 8.25, 6.5, 6.0]), [1.0, 2.0, 3.0, 2.0])
     found = group(theirs, ours)
     answers = found.rows[1].answers
-    assert answers == Answers(None, Apart(0.5, 2), Apart(2.0, 3), 0.0)  # their held-out losses are the same
+    # their held-out losses are the same
+    assert answers == Answers(None, Apart(0.5, 2), Apart(2.0, 3), 0.0)
     assert found.metric == "loss_after"
     assert [row.quality for row in found.rows] == [6.0, 6.0]
 
@@ -141,7 +169,8 @@ def test_a_value_that_is_not_finite_makes_a_difference_unknown() -> None:
 def test_without_held_out_passes_the_loss_of_the_last_steps_stands_for_quality() -> None:
     outputs = {"held_out": 4, "passes": {"train": {"stopped": None}}}
     found = group(
-        trained("torch", [9.0, 8.0, 7.0, 6.0], outputs=outputs), trained("other", [9.0, 8.0, 7.0, 6.5], outputs=outputs)
+        trained("torch", [9.0, 8.0, 7.0, 6.0], outputs=outputs),
+        trained("other", [9.0, 8.0, 7.0, 6.5], outputs=outputs),
     )
     assert (found.metric, [row.quality for row in found.rows]) == ("loss", [6.0, 6.5])
     assert found.rows[1].answers == Answers(None, Apart(0.5, 3), Apart(0.0, 0), 0.5)

@@ -109,7 +109,12 @@ def test_a_machine_that_is_fit() -> None:
 @pytest.mark.parametrize(
     ("change", "name", "said", "level"),
     [
-        ({"persistence": False}, "persistence mode", "off: each process starts the driver again", "warn"),
+        (
+            {"persistence": False},
+            "persistence mode",
+            "off: each process starts the driver again",
+            "warn",
+        ),
         ({"processes": 3}, "processes", "3", "bad"),
         ({"power_limit_w": 500.0}, "power limit", "500 W; the default is 700 W", "warn"),
         ({"power_limit_w": 699.0}, "power limit", "699 W; the default is 700 W", "ok"),
@@ -125,7 +130,12 @@ def test_a_machine_that_is_fit() -> None:
         ),
         ({"temperature_c": 77}, "temperature", "77 °C; it slows down at 92 °C", "warn"),
         ({"temperature_c": 87}, "temperature", "87 °C; it slows down at 92 °C", "bad"),
-        ({"temperature_c": 84, "slowdown_c": None}, "temperature", "84 °C; where it slows down is unknown", "ok"),
+        (
+            {"temperature_c": 84, "slowdown_c": None},
+            "temperature",
+            "84 °C; where it slows down is unknown",
+            "ok",
+        ),
         ({"numa_node": None}, "NUMA node", "unknown", "unknown"),
         ({"application_clock_mhz": 990}, "clocks", None, "warn"),
     ],
@@ -148,7 +158,12 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
     [
         (host(quota=8.0), "cores", "64 of 64 by affinity; a control-group quota of 8", "warn"),
         (host(governors=["powersave"]), "CPU governor", "powersave", "warn"),
-        (host(governors=["performance", "schedutil"]), "CPU governor", "performance, schedutil", "warn"),
+        (
+            host(governors=["performance", "schedutil"]),
+            "CPU governor",
+            "performance, schedutil",
+            "warn",
+        ),
         (
             host(governors=None),
             "CPU governor",
@@ -164,21 +179,56 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
         (host(clock_source=None), "clock source", "unknown", "unknown"),
         (replace(GOOD, others=Share(0.3, 1.0)), "host load", None, "warn"),
         (replace(GOOD, others=Share(0.8, 1.0)), "host load", None, "bad"),
-        (replace(GOOD, others=None), "host load", "unknown: not measured; load average 0.5", "unknown"),
+        (
+            replace(GOOD, others=None),
+            "host load",
+            "unknown: not measured; load average 0.5",
+            "unknown",
+        ),
         (
             replace(GOOD, others=Share(None, why=Message("busy.not_counted"))),
             "host load",
             "unknown: the host does not count what its cores do; load average 0.5",
             "unknown",
         ),
-        (replace(GOOD, free_bytes={"records": 5 * GIB}), "free disk for records", "5.0 GiB", "warn"),
+        (
+            replace(GOOD, free_bytes={"records": 5 * GIB}),
+            "free disk for records",
+            "5.0 GiB",
+            "warn",
+        ),
         (replace(GOOD, free_bytes={"records": GIB - 1}), "free disk for records", "1.0 GiB", "bad"),
-        (replace(GOOD, free_bytes={"records": None}), "free disk for records", "unknown", "unknown"),
+        (
+            replace(GOOD, free_bytes={"records": None}),
+            "free disk for records",
+            "unknown",
+            "unknown",
+        ),
         (replace(GOOD, versions={"transformers": None}), "transformers", "not installed", "warn"),
-        (replace(GOOD, torch_build="12.9"), "torch", "2.8.0, built for 12.9; the driver supports 12.8", "warn"),
-        (replace(GOOD, torch_build="13.0"), "torch", "2.8.0, built for 13.0; the driver supports 12.8", "bad"),
-        (replace(GOOD, torch_build="11.8"), "torch", "2.8.0, built for 11.8; the driver supports 12.8", "ok"),
-        (replace(GOOD, torch_build=None), "torch", "2.8.0, built without the runtime of the device", "bad"),
+        (
+            replace(GOOD, torch_build="12.9"),
+            "torch",
+            "2.8.0, built for 12.9; the driver supports 12.8",
+            "warn",
+        ),
+        (
+            replace(GOOD, torch_build="13.0"),
+            "torch",
+            "2.8.0, built for 13.0; the driver supports 12.8",
+            "bad",
+        ),
+        (
+            replace(GOOD, torch_build="11.8"),
+            "torch",
+            "2.8.0, built for 11.8; the driver supports 12.8",
+            "ok",
+        ),
+        (
+            replace(GOOD, torch_build=None),
+            "torch",
+            "2.8.0, built without the runtime of the device",
+            "bad",
+        ),
         (replace(GOOD, amx=None), "AMX", "not advertised", "ok"),
         (replace(GOOD, problem="NVML: no"), "driver", "NVML: no", "bad"),
         (replace(GOOD, driver=None), "driver", "unknown", "unknown"),
@@ -199,7 +249,14 @@ def test_amx_that_is_advertised_and_does_not_work() -> None:
 
 
 def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> None:
-    bad = device(persistence=False, processes=1, power_limit_w=1.0, ecc=False, mig=True, application_clock_mhz=1)
+    bad = device(
+        persistence=False,
+        processes=1,
+        power_limit_w=1.0,
+        ecc=False,
+        mig=True,
+        application_clock_mhz=1,
+    )
     plain = {row.key: row.step for row in judge(bad)}
     assert plain["mig"] == Message("fit.step.off")
     theirs = {row.key: row.step for row in judge(replace(bad, steps=nvml.STEPS))}
@@ -210,15 +267,23 @@ def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> Non
 
 
 def settings(found: Record) -> list[Message | str]:
-    return [note for note in found.notes if isinstance(note, Message) and note.code == "note.setting"]
+    return [
+        note for note in found.notes if isinstance(note, Message) and note.code == "note.setting"
+    ]
 
 
 def test_a_record_notes_what_was_set_otherwise() -> None:
-    states = [DeviceState(**{**DEVICE, "power_limit_w": 400.0, "temperature_c": 99, "processes": 4})]
+    states = [
+        DeviceState(**{**DEVICE, "power_limit_w": 400.0, "temperature_c": 99, "processes": 4})
+    ]
     told = HostFacts(name="here", ranks=[0], state=HostState(**HOST, devices=states))
     found = made(facts=facts(hosts=[told]))
     what, limit = {"device": "cuda:0"}, {"limit": 400.0, "default": 700.0}
-    said = {"host": "here", "what": Message("fit.name.power", what), "found": Message("fit.power.limit", limit)}
+    said = {
+        "host": "here",
+        "what": Message("fit.name.power", what),
+        "found": Message("fit.power.limit", limit),
+    }
     assert settings(found) == [Message("note.setting", said)]
     good = HostFacts(name="here", ranks=[0], state=GOOD.host)
     assert settings(made(facts=facts(hosts=[good]))) == []

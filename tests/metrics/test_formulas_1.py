@@ -1,4 +1,6 @@
-"""Intervals and steady windows of records that name no version of their formulas, by hand and by simulation."""
+"""Intervals and steady windows of records that name no version of their formulas, by hand and by
+simulation.
+"""
 
 import random
 
@@ -17,7 +19,9 @@ def test_interval_by_hand() -> None:
 
 
 def test_interval_is_about_total_over_total() -> None:
-    """Work differs: 10 tokens at 2 s each and four single ones at 1 s: center 24/14, and mean cost 1.2 only for the width."""
+    """Work differs: 10 tokens at 2 s each and four single ones at 1 s: center 24/14, and mean cost
+    1.2 only for the width.
+    """
     half = 2.776 * (((2 - 1.2) ** 2 + 4 * (1 - 1.2) ** 2) / 4 / 5) ** 0.5
     low, high = rate_interval([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) or (0, 0)
     assert low == pytest.approx(1 / (24 / 14 + half), rel=1e-12)
@@ -25,7 +29,9 @@ def test_interval_is_about_total_over_total() -> None:
 
 
 def test_forty_steps_are_twenty_batches_of_two() -> None:
-    """Pairs of 1 s and 3 s are all alike, so nothing is uncertain; shifted by one step, they are not."""
+    """Pairs of 1 s and 3 s are all alike, so nothing is uncertain; shifted by one step, they are
+    not.
+    """
     assert rate_interval([1] * 40, [1, 3] * 20) == (0.5, 0.5)
     low, high = rate_interval([1] * 40, [3, 3, *[1, 1, 3, 3] * 9, 1, 1]) or (0, 0)
     half = 2.093 * (20 / 19 / 20) ** 0.5
@@ -45,7 +51,8 @@ def test_no_interval() -> None:
     assert rate_interval([1] * 4, [1, 2, 1, 2]) is None
     assert rate_interval([0] * 6, [1] * 6) is None
     assert rate_interval([1] * 6, [0] * 6) is None
-    assert rate_interval([1, 1, 0, 1, 1], [1, 1, 1, 1, 1]) is None  # a batch without work has no cost
+    # a batch without work has no cost
+    assert rate_interval([1, 1, 0, 1, 1], [1, 1, 1, 1, 1]) is None
 
 
 def test_an_interval_without_upper_end() -> None:
@@ -67,7 +74,9 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(steps: int) -> None:
 
 
 def test_batches_are_safe_against_correlated_steps() -> None:
-    """Slow spells of ten steps: an interval from single steps would hold the truth in far fewer than 90 % of the trials."""
+    """Slow spells of ten steps: an interval from single steps would hold the truth in far fewer
+    than 90 % of the trials.
+    """
     rng = random.Random("spells")
     held = alone = 0
     for _ in range(400):

@@ -16,7 +16,9 @@ from steelyard.metrics.runs import Estimate
 from steelyard.record.index import Entry
 
 
-def entry(day: int, rate: float | None, interval: tuple[float, float] | None = None, **changes: Any) -> Entry:
+def entry(
+    day: int, rate: float | None, interval: tuple[float, float] | None = None, **changes: Any
+) -> Entry:
     base: dict[str, Any] = {
         "id": f"{day:012d}",
         "created": f"2026-01-{day:02d}",
@@ -24,7 +26,14 @@ def entry(day: int, rate: float | None, interval: tuple[float, float] | None = N
         "key": "k",
         "setup": f"s{day}",
     }
-    base |= {"engine": "torch", "plan": "1x1", "precision": "bf16", "devices": ("A",), "scope": "full", "unit": "tokens/s"}
+    base |= {
+        "engine": "torch",
+        "plan": "1x1",
+        "precision": "bf16",
+        "devices": ("A",),
+        "scope": "full",
+        "unit": "tokens/s",
+    }
     return Entry(**(base | {"rate": rate, "interval": interval} | changes))
 
 
@@ -48,23 +57,46 @@ def test_points_are_in_the_order_of_time_with_their_ratios() -> None:
     assert (first.to_first, first.to_before) == (None, None)
     assert second.to_first is not None
     assert second.to_before is not None
-    assert (second.to_first.value, second.to_before.value) == (pytest.approx(1.2), pytest.approx(1.2))
+    assert (second.to_first.value, second.to_before.value) == (
+        pytest.approx(1.2),
+        pytest.approx(1.2),
+    )
     assert third.to_first is not None
     assert third.to_before is not None
-    assert (third.to_first.value, third.to_before.value) == (pytest.approx(0.9), pytest.approx(0.75))
+    assert (third.to_first.value, third.to_before.value) == (
+        pytest.approx(0.9),
+        pytest.approx(0.75),
+    )
     assert found.unit == "tokens/s"
 
 
 def test_repeats_are_one_point() -> None:
-    found = trend(entry(1, 100.0, setup="a"), entry(2, 104.0, setup="a"), entry(3, 90.0, setup="b"), entry(4, 99.0, setup="a"))
-    assert [[one.entry.created[-1] for one in point.runs] for point in found.points] == [["1", "2"], ["3"], ["4"]]
+    found = trend(
+        entry(1, 100.0, setup="a"),
+        entry(2, 104.0, setup="a"),
+        entry(3, 90.0, setup="b"),
+        entry(4, 99.0, setup="a"),
+    )
+    assert [[one.entry.created[-1] for one in point.runs] for point in found.points] == [
+        ["1", "2"],
+        ["3"],
+        ["4"],
+    ]
     assert found.points[0].rate is not None
     assert found.points[0].rate.value == 102.0
     assert found.points[0].source == "runs"
 
 
 @pytest.mark.parametrize(
-    "other", [{"key": "j"}, {"engine": "x"}, {"plan": "1x8"}, {"precision": "fp16"}, {"devices": ("B",)}, {"scope": "sample 4"}]
+    "other",
+    [
+        {"key": "j"},
+        {"engine": "x"},
+        {"plan": "1x8"},
+        {"precision": "fp16"},
+        {"devices": ("B",)},
+        {"scope": "sample 4"},
+    ],
 )
 def test_what_makes_another_trend(other: dict[str, Any]) -> None:
     assert len(over(entry(1, 100.0), entry(2, 100.0, **other)).trends) == 2
@@ -98,8 +130,18 @@ def test_without_repeats_it_takes_the_threshold_and_intervals_that_do_not_meet()
 
 
 def test_a_run_that_is_not_valid_is_bad_unless_somebody_ended_it() -> None:
-    assert bad(trend(entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)), entry(3, 100.0))) == "2"
-    assert bad(trend(entry(1, 100.0), entry(2, None, status="failed", codes=("out_of_memory",)))) == "2"
+    assert (
+        bad(
+            trend(
+                entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)), entry(3, 100.0)
+            )
+        )
+        == "2"
+    )
+    assert (
+        bad(trend(entry(1, 100.0), entry(2, None, status="failed", codes=("out_of_memory",))))
+        == "2"
+    )
     for code in ("interrupted", "cancelled", "unfinished"):
         assert bad(trend(entry(1, 100.0), entry(2, None, status="failed", codes=(code,)))) is None
 
@@ -134,7 +176,12 @@ def test_an_entry_says_what_its_record_does(tmp_path: Path) -> None:
     record, found = verify.read(path), history.summary(path)
     assert (found.id, found.status, found.key) == (record.id, "valid", record.case.key)
     assert found.unread_key == key_of(record.case.question, "unknown")
-    assert (found.name, found.size, found.scope, found.plan) == ("llama2-7b-mmlu", "smoke", "full", "1x1 TP1PP1DP1")
+    assert (found.name, found.size, found.scope, found.plan) == (
+        "llama2-7b-mmlu",
+        "smoke",
+        "full",
+        "1x1 TP1PP1DP1",
+    )
     assert found.rate == record.metrics["tokens_per_device_s"].value
     assert (found.quality, found.quality_value) == ("acc", record.metrics["acc"].value)
     assert found.revision == record.environment.source.revision
@@ -142,7 +189,8 @@ def test_an_entry_says_what_its_record_does(tmp_path: Path) -> None:
 
 def test_repeats_have_one_setup_and_other_tunes_another() -> None:
     one, again, other = (
-        scored("torch", "A" * 8, id=c * 12, **k) for c, k in (("a", {}), ("b", {}), ("c", {"tune__pad_to": 8}))
+        scored("torch", "A" * 8, id=c * 12, **k)
+        for c, k in (("a", {}), ("b", {}), ("c", {"tune__pad_to": 8}))
     )
     found = [history._entry(record) for record in (one, again, other)]
     assert found[0].setup == found[1].setup != found[2].setup

@@ -8,18 +8,45 @@ from steelyard.plan import flops
 
 
 def test_steps_of_unequal_attention_are_no_variation_of_the_machine():
-    """Steps of equal tokens that take as long as their FLOPs ask for, the longer prompts together. Version 2 of the formulas
-    took tokens for the work, and saw a machine that slows down."""
+    """Steps of equal tokens that take as long as their FLOPs ask for, the longer prompts together.
+    Version 2 of the formulas took tokens for the work, and saw a machine that slows down."""
     samples, at_s = [], 0.0
     for step, pairs in enumerate([500] * 10 + [5000] * 10):
-        counts = {"tokens": 100, "samples": 2, "padded": 0, "logits": 2, "pairs": pairs, "square": 2 * pairs}
+        counts = {
+            "tokens": 100,
+            "samples": 2,
+            "padded": 0,
+            "logits": 2,
+            "pairs": pairs,
+            "square": 2 * pairs,
+        }
         took_s = flops.causal(resolved().case.question.model, counts) / 1e6
         sample = {"pass": "infer", "rank": 0, "step": step, "start_s": at_s, "end_s": at_s + took_s}
-        samples.append(sample | {"host_start_s": 0.0, "host_end_s": 0.0, "phases": {"compute": took_s}, "counts": counts})
+        samples.append(
+            sample
+            | {
+                "host_start_s": 0.0,
+                "host_end_s": 0.0,
+                "phases": {"compute": took_s},
+                "counts": counts,
+            }
+        )
         at_s += took_s
-    windows = [{"pass": "infer", "rank": 0, "start_s": 30.0, "wall_s": at_s, "allocated_bytes": GIB, "reserved_bytes": GIB}]
+    windows = [
+        {
+            "pass": "infer",
+            "rank": 0,
+            "start_s": 30.0,
+            "wall_s": at_s,
+            "allocated_bytes": GIB,
+            "reserved_bytes": GIB,
+        }
+    ]
     found = made(rank_file(samples=samples, windows=windows))
-    new, old = (metrics.derive(found.model_copy(update={"formulas": number}))["tokens_per_device_s"] for number in (3, 2))
+    new, old = (
+        metrics.derive(found.model_copy(update={"formulas": number}))["tokens_per_device_s"]
+        for number in (3, 2)
+    )
     assert new.value == old.value == pytest.approx(2000 / at_s)
     assert new.interval == pytest.approx((new.value, new.value))
     assert old.interval[1] - old.interval[0] > 0.5 * old.value

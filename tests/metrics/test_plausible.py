@@ -19,10 +19,7 @@ WALL_S = 40.0
 
 
 def made(
-    accelerator: str,
-    ranks: list[RankFacts],
-    formulas: int | None = 4,
-    others: float = 0.0,
+    accelerator: str, ranks: list[RankFacts], formulas: int | None = 4, others: float = 0.0
 ) -> Record:
     """Return a record of one pass of 40 s of wall and CPU time, while others use a share of the
     host's four cores."""
@@ -76,7 +73,9 @@ def timed(share: float, before: list[float], after: list[float]) -> list[RankFac
         ([0.8], [], False),
     ],
 )
-def test_the_best_of_several_timings_is_the_limit(before: list[float], after: list[float], ok: bool) -> None:
+def test_the_best_of_several_timings_is_the_limit(
+    before: list[float], after: list[float], ok: bool
+) -> None:
     ranks = timed(0.8, before, after)
     assert judged(made("cpu", ranks)).ok is ok
     assert not judged(made("cpu", ranks, formulas=3)).ok  # which has one timing

@@ -1,4 +1,6 @@
-"""The ratio of two series: numbers worked out by hand, and how often chance alone is called significant."""
+"""The ratio of two series: numbers worked out by hand, and how often chance alone is called
+significant.
+"""
 
 import random
 from math import exp, sqrt
@@ -40,7 +42,9 @@ def test_an_interval_covers_the_true_ratio() -> None:
     draw = random.Random(3)
     hits = 0
     for _ in range(DRAWS):
-        base, new = ([m * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(4)] for m in (1000.0, 1030.0))
+        base, new = (
+            [m * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(4)] for m in (1000.0, 1030.0)
+        )
         found = ratio.of_values(base, new)
         assert found is not None
         assert found.interval is not None
@@ -49,7 +53,9 @@ def test_an_interval_covers_the_true_ratio() -> None:
 
 
 def test_the_numbers_by_hand() -> None:
-    """Logarithms 0 and 2, and 4 and 6: means 1 and 5, each with the variance 2 / 2; as spread out, two degrees of freedom."""
+    """Logarithms 0 and 2, and 4 and 6: means 1 and 5, each with the variance 2 / 2; as spread out,
+    two degrees of freedom.
+    """
     found = ratio.of_values([1.0, exp(2)], [exp(4), exp(6)])
     half = 4.303 * sqrt(2)
     assert found is not None
@@ -85,8 +91,12 @@ def test_students_t_of_whole_numbers_is_the_tables(freedom: float) -> None:
 
 
 # Between the rows: the exact quantiles by numerical integration of the density.
-@pytest.mark.parametrize(("freedom", "exact", "most"), [(1.5, 6.0166, 7.2), (4.5, 2.6589, 2.67), (21.5, 2.0767, 2.08)])
-def test_between_rows_students_t_is_never_too_small(freedom: float, exact: float, most: float) -> None:
+@pytest.mark.parametrize(
+    ("freedom", "exact", "most"), [(1.5, 6.0166, 7.2), (4.5, 2.6589, 2.67), (21.5, 2.0767, 2.08)]
+)
+def test_between_rows_students_t_is_never_too_small(
+    freedom: float, exact: float, most: float
+) -> None:
     assert exact <= stats.t_95_between(freedom) <= most
 
 
@@ -108,7 +118,9 @@ def test_one_run_is_not_tested_and_its_steps_interval_is_named_so() -> None:
 
 
 def test_copies_of_a_run_test_nothing() -> None:
-    assert ratio.of_values([2.0, 2.0], [4.0, 4.0]) == Ratio(pytest.approx(2.0), None, None, "not tested")
+    assert ratio.of_values([2.0, 2.0], [4.0, 4.0]) == Ratio(
+        pytest.approx(2.0), None, None, "not tested"
+    )
     found = ratio.of_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
     assert found == Ratio(pytest.approx(2.0), None, None, "not tested")
 

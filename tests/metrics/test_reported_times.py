@@ -1,4 +1,6 @@
-"""Training whose program reports the times of its steps: rates are taken from them, and they are compared with ours."""
+"""Training whose program reports the times of its steps: rates are taken from them, and they are
+compared with ours.
+"""
 
 from typing import Any
 
@@ -17,7 +19,14 @@ def reported(told: list[float], seen: list[float], **changes: Any) -> Record:
     for row, time_s in zip(rows, seen, strict=True):
         row |= {"host_start_s": at, "host_end_s": at + time_s, "phases": {}}
         at += time_s
-    window = {"pass": "train", "start_s": 20.0, "rank": 0, "wall_s": at, "allocated_bytes": None, "reserved_bytes": None}
+    window = {
+        "pass": "train",
+        "start_s": 20.0,
+        "rank": 0,
+        "wall_s": at,
+        "allocated_bytes": None,
+        "reserved_bytes": None,
+    }
     return training([told], samples=rows, passes=[window], clock="reported", **changes)
 
 
@@ -30,7 +39,9 @@ def test_times_that_a_program_reports_are_what_rates_are_taken_from():
     assert value(found, "tokens_per_device_s") == pytest.approx(100 / 0.99)
     assert value(found, "p_whole") == 4100 / 42.0  # our own clock
     note = "the engine does not separate compute time"
-    assert [(value(found, name), found.metrics[name].note) for name in ("p_core", "mfu_core")] == [(None, note)] * 2
+    assert [(value(found, name), found.metrics[name].note) for name in ("p_core", "mfu_core")] == [
+        (None, note)
+    ] * 2
     assert golden("times-of-steps-are-the-program") in found.notes
 
 
@@ -52,7 +63,8 @@ def test_times_that_a_program_reports_are_compared_with_ours(told: list[float], 
 def test_what_is_compared_is_said():
     found = reported([2.0, *[0.5] * 40], SEEN)
     said = (
-        "all steps: the program reports 20.000 s for 40 steps, but its output lines are 40.000 s apart; they may differ by 2%"
+        "all steps: the program reports 20.000 s for 40 steps, but its output lines are 40.000 s"
+        " apart; they may differ by 2%"
     )
     assert [reason.text for reason in found.reasons] == [said]
 
@@ -63,12 +75,18 @@ def test_a_device_that_nobody_used_shows_that_nothing_was_done():
         columns = {"t_s": t_s, "memory_bytes": [GIB] * 70, "processes": [processes] * 70}
         return {"device": "cuda:0", "period_s": 1.0, "baseline_processes": 0, "columns": columns}
 
-    assert codes(reported(SEEN, SEEN, telemetry=[device(None)])) == codes(reported(SEEN, SEEN, telemetry=[device(1)])) == []
+    assert (
+        codes(reported(SEEN, SEEN, telemetry=[device(None)]))
+        == codes(reported(SEEN, SEEN, telemetry=[device(1)]))
+        == []
+    )
     assert codes(reported(SEEN, SEEN, telemetry=[device(0)])) == ["reported"]
 
 
 def test_energy_of_a_program_is_that_of_all_its_devices():
-    ranks = [{"rank": rank, "device": f"cuda:{rank}", "matmul_flops_per_s": None} for rank in (0, 1)]
+    ranks = [
+        {"rank": rank, "device": f"cuda:{rank}", "matmul_flops_per_s": None} for rank in (0, 1)
+    ]
     devices = training(TWO).telemetry
     told = {"ranks": ranks, "telemetry": [one.model_dump() for one in devices]}
     found = reported(SEEN, SEEN, plan=(2, 1, 1), plan__devices=2, **told)

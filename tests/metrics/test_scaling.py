@@ -14,17 +14,40 @@ from steelyard.record.record import Record
 Ends = tuple[float, float] | None
 
 
-def run(nodes: int, devices: int, per_device: float | None, ends: Ends = None, tp: int = 1, **changes: Any) -> Record:
+def run(
+    nodes: int,
+    devices: int,
+    per_device: float | None,
+    ends: Ends = None,
+    tp: int = 1,
+    **changes: Any,
+) -> Record:
     """A valid run whose every device does so many tokens a second."""
-    plan = {"nodes": nodes, "devices": devices, "tp": tp, "pp": 1, "dp": nodes * devices // tp, "launcher": "local"}
-    metrics = {"tokens_per_device_s": {"value": per_device, "unit": "tokens/s/device", "interval": ends}}
+    plan = {
+        "nodes": nodes,
+        "devices": devices,
+        "tp": tp,
+        "pp": 1,
+        "dp": nodes * devices // tp,
+        "launcher": "local",
+    }
+    metrics = {
+        "tokens_per_device_s": {"value": per_device, "unit": "tokens/s/device", "interval": ends}
+    }
     return make(plan=plan, metrics=metrics, **changes)
 
 
 def table(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
     [group] = scaling.groups(records)
     return [
-        (row.plan.config, str(row.plan), len(row.records), row.rate.value, row.speedup.value, row.efficiency.value)
+        (
+            row.plan.config,
+            str(row.plan),
+            len(row.records),
+            row.rate.value,
+            row.speedup.value,
+            row.efficiency.value,
+        )
         for row in group.rows
     ]
 
@@ -53,9 +76,15 @@ def test_division_open_counts_samples() -> None:
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
     found = make(case__division="open", metrics=metrics, plan=plan)
     assert runs.rate(found) == Estimate(30.0, (29.0, 31.0))
-    other = make(case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}})
+    other = make(
+        case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}}
+    )
     [group] = scaling.groups([found, other])
-    assert (group.unit, group.base.plan.config, group.rows[1].speedup) == ("questions/s", "1x1", Estimate(1.5))
+    assert (group.unit, group.base.plan.config, group.rows[1].speedup) == (
+        "questions/s",
+        "1x1",
+        Estimate(1.5),
+    )
 
 
 def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
@@ -68,7 +97,8 @@ def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
         Estimate(1.0),
         True,
     )
-    low, high = 1.6 * (1 - hypot(0.03, 0.04)), 1.6 * (1 + hypot(0.05, 0.03))  # 0.95 and 1.0583 of it
+    # 0.95 and 1.0583 of it
+    low, high = 1.6 * (1 - hypot(0.03, 0.04)), 1.6 * (1 + hypot(0.05, 0.03))
     assert (row.source, row.base, row.speedup.value) == ("steps", False, 1.6)
     assert row.speedup.interval == pytest.approx((low, high), rel=1e-12)
     assert low == pytest.approx(1.52)
@@ -87,11 +117,14 @@ def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
     three = [run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
     [group] = scaling.groups([*three, run(1, 2, 90.0, (90.0, 90.0))])
     base, row = group.rows
-    half = 4.303 * sqrt(4.0 / 3)  # Student's t of two degrees of freedom, standard error of three runs
+    # Student's t of two degrees of freedom, standard error of three runs
+    half = 4.303 * sqrt(4.0 / 3)
     assert (len(base.records), base.source, base.rate.value) == (3, "runs", 100.0)
     assert base.rate.interval == pytest.approx((100 - half, 100 + half), rel=1e-12)
     assert row.speedup.value == 1.8
-    assert row.speedup.interval == pytest.approx((1.8 * (1 - half / 100), 1.8 * (1 + half / 100)), rel=1e-12)
+    assert row.speedup.interval == pytest.approx(
+        (1.8 * (1 - half / 100), 1.8 * (1 + half / 100)), rel=1e-12
+    )
 
 
 def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
@@ -100,7 +133,8 @@ def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
     half = 12.706 * sqrt(5000.0 / 2)
     assert base.rate.interval == pytest.approx((0.0, 100 + half))
     assert row.rate == Estimate(120.0, (120.0, 120.0))
-    assert row.speedup.interval == pytest.approx((0.0, 1.2 * 2))  # the base may be slower by all of its rate, and no more
+    # the base may be slower by all of its rate, and no more
+    assert row.speedup.interval == pytest.approx((0.0, 1.2 * 2))
 
 
 def test_plans_of_one_number_of_devices_are_rows_of_their_own() -> None:
@@ -123,7 +157,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "engine": {"engine__name": "transformers"},
     "tune": {"tune__batch_tokens": 7},
     "scope": {"scope": {"kind": "window", "steps": 4}},
-    "device": {"environment__hardware": ENVIRONMENT["hardware"] | {"devices": [{"name": "Abacus"}]}},
+    "device": {
+        "environment__hardware": ENVIRONMENT["hardware"] | {"devices": [{"name": "Abacus"}]}
+    },
     "host": {"hosts": [{"name": "a", "ranks": [0], "devices": [{"name": "Abacus"}]}]},
     "invalid": {"status": "invalid"},
     "failed": {"status": "failed"},
@@ -135,7 +171,11 @@ def test_what_cannot_be_compared_is_in_no_group(what: str) -> None:
     changes = OTHERS[what]
     other = run(1, 2, 90.0, **changes)
     if what == "division":
-        other = make(**changes, plan=other.plan.model_dump(), metrics={"samples_per_s": {"value": 1.0, "unit": "questions/s"}})
+        other = make(
+            **changes,
+            plan=other.plan.model_dump(),
+            metrics={"samples_per_s": {"value": 1.0, "unit": "questions/s"}},
+        )
     assert scaling.groups([run(1, 1, 100.0), run(1, 2, 90.0)]) != []
     assert scaling.groups([run(1, 1, 100.0), other]) == []
 
@@ -145,19 +185,33 @@ def test_samples_of_different_size_are_apart_and_numbers_of_steps_are_not() -> N
         return run(1, devices, 10.0, scope={"kind": "window"} | scope)
 
     assert scaling.groups([window(1, sample=8), window(2, sample=16)]) == []
-    assert [len(group.rows) for group in scaling.groups([window(1, sample=8, steps=4), window(2, sample=8, steps=9)])] == [2]
+    assert [
+        len(group.rows)
+        for group in scaling.groups([window(1, sample=8, steps=4), window(2, sample=8, steps=9)])
+    ] == [2]
 
 
 def test_groups_come_in_the_order_of_their_records() -> None:
     small, large = {"tune__batch_tokens": 8}, {"tune__batch_tokens": 16}
-    records = [run(1, 1, 2.0, **large), run(1, 1, 1.0, **small), run(1, 2, 1.0, **small), run(1, 2, 2.0, **large)]
+    records = [
+        run(1, 1, 2.0, **large),
+        run(1, 1, 1.0, **small),
+        run(1, 2, 1.0, **small),
+        run(1, 2, 2.0, **large),
+    ]
     found = scaling.groups(records)
     assert [group.records[0].tune.batch_tokens for group in found] == [16, 8]
-    assert [[row.speedup.value for row in group.rows] for group in found] == [[1.0, 2.0], [1.0, 2.0]]
+    assert [[row.speedup.value for row in group.rows] for group in found] == [
+        [1.0, 2.0],
+        [1.0, 2.0],
+    ]
 
 
 def test_training_counts_tokens_and_a_cloze_counts_samples() -> None:
-    metrics = {"tokens_per_device_s": {"value": 7.0, "unit": "tokens/s/device"}, "samples_per_s": {"value": 3.0, "unit": "x"}}
+    metrics = {
+        "tokens_per_device_s": {"value": 7.0, "unit": "tokens/s/device"},
+        "samples_per_s": {"value": 3.0, "unit": "x"},
+    }
     cloze = resolve.resolve("glm-large-record").case.question.model_dump(mode="json")
     assert runs.rate(make(case__question=question(), metrics=metrics)) == Estimate(7.0)
     assert runs.rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)

@@ -11,12 +11,24 @@ from steelyard.metrics import stats
 from steelyard.metrics.stats import TERMS, WIDEST, rate_interval, t_95
 from steelyard.words import Message
 
-TRIALS = 2000  # of a coverage of 95 %, the estimate has a standard error of 0.5 %: it is within 1 % in 19 of 20 seeds
+# of a coverage of 95 %, the estimate has a standard error of 0.5 %: it is within 1 % in 19 of 20
+# seeds
+TRIALS = 2000
 
 
 @pytest.mark.parametrize(
     ("freedom", "t"),
-    [(1, 12.706), (4, 2.776), (9, 2.262), (19, 2.093), (20, 2.093), (23, 2.093), (24, 2.064), (119, 1.980), (10**6, 1.980)],
+    [
+        (1, 12.706),
+        (4, 2.776),
+        (9, 2.262),
+        (19, 2.093),
+        (20, 2.093),
+        (23, 2.093),
+        (24, 2.064),
+        (119, 1.980),
+        (10**6, 1.980),
+    ],
 )
 def test_students_t(freedom: int, t: float) -> None:
     assert t_95(freedom) == t
@@ -36,24 +48,34 @@ def half(work: list[float], times: list[float]) -> float:
 
 
 def test_five_steps_are_students_t_over_all_of_them() -> None:
-    """Four terms of five steps hold all their variance: steps of 1, 2, 3, 2, 2 s have a variance of 0.5 and a mean of 2."""
+    """Four terms of five steps hold all their variance: steps of 1, 2, 3, 2, 2 s have a variance of
+    0.5 and a mean of 2.
+    """
     assert half([1] * 5, [1, 2, 3, 2, 2]) == pytest.approx(2.776 * sqrt(0.5 / 5) / 2, rel=1e-12)
 
 
 def test_interval_is_that_of_a_ratio_of_totals() -> None:
-    """14 tokens in 24 s; what a step took beyond its share of them: 20 - 10 * 24/14 s, and 1 - 24/14 s of the others."""
+    """14 tokens in 24 s; what a step took beyond its share of them: 20 - 10 * 24/14 s, and 1 -
+    24/14 s of the others.
+    """
     residuals = [20 - 240 / 14, *[1 - 24 / 14] * 4]
     variance = sum(one**2 for one in residuals) / 4
-    assert half([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) == pytest.approx(2.776 * sqrt(variance * 5) / 24, rel=1e-12)
+    assert half([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) == pytest.approx(
+        2.776 * sqrt(variance * 5) / 24, rel=1e-12
+    )
 
 
 def test_only_slow_changes_count_where_there_are_many_steps() -> None:
-    """100 steps have 7 terms. A cosine wave of the third is seen whole, one of the eighth not at all: it averages out."""
+    """100 steps have 7 terms. A cosine wave of the third is seen whole, one of the eighth not at
+    all: it averages out.
+    """
 
     def wave(term: int) -> list[float]:
         return [1 + 0.1 * cos(pi * term * (step + 0.5) / 100) for step in range(100)]
 
-    assert half([1] * 100, wave(3)) == pytest.approx(2.365 * sqrt(2 / 7 * (0.1 * 50) ** 2) / 100, rel=1e-9)
+    assert half([1] * 100, wave(3)) == pytest.approx(
+        2.365 * sqrt(2 / 7 * (0.1 * 50) ** 2) / 100, rel=1e-9
+    )
     assert half([1] * 100, wave(8)) == pytest.approx(0.0, abs=1e-12)
 
 
@@ -80,13 +102,18 @@ def test_no_interval() -> None:
     assert rate_interval(1.0, [1] * 4, [1, 2, 1, 2]) is None
     assert rate_interval(1.0, [0] * 6, [1] * 6) is None
     assert rate_interval(1.0, [1] * 6, [0] * 6) is None
-    assert rate_interval(1.0, [1] * 6, [1e6, -1e6, 1e6, -1e6, 1e6, 1 - 1e6]) is None  # no clock runs so
+    # no clock runs so
+    assert rate_interval(1.0, [1] * 6, [1e6, -1e6, 1e6, -1e6, 1e6, 1 - 1e6]) is None
 
 
 @pytest.mark.parametrize("steps", [5, 6, 10, 20, 60, 2000])
 def test_ends_are_finite_and_hold_the_rate_however_wild_the_steps(steps: int) -> None:
     rng = random.Random(steps)
-    wild = [[0.0] * (steps - 1) + [1.0], [1.0] + [0.0] * (steps - 1), [10 ** rng.uniform(-9, 9) for _ in range(steps)]]
+    wild = [
+        [0.0] * (steps - 1) + [1.0],
+        [1.0] + [0.0] * (steps - 1),
+        [10 ** rng.uniform(-9, 9) for _ in range(steps)],
+    ]
     for times in wild:
         for work in ([1.0] * steps, [10 ** rng.uniform(0, 9) for _ in range(steps)]):
             low, high = rate_interval(3.0, work, times) or (0, 0)
@@ -127,10 +154,13 @@ def test_steps_of_different_work(phi: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "phi", "least"), [(5, 0.0, 0.93), (10, 0.0, 0.93), (20, 0.0, 0.93), (20, 0.3, 0.92), (20, 0.6, 0.88)]
+    ("steps", "phi", "least"),
+    [(5, 0.0, 0.93), (10, 0.0, 0.93), (20, 0.0, 0.93), (20, 0.3, 0.92), (20, 0.6, 0.88)],
 )
 def test_few_steps(steps: int, phi: float, least: float) -> None:
-    """Independent steps are covered however few they are; how correlated 20 of them are cannot be told well."""
+    """Independent steps are covered however few they are; how correlated 20 of them are cannot be
+    told well.
+    """
     rng = np.random.default_rng([steps, round(10 * phi)])
     times = 1 + 0.05 * autocorrelated(rng, phi, steps)
     assert least <= coverage(times, np.ones_like(times), 1.0) <= 0.97
@@ -156,7 +186,9 @@ def test_a_flat_run_is_steady_from_its_start(time_s: float) -> None:
     assert [steady([time_s] * steps)[0] for steps in range(10, 310, 3)] == [0] * 100
 
 
-@pytest.mark.parametrize(("steps", "kept"), [(10, 180), (20, 196), (30, 176), (60, 192), (300, 199)])
+@pytest.mark.parametrize(
+    ("steps", "kept"), [(10, 180), (20, 196), (30, 176), (60, 192), (300, 199)]
+)
 def test_noise_is_no_warm_up(steps: int, kept: int) -> None:
     """Version 1 cuts about 70 of these 200."""
     assert cuts(steps, lambda step: 1.0).count(0) >= kept
@@ -220,13 +252,16 @@ def test_spikes_that_come_again_and_again_are_kept() -> None:
 
 @pytest.mark.parametrize("slope", [-0.002, 0.0005, 0.002, 0.01])
 def test_a_drift_through_the_whole_run_is_kept_and_widens_the_interval(slope: float) -> None:
-    """There is no steady part to find. The interval says so: it reaches from one end of the drift to beyond the middle."""
+    """There is no steady part to find. The interval says so: it reaches from one end of the drift
+    to beyond the middle.
+    """
     times = [1 + slope * step for step in range(100)]
     assert steady(times)[0] == 0
     found = cuts(100, lambda step: 1 + slope * step)
     assert found[100] == 0
     assert found[-1] < 50
-    flat = half([1] * 100, [times[step * 37 % 100] for step in range(100)])  # the same steps in another order
+    # the same steps in another order
+    flat = half([1] * 100, [times[step * 37 % 100] for step in range(100)])
     assert half([1] * 100, times) > 4 * flat
 
 
@@ -250,16 +285,23 @@ def test_runs_too_short_to_tell(steps: int, first: int) -> None:
 
 
 def test_work_that_differs_is_no_warm_up_and_hides_none() -> None:
-    """Steps of 1000 to 2000 tokens at 1 ms each, with 0.5 % of noise; the first two, and one after them, take 20 % longer."""
+    """Steps of 1000 to 2000 tokens at 1 ms each, with 0.5 % of noise; the first two, and one after
+    them, take 20 % longer.
+    """
     rng = random.Random("tokens")
     work = [rng.uniform(1000, 2000) for _ in range(60)]
-    times = [one * 0.001 * rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005) for step, one in enumerate(work)]
+    times = [
+        one * 0.001 * rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005)
+        for step, one in enumerate(work)
+    ]
     assert stats.steady(times, work)[0] == 6
     assert steady(times)[0] == 0
 
 
 def test_tokens_that_change_nothing_are_left_aside() -> None:
-    """Rows of equal length, padded: the time of a step does not follow its tokens, nor does what is steady."""
+    """Rows of equal length, padded: the time of a step does not follow its tokens, nor does what is
+    steady.
+    """
     rng = random.Random("padded")
     work = [rng.uniform(1000, 2000) for _ in range(60)]
     times = [rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005) for step in range(60)]
@@ -270,7 +312,9 @@ def test_tokens_that_change_nothing_are_left_aside() -> None:
 @pytest.mark.parametrize("steps", [60, 300])
 @pytest.mark.parametrize("phi", [0.0, 0.3, 0.6])
 def test_looking_for_the_window_leaves_the_interval_sound(phi: float, steps: int) -> None:
-    """A run that begins with three slow steps. 1 % less than without a search: now and then it cuts what noise made unlike."""
+    """A run that begins with three slow steps. 1 % less than without a search: now and then it cuts
+    what noise made unlike.
+    """
     rng = np.random.default_rng([steps, round(10 * phi), 1])
     times = 1 + 0.02 * autocorrelated(rng, phi, steps)
     times[:, :3] += 10

@@ -1,4 +1,6 @@
-"""Who is slow, from ranks under a clock of their own and from hand-made samples: every number worked out by hand."""
+"""Who is slow, from ranks under a clock of their own and from hand-made samples: every number
+worked out by hand.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -36,8 +38,11 @@ class Host:
         """Nothing runs behind it."""
 
 
-def replica(host: Host, backward_s: Sequence[float], slowest_s: Sequence[float]) -> Iterator[Phase | Work]:
-    """A rank as the training loop marks it: 0.25 s of data, its backward, what it waits for the slowest, 0.125 s of transfer,
+def replica(
+    host: Host, backward_s: Sequence[float], slowest_s: Sequence[float]
+) -> Iterator[Phase | Work]:
+    """A rank as the training loop marks it: 0.25 s of data, its backward, what it waits for the
+    slowest, 0.125 s of transfer,
     0.125 s of update."""
     for own_s, all_s in zip(backward_s, slowest_s, strict=True):
         yield Phase("data")
@@ -59,28 +64,55 @@ def measured(*ranks: Sequence[float], **changes: Any) -> Record:
     for rank, own in enumerate(ranks):
         host = Host()
         samples += measure(replica(host, own, slowest), host, clock=host).samples("train", rank)
-    return trained([one.model_dump(mode="json", by_alias=True) for one in samples], len(ranks), **changes)
+    return trained(
+        [one.model_dump(mode="json", by_alias=True) for one in samples], len(ranks), **changes
+    )
 
 
-def step(rank: int, number: int, phases: dict[str, float], start_s: float, end_s: float, tokens: int = 100) -> dict[str, Any]:
+def step(
+    rank: int,
+    number: int,
+    phases: dict[str, float],
+    start_s: float,
+    end_s: float,
+    tokens: int = 100,
+) -> dict[str, Any]:
     at = {"start_s": start_s, "end_s": end_s, "host_start_s": start_s, "host_end_s": end_s}
-    return {"pass": "train", "rank": rank, "step": number, **at, "phases": phases, "counts": COUNTS | {"tokens": tokens}}
+    return {
+        "pass": "train",
+        "rank": rank,
+        "step": number,
+        **at,
+        "phases": phases,
+        "counts": COUNTS | {"tokens": tokens},
+    }
 
 
-def trained(samples: list[dict[str, Any]], world: int, hosts: Sequence[str | None] = HOSTS, **changes: Any) -> Record:
+def trained(
+    samples: list[dict[str, Any]], world: int, hosts: Sequence[str | None] = HOSTS, **changes: Any
+) -> Record:
     ends = [max(one["end_s"] for one in samples if one["rank"] == rank) for rank in range(world)]
-    ranks = [{"rank": rank, "host": hosts[rank % len(hosts)], "device": f"cuda:{rank % 2}"} for rank in range(world)]
+    ranks = [
+        {"rank": rank, "host": hosts[rank % len(hosts)], "device": f"cuda:{rank % 2}"}
+        for rank in range(world)
+    ]
     times = [[end] * max(1, len(samples) // world) for end in ends]
     return training(times, samples=samples, ranks=ranks, **changes)
 
 
-def owning(*ranks: Sequence[float], phase: str = "compute", step_s: float = 16.0, **changes: Any) -> Record:
+def owning(
+    *ranks: Sequence[float], phase: str = "compute", step_s: float = 16.0, **changes: Any
+) -> Record:
     """A record of ranks with so long a phase of their own in each step."""
     samples = []
     for rank, own in enumerate(ranks):
         for number, own_s in enumerate(own):
-            rest = {"exchange": step_s - own_s} if phase == "compute" else {"compute": step_s - own_s}
-            samples.append(step(rank, number, {phase: own_s, **rest}, number * step_s, (number + 1) * step_s))
+            rest = (
+                {"exchange": step_s - own_s} if phase == "compute" else {"compute": step_s - own_s}
+            )
+            samples.append(
+                step(rank, number, {phase: own_s, **rest}, number * step_s, (number + 1) * step_s)
+            )
     return trained(samples, len(ranks), **changes)
 
 
@@ -99,7 +131,14 @@ def test_the_slow_rank_of_four_is_named_with_its_host_and_cost():
     record = measured(even, even, even, (1.5,) * 4)
     assert {one.end_s - one.start_s for one in record.samples} == {2.0}  # wall time shows nothing
     out = found(record)
-    assert (out.rank, out.host, out.basis, out.cost_s, out.step_s, out.share) == (3, "fh2", "compute", 0.5, 2.0, 0.25)
+    assert (out.rank, out.host, out.basis, out.cost_s, out.step_s, out.share) == (
+        3,
+        "fh2",
+        "compute",
+        0.5,
+        2.0,
+        0.25,
+    )
     assert out.rows == (
         RankTime((3,), "fh2", "cuda:1", 1.875, 1.375, 0.0, 0.125, 300),
         RankTime((0,), "fh1", "cuda:0", 1.375, 1.375, 0.0, 0.625, 300),
@@ -107,7 +146,10 @@ def test_the_slow_rank_of_four_is_named_with_its_host_and_cost():
         RankTime((2,), "fh2", "cuda:0", 1.375, 1.375, 0.0, 0.625, 300),
     )
     assert [row.relative for row in out.rows] == [0.5 / 1.375, 0.0, 0.0, 0.0]
-    said = "rank 3 on host fh2 is slow: it costs 25.0 % of each step (own 1.88 s against 1.38 s of the others)"
+    said = (
+        "rank 3 on host fh2 is slow: it costs 25.0 % of each step (own 1.88 s against 1.38 s of the"
+        " others)"
+    )
     assert slow_notes(record) == [said]
     metric = record.metrics["straggler_share"]
     assert (metric.value, metric.unit) == (0.25, "")
@@ -140,7 +182,8 @@ def test_a_cost_is_the_mean_over_steps_of_what_is_above_the_median_of_the_others
         ((1,), 2.0, 2.75, -0.75),
     ]
     assert (out.share, out.step_s) == (0.75 / 16, 16.0)
-    assert out.rows[0].spread_s == pytest.approx(12.706 * 0.75)  # 1.5 and 0: they differ by 0.75 from their mean, over √1
+    # 1.5 and 0: they differ by 0.75 from their mean, over √1
+    assert out.rows[0].spread_s == pytest.approx(12.706 * 0.75)
 
 
 def test_only_the_steady_window_counts():
@@ -150,7 +193,11 @@ def test_only_the_steady_window_counts():
 
 
 def test_the_step_is_the_slowest_rank_s():
-    samples = [step(rank, n, {"compute": 2.0, "exchange": 0.0}, 4.0 * n, 4.0 * n + 2 + rank) for rank in (0, 1) for n in (0, 1)]
+    samples = [
+        step(rank, n, {"compute": 2.0, "exchange": 0.0}, 4.0 * n, 4.0 * n + 2 + rank)
+        for rank in (0, 1)
+        for n in (0, 1)
+    ]
     assert found(trained(samples, 2)).step_s == 3.0
 
 
@@ -189,7 +236,14 @@ def test_nothing_is_saved_where_everyone_is_fast_in_turn():
 
 def test_more_work_is_said():
     samples = [
-        step(rank, n, {"compute": 1.0 + rank, "exchange": 1.0 - rank}, 2.0 * n, 2.0 * n + 2, 100 + 50 * rank)
+        step(
+            rank,
+            n,
+            {"compute": 1.0 + rank, "exchange": 1.0 - rank},
+            2.0 * n,
+            2.0 * n + 2,
+            100 + 50 * rank,
+        )
         for rank in (0, 1)
         for n in (0, 1)
     ]
@@ -205,7 +259,10 @@ def test_where_ranks_meet_inside_a_step_only_their_data_is_their_own(plan):
     out = found(record)
     assert (out.rank, out.basis, out.cost_s, out.share) == (1, "data", 2.0, 0.125)
     assert [(row.wait_s, row.tokens) for row in out.rows] == [(None, None)] * 2
-    said = "rank 1 on host fh1 is slow: it costs 12.5 % of each step (waiting for data 2.50 s against 500 ms of the others)"
+    said = (
+        "rank 1 on host fh1 is slow: it costs 12.5 % of each step (waiting for data 2.50 s against"
+        " 500 ms of the others)"
+    )
     assert slow_notes(record) == [said]
     assert "phase data alone" in str(record.metrics["straggler_share"].note)
 
@@ -214,10 +271,7 @@ UNKNOWN: dict[str, tuple[Record, Message]] = {
     "one rank": (training(), stragglers.ALONE),
     "an engine that does not say": (training(((2.0, 1.0, 1.0),) * 2), stragglers.NOT_SEPARATE),
     "no data phase": (owning([1.0], [2.0], phase="score", engine=INSIDE), stragglers.NOT_SEPARATE),
-    "a rank that left nothing": (
-        owning([1.0], [2.0], plan__devices=3),
-        stragglers.UNFINISHED,
-    ),
+    "a rank that left nothing": (owning([1.0], [2.0], plan__devices=3), stragglers.UNFINISHED),
     "no time": (owning([0.0], [0.0], step_s=0.0), stragglers.NO_TIME),
 }
 
@@ -234,12 +288,23 @@ def scored(walls: Sequence[float], tp: int = 1, tokens: Sequence[int] | None = N
     window = {"pass": "infer", "start_s": 1.0, "allocated_bytes": None, "reserved_bytes": None}
     world = len(walls)
     samples = [
-        step(rank, 0, {"compute": 1.0}, 0.0, 1.0, (tokens or [100] * world)[rank]) | {"pass": "infer"} for rank in range(world)
+        step(rank, 0, {"compute": 1.0}, 0.0, 1.0, (tokens or [100] * world)[rank])
+        | {"pass": "infer"}
+        for rank in range(world)
     ]
     return make(
-        plan={"nodes": 1, "devices": world, "tp": tp, "pp": 1, "dp": world // tp, "launcher": "local"},
+        plan={
+            "nodes": 1,
+            "devices": world,
+            "tp": tp,
+            "pp": 1,
+            "dp": world // tp,
+            "launcher": "local",
+        },
         passes=[window | {"rank": rank, "wall_s": wall_s} for rank, wall_s in enumerate(walls)],
-        ranks=[{"rank": rank, "host": HOSTS[rank], "device": f"cuda:{rank}"} for rank in range(world)],
+        ranks=[
+            {"rank": rank, "host": HOSTS[rank], "device": f"cuda:{rank}"} for rank in range(world)
+        ],
         samples=samples,
     )
 
@@ -263,7 +328,11 @@ def test_ranks_of_one_tensor_parallel_group_are_one_replica():
     record = scored([10.0, 10.5, 14.0, 13.0], tp=2, tokens=[100, 100, 110, 110])
     out = found(record)
     assert (out.rank, out.slowest.ranks, out.cost_s, out.share) == (2, (2, 3), 3.5, 0.25)
-    assert (out.slowest.device, [row.tokens for row in out.rows], out.more_work) == ("cuda:2, cuda:3", [110, 100], 1.1)
+    assert (out.slowest.device, [row.tokens for row in out.rows], out.more_work) == (
+        "cuda:2, cuda:3",
+        [110, 100],
+        1.1,
+    )
     said = "ranks 2 to 3 on host fh2 are slow: they cost 25.0 % of the pass"
     own = "own time 14.00 s, the others 10.50 s, with 1.10 times their tokens"
     assert text(stragglers.note(record)) == f"{said} ({own})"
@@ -277,7 +346,9 @@ def test_one_replica_has_nobody_to_be_compared_with():
 
 def test_a_replica_that_did_not_finish():
     record = scored([10.0, 11.0, 12.0])
-    assert stragglers.find(record.model_copy(update={"passes": record.passes[:2]})) == Unknown(stragglers.UNFINISHED)
+    assert stragglers.find(record.model_copy(update={"passes": record.passes[:2]})) == Unknown(
+        stragglers.UNFINISHED
+    )
 
 
 @pytest.mark.parametrize("count", range(2, 8))

@@ -23,24 +23,63 @@ PEAK = {"name": "chip", "flops_per_s": {"bf16": 4e6}, "source": "datasheet"}
 
 
 def resolved(**changes: Any) -> resolve.Resolved:
-    """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary 32."""
-    sets = ["layers=2", "hidden=8", "heads=2", "kv_heads=2", "ffn=16", "vocab=32", "nominal_parameters=1000"]
+    """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary
+    32.
+    """
+    sets = [
+        "layers=2",
+        "hidden=8",
+        "heads=2",
+        "kv_heads=2",
+        "ffn=16",
+        "vocab=32",
+        "nominal_parameters=1000",
+    ]
     settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
-    return replace(resolve.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})  # as if a file said so
+    # as if a file said so
+    return replace(resolve.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})
 
 
-def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any) -> dict[str, Any]:
+def rank_file(
+    rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any
+) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     windows = []
     for start_s, name in ((10.0, "val"), (30.0, "infer")):
         time_s = step_s * (2 if name == "val" else 1)
         for step, tokens in enumerate(TOKENS):
-            counts = {"tokens": tokens, "samples": 2, "padded": 0, "logits": 2, "pairs": 2525, "square": 5000}
-            sample = {"pass": name, "rank": rank, "step": step, "start_s": step * time_s, "end_s": (step + 1) * time_s}
-            sample |= {"host_start_s": 0.0, "host_end_s": 0.0, "phases": {"compute": compute_s * time_s}, "counts": counts}
+            counts = {
+                "tokens": tokens,
+                "samples": 2,
+                "padded": 0,
+                "logits": 2,
+                "pairs": 2525,
+                "square": 5000,
+            }
+            sample = {
+                "pass": name,
+                "rank": rank,
+                "step": step,
+                "start_s": step * time_s,
+                "end_s": (step + 1) * time_s,
+            }
+            sample |= {
+                "host_start_s": 0.0,
+                "host_end_s": 0.0,
+                "phases": {"compute": compute_s * time_s},
+                "counts": counts,
+            }
             samples.append(sample)
         wall = len(TOKENS) * time_s + hidden_s
-        windows.append({"pass": name, "rank": rank, "start_s": start_s, "wall_s": wall, "allocated_bytes": 3 * GIB})
+        windows.append(
+            {
+                "pass": name,
+                "rank": rank,
+                "start_s": start_s,
+                "wall_s": wall,
+                "allocated_bytes": 3 * GIB,
+            }
+        )
         windows[-1]["reserved_bytes"] = 4 * GIB
     items = list(range(12))
     table = {"items": items, "best": [4] * 12, "choice": [0] * 12, "finite": [1] * 12}
@@ -59,9 +98,22 @@ def rank_file(rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden
         "matmul_flops_per_s": 2e6,
         "details": {"attention": "flash"},
         "weights": {"source": "random"},
-        "data": {"source": "made", "fingerprint": "f" * 64, "tokens": 600, "published": False, "rows": 12},
-        "common": {"gold": "ABCD" * 3, "subjects": ["a", "b"], "subject_of": [0] * 8 + [1] * 4, "index": items}
-        | {"letters": [4, 5, 6, 7], "passes": {}},
+        "data": {
+            "source": "made",
+            "fingerprint": "f" * 64,
+            "tokens": 600,
+            "published": False,
+            "rows": 12,
+        },
+        "common": (
+            {
+                "gold": "ABCD" * 3,
+                "subjects": ["a", "b"],
+                "subject_of": [0] * 8 + [1] * 4,
+                "index": items,
+            }
+            | {"letters": [4, 5, 6, 7], "passes": {}}
+        ),
     }
     return out | over
 
@@ -80,14 +132,13 @@ def series(device: str = "cuda:0", **columns: Any) -> Series:
 
 def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> dict[str, Any]:
     """What the parent knows of a run, as `assemble.draft` takes it."""
-    hardware = {
-        "devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}],
-        "peak": peak,
-    }
+    hardware = {"devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}], "peak": peak}
     base: dict[str, Any] = {
         "id": "0" * 32,
         "created": "2026-01-01T00:00:00.000+00:00",
-        "environment": Environment.model_validate({"hardware": hardware, "software": {"cuda": None}, "source": {}}),
+        "environment": Environment.model_validate(
+            {"hardware": hardware, "software": {"cuda": None}, "source": {}}
+        ),
         "site": {},
         "telemetry": [series(f"cuda:{i}") for i in range(devices)],
         "plan": Plan(nodes=1, devices=devices, tp=1, pp=1, dp=devices, launcher="local"),
@@ -109,7 +160,9 @@ def made(*ranks: dict[str, Any], **options: Any) -> Record:
     return assembled(one, known, outcome(*chosen, **options))
 
 
-def assembled(one: resolve.Resolved, known: dict[str, Any], ended: tuple[RankResults, Failure | None]) -> Record:
+def assembled(
+    one: resolve.Resolved, known: dict[str, Any], ended: tuple[RankResults, Failure | None]
+) -> Record:
     draft = assemble.draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
     times = assemble.Times(origin_s=1000.0, spawned_s=1000.25, started_s=1000.5, ended_s=1025.0)
     return assemble.assemble(draft, one.case, times, *ended, clock=lambda: 1025.5)
@@ -148,7 +201,10 @@ def test_rates_are_total_work_over_total_time():
 
 def test_in_division_open_work_is_questions():
     found = made(resolved=resolved(division="open"))
-    assert (value(found, "p_infer_whole"), found.metrics["p_infer_whole"].unit) == (2.0, "questions/s")
+    assert (value(found, "p_infer_whole"), found.metrics["p_infer_whole"].unit) == (
+        2.0,
+        "questions/s",
+    )
 
 
 def test_hidden_time_lowers_the_whole_rate_and_is_caught():
@@ -165,7 +221,13 @@ def test_two_ranks_add_their_work_and_the_slower_one_sets_the_time():
     ranks = []
     for rank, half in zip((rank_file(0), slow), halves, strict=True):
         table = {"items": half["items"], "best": [4] * 6, "choice": [0] * 6, "finite": [1] * 6}
-        ranks.append(rank | {"outputs": {"val": table, "infer": table}, "data": rank["data"] | {"tokens": 1200}})
+        ranks.append(
+            rank
+            | {
+                "outputs": {"val": table, "infer": table},
+                "data": rank["data"] | {"tokens": 1200},
+            }
+        )
     found = made(*ranks)
     assert value(found, "p_infer_whole") == 1200 / 12.0
     assert value(found, "p_infer_core") == 1200 / 6.0
@@ -190,16 +252,22 @@ def test_mfu_in_three_conventions():
 
 
 OWN = [
-    {"name": "up", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 3, "flops_per_s": 1e6},  # 300 FLOPs
-    {"name": "down", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 1, "flops_per_s": 5e5},  # 100 FLOPs
+    # 300 FLOPs
+    {"name": "up", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 3, "flops_per_s": 1e6},
+    # 100 FLOPs
+    {"name": "down", "layout": "nt", "m": 10, "n": 5, "k": 1, "count": 1, "flops_per_s": 5e5},
 ]
 
 
 def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
-    """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms; a mean of the two rates, or the square product, would be another."""
+    """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms; a mean of the two rates, or the square
+    product, would be another.
+    """
     found = made(rank_file(matmuls=OWN))
     assert value(found, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
-    assert value(found, "mfu_achievable") == pytest.approx(value(found, "flops_causal") / 6.0 / 8e5, rel=1e-12)
+    assert value(found, "mfu_achievable") == pytest.approx(
+        value(found, "flops_causal") / 6.0 / 8e5, rel=1e-12
+    )
     older = metrics.derive(found.model_copy(update={"formulas": None}))
     assert older["matmul_rate"].value == 2e6
 
@@ -227,13 +295,19 @@ def test_memory_and_energy_are_those_of_the_headline_pass():
     assert value(found, "energy") == pytest.approx(600.0)  # 100 W over 30 s to 36 s
     assert value(found, "energy_per_token") == pytest.approx(1.0)
     assert value(found, "energy_per_sample") == pytest.approx(50.0)
-    assert (value(found, "tokens_per_joule"), value(found, "samples_per_joule")) == pytest.approx((1.0, 0.02))
-    assert [found.metrics[name].unit for name in ("tokens_per_joule", "samples_per_joule")] == ["tokens/J", "questions/J"]
+    assert (value(found, "tokens_per_joule"), value(found, "samples_per_joule")) == pytest.approx(
+        (1.0, 0.02)
+    )
+    assert [found.metrics[name].unit for name in ("tokens_per_joule", "samples_per_joule")] == [
+        "tokens/J",
+        "questions/J",
+    ]
     assert found.metrics["energy"].note is None
 
 
 def test_a_pass_between_two_readings_has_the_memory_around_it():
-    late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])  # the pass is from 30 s to 36 s, a reading every 2 s
+    # the pass is from 30 s to 36 s, a reading every 2 s
+    late = series(t_s=[0.0, 28.5, 37.5, 40.0, 50.0])
     found = made(facts=facts(telemetry=[late]))
     assert value(found, "mem") == 7.0
     assert found.metrics["mem"].note == Message("metric.memory_around")
@@ -243,7 +317,9 @@ def test_a_device_that_tells_nothing_has_null_with_a_reason():
     found = made(facts=facts(telemetry=[series(memory_bytes=[None] * 5, energy_j=[None] * 5)]))
     assert (value(found, "mem"), value(found, "energy")) == (None, None)
     assert found.metrics["mem"].note == Message("metric.no_memory")
-    assert found.metrics["energy"].note == Message("energy.device", {"device": "cuda:0", "why": Message("energy.nothing")})
+    assert found.metrics["energy"].note == Message(
+        "energy.device", {"device": "cuda:0", "why": Message("energy.nothing")}
+    )
     assert found.metrics["tokens_per_joule"].note == found.metrics["energy"].note
 
 
@@ -254,7 +330,9 @@ def test_quality_is_worked_out_from_the_answers():
     assert value(found, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
     assert value(found, "agreement") == 1.0
     assert (found.quality.evaluated, found.quality.value) == (False, 0.25)
-    assert found.quality.note == words.both(Message("quality.random"), Message("quality.other_data"))
+    assert found.quality.note == words.both(
+        Message("quality.random"), Message("quality.other_data")
+    )
 
 
 def real(**answers: Any) -> Record:
@@ -269,7 +347,9 @@ def real(**answers: Any) -> Record:
 
 
 def test_a_changed_question_is_not_judged_and_says_so():
-    one = resolve.resolve("llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"])
+    one = resolve.resolve(
+        "llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"]
+    )
     rank = rank_file()
     rank["weights"], rank["data"]["published"] = {"source": "huggingface"}, True
     found = made(rank, resolved=one)
@@ -282,7 +362,9 @@ def test_a_changed_question_is_not_judged_and_says_so():
 
 
 def test_a_sample_of_open_says_that_it_shares_less():
-    found = made(resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12)))
+    found = made(
+        resolved=resolved(division="open"), facts=facts(scope=Scope(kind="window", sample=12))
+    )
     assert found.notes[-1] == Message("note.sample")
 
 
@@ -337,15 +419,13 @@ def test_wrong_counts_are_caught():
     rank["samples"][0]["counts"]["tokens"] = 101
     found = made(rank)
     told = {"pass": "val", "tokens": 601, "wanted": 600}
-    assert [(r.code, r.text) for r in found.reasons] == [("tokens", Message("check.counted.bad", told))]
+    assert [(r.code, r.text) for r in found.reasons] == [
+        ("tokens", Message("check.counted.bad", told))
+    ]
 
 
 @pytest.mark.parametrize(
-    "table, code",
-    [
-        ({"finite": [1] * 11 + [0]}, "nan"),
-        ({"items": [*range(11), 0]}, "coverage"),
-    ],
+    "table, code", [({"finite": [1] * 11 + [0]}, "nan"), ({"items": [*range(11), 0]}, "coverage")]
 )
 def test_bad_answers_are_caught(table, code):
     rank = rank_file()
@@ -376,7 +456,11 @@ def test_a_failed_run_keeps_what_there_is():
 def test_a_run_that_left_nothing_still_makes_a_record():
     found = assembled(resolved(), facts(), outcome(code="killed"))
     assert found.status == "failed"
-    assert all(one.value is None for name, one in found.metrics.items() if name not in ("e2e_time", "mem_total"))
+    assert all(
+        one.value is None
+        for name, one in found.metrics.items()
+        if name not in ("e2e_time", "mem_total")
+    )
     assert all(one.note for one in found.metrics.values() if one.value is None)
     assert value(found, "e2e_time") == 25.5
 
@@ -384,7 +468,14 @@ def test_a_run_that_left_nothing_still_makes_a_record():
 def test_harness_overhead_compares_with_the_bare_pass():
     rank = rank_file()
     rank["windows"].append(
-        {"pass": "bare", "rank": 0, "start_s": 40.0, "wall_s": 5.0, "allocated_bytes": 0, "reserved_bytes": 0}
+        {
+            "pass": "bare",
+            "rank": 0,
+            "start_s": 40.0,
+            "wall_s": 5.0,
+            "allocated_bytes": 0,
+            "reserved_bytes": 0,
+        }
     )
     assert value(made(rank), "harness_overhead") == pytest.approx(0.2)
     assert made().metrics["harness_overhead"].note == Message("metric.no_bare")

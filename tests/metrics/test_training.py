@@ -10,7 +10,16 @@ from steelyard.metrics import formulas_1, rates, spans, stats
 from steelyard.metrics import table as metrics
 
 STEADY = "steady window: steps 1 to 3 (fewer than 10 steps: the first counts as warm-up)"
-SCORING = ("p_val_whole", "p_infer_core", "acc", "acc_val", "agreement", "harness_overhead", "loss_val", "perplexity")
+SCORING = (
+    "p_val_whole",
+    "p_infer_core",
+    "acc",
+    "acc_val",
+    "agreement",
+    "harness_overhead",
+    "loss_val",
+    "perplexity",
+)
 PP2 = {"plan": (1, 2, 1)}
 
 
@@ -21,8 +30,13 @@ def test_rates_of_one_rank():
     assert value(found, "p_core") == 300 / (0.75 * 3)
     assert value(found, "tokens_per_device_s") == 300 / 3.0
     assert value(found, "samples_per_s") == 6 / 3.0
-    assert [found.metrics[n].note for n in ("p_core", "tokens_per_device_s", "flops_causal")] == [STEADY] * 3
-    units = [found.metrics[name].unit for name in ("p_whole", "p_core", "samples_per_s", "energy_per_sample")]
+    assert [found.metrics[n].note for n in ("p_core", "tokens_per_device_s", "flops_causal")] == [
+        STEADY
+    ] * 3
+    units = [
+        found.metrics[name].unit
+        for name in ("p_whole", "p_core", "samples_per_s", "energy_per_sample")
+    ]
     assert units == ["tokens/s", "tokens/s", "rows/s", "J/row"]
     assert (found.status, found.reasons) == ("valid", [])
 
@@ -66,8 +80,12 @@ def test_ranks_that_hold_one_model_count_their_work_once(plan):
 
 
 def test_only_one_rank_writes_the_checkpoint():
-    """The other waits inside its next step. Steps are matched by their order, not by the number of samples before them."""
-    samples = rank_samples(0, ONE[0], [9.0] * 4, {1: ("checkpoint", 4.0)}) + rank_samples(1, (2, 1, 5, 1), [9.0] * 4, {})
+    """The other waits inside its next step. Steps are matched by their order, not by the number of
+    samples before them.
+    """
+    samples = rank_samples(0, ONE[0], [9.0] * 4, {1: ("checkpoint", 4.0)}) + rank_samples(
+        1, (2, 1, 5, 1), [9.0] * 4, {}
+    )
     found = training(((2.0, 1.0, 5.0, 1.0),) * 2, samples=samples)
     assert value(found, "p_whole") == 800 / 9.0
     assert value(found, "p_train") == 800 / 5.0
@@ -111,7 +129,9 @@ def test_mem_predicted_says_what_it_holds():
     # One device: 1832 parameters of 18 bytes; two layers and the logits of a row of 50 tokens.
     state = 18 * (1280 + 40 + 2 * 256)
     layer = 2 * (4 * 8 + 24 + 16 + 8 + 3 * 16) + 4 * (1 + 2 + 1)
-    assert predicted.value * GIB == pytest.approx(state + 50 * (2 * layer + 2 * 8 * 2 + 32 * (2 + 2)))
+    assert predicted.value * GIB == pytest.approx(
+        state + 50 * (2 * layer + 2 * 8 * 2 + 32 * (2 + 2))
+    )
     for part in ("parameters", "copies", "gradients", "states", "activations", "logits"):
         assert f"{part} " in str(predicted.note)
     assert str(predicted.note).endswith(golden("memory-of-the-framework-itself-is"))
@@ -131,23 +151,33 @@ def test_warm_up_is_found_and_left_out():
 
 
 def test_older_records_keep_their_window_and_interval():
-    """The same steps by version 1 of the formulas: a window of whole groups of five, and batch means."""
+    """The same steps by version 1 of the formulas: a window of whole groups of five, and batch
+    means.
+    """
     found = training(([3.0] * 13 + [1.0] * 87,))
     assert found.metrics["p_core"].note == "steady window: steps 15 to 99 (found by MSER-5)"
     noisy = [1.0 + 0.1 * (step % 7) for step in range(100)]
-    old, new = (training((noisy,), formulas=number).metrics["tokens_per_device_s"].interval for number in (None, 2))
+    old, new = (
+        training((noisy,), formulas=number).metrics["tokens_per_device_s"].interval
+        for number in (None, 2)
+    )
     kept = noisy[formulas_1.steady_start(noisy) :]
     assert len(kept) < 100
-    assert old == pytest.approx(tuple(100 * end for end in formulas_1.rate_interval([1.0] * len(kept), kept)))
+    assert old == pytest.approx(
+        tuple(100 * end for end in formulas_1.rate_interval([1.0] * len(kept), kept))
+    )
     assert new == pytest.approx(stats.rate_interval(100 * 100 / sum(noisy), [1.0] * 100, noisy))
 
 
 @pytest.mark.parametrize(
-    ("steps", "first", "formulas"), [(1, 0, 2), (2, 0, 2), (3, 1, 2), (9, 1, 2), (10, 1, 2), (10, 0, None)]
+    ("steps", "first", "formulas"),
+    [(1, 0, 2), (2, 0, 2), (3, 1, 2), (9, 1, 2), (10, 1, 2), (10, 0, None)],
 )
 def test_short_runs(steps, first, formulas):
     found = training(([5.0] + [1.0] * (steps - 1),), formulas=formulas)
-    assert value(found, "tokens_per_device_s") == 100 * (steps - first) / (steps - first + 4 * (first == 0))
+    assert value(found, "tokens_per_device_s") == 100 * (steps - first) / (
+        steps - first + 4 * (first == 0)
+    )
 
 
 def test_losses():
@@ -157,7 +187,9 @@ def test_losses():
     assert value(found, "loss_first") == (20.0 + 19.0) / 2
     assert (value(found, "loss_before"), value(found, "loss_after")) == (9.0, 6.0)
     assert value(found, "grad_norm") == 20.0
-    assert {found.metrics[name].unit for name in ("loss", "loss_first", "loss_before", "loss_after")} == {"nats"}
+    assert {
+        found.metrics[name].unit for name in ("loss", "loss_first", "loss_before", "loss_after")
+    } == {"nats"}
     short = training(ONE)
     assert (value(short, "loss"), value(short, "loss_first")) == (6.0, 9.0)
 
@@ -165,7 +197,16 @@ def test_losses():
 def test_kinds_have_their_own_metrics():
     found = set(training(ONE).metrics)
     assert found.isdisjoint(SCORING)
-    assert {"p_whole", "p_train", "p_core", "loss", "loss_first", "grad_norm", "mem_predicted", "padded_share"} <= found
+    assert {
+        "p_whole",
+        "p_train",
+        "p_core",
+        "loss",
+        "loss_first",
+        "grad_norm",
+        "mem_predicted",
+        "padded_share",
+    } <= found
     for task in tasks.table().values():
         rows = [metric.name for metric in metrics.of_task(task)]
         assert len(rows) == len(set(rows))

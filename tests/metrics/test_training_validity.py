@@ -17,7 +17,11 @@ OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": Fals
 
 
 def outputs(**tables: Any) -> dict[str, Any]:
-    base = {"before": {"nll": 360.0, "targets": 40}, "after": {"nll": 240.0, "targets": 40}, "train": {"stopped": None}}
+    base = {
+        "before": {"nll": 360.0, "targets": 40},
+        "after": {"nll": 240.0, "targets": 40},
+        "train": {"stopped": None},
+    }
     return {"held_out": 4, "passes": base | tables}
 
 
@@ -46,14 +50,18 @@ def test_a_run_that_was_stopped_says_why():
         ("coverage", "train: rank 0 took 4 of 6 steps"),
     ]
     late = outputs(train={"stopped": {"step": 3, "why": "nan", "value": None}})
-    assert [(r.code, r.text) for r in training(ONE, outputs=late).reasons] == [("nan", "step 3: the loss is not finite")]
+    assert [(r.code, r.text) for r in training(ONE, outputs=late).reasons] == [
+        ("nan", "step 3: the loss is not finite")
+    ]
     both = training(ONE, losses=[9.0, 8.0, 7.0, None], outputs=late)
     assert codes(both) == ["nan"]
 
 
 def test_a_held_out_loss_that_is_not_finite():
     found = training(ONE, outputs=outputs(after={"nll": None, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [("nan", "after: the held-out loss is not finite")]
+    assert [(r.code, r.text) for r in found.reasons] == [
+        ("nan", "after: the held-out loss is not finite")
+    ]
     assert (found.quality.evaluated, value(found, "loss_after")) == (False, None)
 
 
@@ -62,10 +70,15 @@ def test_every_rank_takes_every_step_in_scope():
     window = training(ONE, case__question=question(steps=100), scope={"kind": "window", "steps": 4})
     assert (window.status, window.quality.evaluated) == ("valid", False)
     assert window.scope == Scope(kind="window", steps=4)
-    samples = rank_samples(0, ONE[0], [9.0] * 4, {}) + rank_samples(1, (2.0, 1.0, 2.0), [9.0] * 3, {})
+    samples = rank_samples(0, ONE[0], [9.0] * 4, {}) + rank_samples(
+        1, (2.0, 1.0, 2.0), [9.0] * 3, {}
+    )
     short = training(((2.0, 1.0, 1.0, 1.0),) * 2, samples=samples)
-    assert [(r.code, r.text) for r in short.reasons] == [("coverage", "train: rank 1 took 3 of 4 steps")]
-    assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2  # steps 1 and 2, which both finished
+    assert [(r.code, r.text) for r in short.reasons] == [
+        ("coverage", "train: rank 1 took 3 of 4 steps")
+    ]
+    # steps 1 and 2, which both finished
+    assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2
 
 
 def test_a_run_without_a_token_is_not_valid():
@@ -83,7 +96,8 @@ def test_time_and_device_are_judged_in_the_train_pass():
         {"pass": "before", "start_s": 1.0, "wall_s": 9.0, **window},
         {"pass": "train", "start_s": 20.0, "wall_s": 5.0, **window},
     ]
-    assert training(ONE, passes=timed).status == "valid"  # nothing accounts for the time of `before`, and nothing asks
+    # nothing accounts for the time of `before`, and nothing asks
+    assert training(ONE, passes=timed).status == "valid"
     timed[1]["wall_s"] = 6.0
     assert codes(training(ONE, passes=timed)) == ["unaccounted"]
 
@@ -110,8 +124,12 @@ def test_the_gate_asks_for_a_loss_that_falls(gate, codes_):
 
 def test_a_loss_that_rises_misses_the_gate():
     found = training(ONE, outputs=outputs(after={"nll": 480.0, "targets": 40}))
-    assert [(r.code, r.text) for r in found.reasons] == [("quality", golden("loss_after-is-12-0000-it-must"))]
-    flat = training(ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None})
+    assert [(r.code, r.text) for r in found.reasons] == [
+        ("quality", golden("loss_after-is-12-0000-it-must"))
+    ]
+    flat = training(
+        ONE, losses=[5.0] * 4, case__gate={"metric": "loss", "below": "loss_first", "target": None}
+    )
     assert codes(flat) == ["quality"]
 
 
@@ -124,9 +142,15 @@ def test_a_loss_that_rises_misses_the_gate():
         ({"case__question": question("alpaca"), "case__size": "smoke"}, None),
         ({"case__question": question("alpaca"), "weights": {"source": "huggingface"}}, None),
         ({"case__gate": None}, "the case has no gate"),
-        ({"case__origins": {"question.train.lr": "command line"}}, "the question was changed on the command line"),
+        (
+            {"case__origins": {"question.train.lr": "command line"}},
+            "the question was changed on the command line",
+        ),
         ({"scope": {"kind": "window", "steps": 4}}, "the scope is a window"),
-        ({"outputs": {"held_out": 4, "passes": {"after": {"nll": 1.0, "targets": 1}}}}, "loss_before is unknown"),
+        (
+            {"outputs": {"held_out": 4, "passes": {"after": {"nll": 1.0, "targets": 1}}}},
+            "loss_before is unknown",
+        ),
     ],
 )
 def test_when_quality_is_evaluated(changes, note):
@@ -137,7 +161,13 @@ def test_when_quality_is_evaluated(changes, note):
 
 def test_a_run_that_left_nothing_still_has_a_record():
     failure = {"rank": None, "exit_code": 1, "error": "x", "stderr_tail": ""}
-    empty: dict[str, Any] = {"passes": [], "samples": [], "ranks": [], "telemetry": [], "outputs": {}}
+    empty: dict[str, Any] = {
+        "passes": [],
+        "samples": [],
+        "ranks": [],
+        "telemetry": [],
+        "outputs": {},
+    }
     found = training(ONE, failure=failure, **empty)
     known = {name for name, one in found.metrics.items() if one.value is not None}
     assert known == {"e2e_time", "mem_predicted", "mem_total"}

@@ -15,13 +15,16 @@ from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
 
 PEAK = 4e6  # of the made chip
-# Layers of 640 weights each, twice; the vocabulary of 32 x 8; attention over pairs; forward and backward.
+# Layers of 640 weights each, twice; the vocabulary of 32 x 8; attention over pairs; forward and
+# backward.
 MATMULS = 3 * (2 * 1280 * COUNTS["tokens"] + 2 * 32 * 8 * COUNTS["logits"])
 ATTENTION = 3 * 4 * 2 * 8 * COUNTS["pairs"]
 
 
 def kernel(name: str, kind: str, time_s: float, size_bytes: int | None = None) -> dict[str, Any]:
-    return KernelFacts(name=name, kind=kind, calls=4, time_s=time_s, size_bytes=size_bytes).model_dump()
+    return KernelFacts(
+        name=name, kind=kind, calls=4, time_s=time_s, size_bytes=size_bytes
+    ).model_dump()
 
 
 def stretch(wall_s: float = 2.0, rank: int = 0, **changes: Any) -> dict[str, Any]:
@@ -35,7 +38,15 @@ def stretch(wall_s: float = 2.0, rank: int = 0, **changes: Any) -> dict[str, Any
         kernel("ncclSendRecv", "bubble", 0.0625),
     ]
     counts = {name: 2 * count for name, count in COUNTS.items()}
-    made = {"pass": "train", "rank": rank, "steps": 2, "counts": counts, "wall_s": wall_s, "data_s": 0.1875, "kernels": kernels}
+    made = {
+        "pass": "train",
+        "rank": rank,
+        "steps": 2,
+        "counts": counts,
+        "wall_s": wall_s,
+        "data_s": 0.1875,
+        "kernels": kernels,
+    }
     return Profile.model_validate(made | changes).model_dump(by_alias=True)
 
 
@@ -65,7 +76,9 @@ def test_rows_are_the_hand_sum() -> None:
     assert sum(row.share for row in found.rows) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("wall_s", "agrees"), [(1.95, False), (1.97, True), (2.03, True), (2.05, False)])
+@pytest.mark.parametrize(
+    ("wall_s", "agrees"), [(1.95, False), (1.97, True), (2.03, True), (2.05, False)]
+)
 def test_how_far_a_stretch_is_from_the_measured_pass(wall_s: float, agrees: bool) -> None:
     [found] = waterfalls(explained(stretch(wall_s)))
     assert found.agrees is agrees
@@ -149,12 +162,16 @@ def test_without_a_datasheet_all_time_of_matmuls_is_theirs() -> None:
 
 
 def test_replicas_and_stages_have_their_parts() -> None:
-    """Two replicas of two stages: a replica's stretch is half of the measured work, a stage's products half of a replica's."""
+    """Two replicas of two stages: a replica's stretch is half of the measured work, a stage's
+    products half of a replica's.
+    """
     times = ((2.0, 1.0, 1.0, 1.0),) * 4
     one = training(times, plan=(1, 2, 2), profile=[stretch(rank=0), stretch(rank=1)])
     found = waterfalls(one)
     assert [(each.rank, each.measured_s) for each in found] == [(0, 2.0), (1, 2.0)]
-    assert next(row.time_s for row in found[0].rows if row.name == "peak") == pytest.approx((MATMULS + ATTENTION) / PEAK)
+    assert next(row.time_s for row in found[0].rows if row.name == "peak") == pytest.approx(
+        (MATMULS + ATTENTION) / PEAK
+    )
 
 
 def test_without_a_stretch_the_samples_tell_what_they_can() -> None:
@@ -163,7 +180,12 @@ def test_without_a_stretch_the_samples_tell_what_they_can() -> None:
     whole = 3 * (MATMULS + ATTENTION)
     assert found.profile is None
     assert rows == pytest.approx(
-        {"peak": whole / 4e6, "rate": whole / 2e6 - whole / 4e6, "data": 3 / 8, "rest": 3 - 3 / 8 - whole / 2e6}
+        {
+            "peak": whole / 4e6,
+            "rate": whole / 2e6 - whole / 4e6,
+            "data": 3 / 8,
+            "rest": 3 - 3 / 8 - whole / 2e6,
+        }
     )
 
 

@@ -18,14 +18,29 @@ def test_scoring_may_have_every_kernel(kernel: str) -> None:
         (
             "cudnn",
             (),
-            "tune.attention='cudnn' has wrong gradients of rows of several lengths; "
-            "allowed: auto, efficient, flash, packed, rows",
+            (
+                "tune.attention='cudnn' has wrong gradients of rows of several lengths; "
+                "allowed: auto, efficient, flash, packed, rows"
+            ),
         ),
-        ("sdpa", (), "tune.attention='sdpa' is not known; allowed: auto, efficient, flash, packed, rows"),
-        ("psychic", ("sdpa",), "tune.attention='psychic' is not known; allowed: auto, sdpa, efficient, flash, packed, rows"),
+        (
+            "sdpa",
+            (),
+            "tune.attention='sdpa' is not known; allowed: auto, efficient, flash, packed, rows",
+        ),
+        (
+            "psychic",
+            ("sdpa",),
+            (
+                "tune.attention='psychic' is not known; allowed: auto, sdpa, efficient, flash,"
+                " packed, rows"
+            ),
+        ),
     ],
 )
-def test_training_may_not_have_one_with_wrong_gradients(kernel: str, others: tuple[str, ...], says: str) -> None:
+def test_training_may_not_have_one_with_wrong_gradients(
+    kernel: str, others: tuple[str, ...], says: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         known(kernel, True, *others)
     assert str(caught.value) == says
@@ -45,14 +60,19 @@ def test_a_window_no_shorter_than_the_longest_row_is_none() -> None:
 def test_kernels_without_a_window(kernel: str) -> None:
     """Where one is needed they are refused, and `auto` takes the plain one."""
     if kernel in WINDOWED:
-        assert with_window(kernel, 4096, 4097, "auto") == with_window(kernel, 4096, 4097, kernel) == kernel
+        assert (
+            with_window(kernel, 4096, 4097, "auto")
+            == with_window(kernel, 4096, 4097, kernel)
+            == kernel
+        )
         return
     assert with_window(kernel, 4096, 4097, "auto") == "rows"
     with pytest.raises(RequestError) as caught:
         with_window(kernel, 4096, 4097, kernel)
-    assert str(caught.value) == (
-        f"tune.attention={kernel!r} has no window, and rows of 4097 tokens need the model's of 4096; "
-        "allowed: auto, flash, packed, rows"
+    assert (
+        str(caught.value)
+        == f"tune.attention={kernel!r} has no window, and rows of 4097 tokens need the model's of"
+        " 4096; allowed: auto, flash, packed, rows"
     )
     q = torch.randn(3, 1, 2)
     with pytest.raises(ValueError, match="has no window"):
@@ -61,7 +81,9 @@ def test_kernels_without_a_window(kernel: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 4, 9, 10])
 def test_a_query_sees_its_window_and_nothing_else(window: int) -> None:
-    """Keys that it does not see may be anything, and each that it sees counts; rows with a shared prefix among them."""
+    """Keys that it does not see may be anything, and each that it sees counts; rows with a shared
+    prefix among them.
+    """
     device, own, seen = torch.device("cpu"), [6, 2], [9, 7]
     torch.manual_seed(1)
     q, k, v = torch.randn(8, 2, 4), torch.randn(16, 1, 4), torch.randn(16, 1, 4)
@@ -72,5 +94,7 @@ def test_a_query_sees_its_window_and_nothing_else(window: int) -> None:
         for key in range(16):
             changed = v.clone()
             changed[key] += 5.0
-            moved = not torch.allclose(attend(q, k, changed, rows, "rows", window=window)[query], out[query], atol=1e-6)
+            moved = not torch.allclose(
+                attend(q, k, changed, rows, "rows", window=window)[query], out[query], atol=1e-6
+            )
             assert moved == (begin <= key <= last)

@@ -17,7 +17,15 @@ from steelyard.plan import flops
 FAMILIES = families.table()
 SHAPES = {
     "llama": LlamaModel(
-        family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=61, positions=24, qkv_bias=True
+        family="llama",
+        layers=2,
+        hidden=32,
+        heads=4,
+        kv_heads=2,
+        ffn=48,
+        vocab=61,
+        positions=24,
+        qkv_bias=True,
     ),
     "glm": GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=61, positions=24),
 }
@@ -31,7 +39,9 @@ REFERENCES = ("build", "random_init", "placements", "holds", "checkpoint", "chec
 def test_every_family_is_here() -> None:
     assert {*SHAPES, "auto"} == set(FAMILIES)
     shapes = {**SHAPES, "auto": COUNTED}
-    assert all(name == row.name and isinstance(shapes[name], row.shape) for name, row in FAMILIES.items())
+    assert all(
+        name == row.name and isinstance(shapes[name], row.shape) for name, row in FAMILIES.items()
+    )
 
 
 def test_a_counted_model_costs_what_was_counted() -> None:
@@ -43,7 +53,14 @@ def test_a_counted_model_costs_what_was_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["auto_map", "_attn_implementation", "attn_implementation", "quantization_config", "kernel_config"]
+    "key",
+    [
+        "auto_map",
+        "_attn_implementation",
+        "attn_implementation",
+        "quantization_config",
+        "kernel_config",
+    ],
 )
 def test_a_counted_model_has_no_key_that_names_code(key: str) -> None:
     """A case may come from a stranger, and the library fetches and runs what some keys name."""
@@ -59,10 +76,14 @@ def test_build_and_random_init(name: str) -> None:
     row, shape = families.row(name), SHAPES[name]
     assert row.build is not None
     assert row.random_init is not None
-    model, again = (plugins.load(row.build)(shape, torch.device("cpu"), torch.float32) for _ in range(2))
+    model, again = (
+        plugins.load(row.build)(shape, torch.device("cpu"), torch.float32) for _ in range(2)
+    )
     for made in (model, again):
         plugins.load(row.random_init)(made, 3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == shape.layers * row.layer_parameters(shape) + row.other_parameters(shape)
 
@@ -83,11 +104,17 @@ def test_unknown() -> None:
 @pytest.mark.process
 def test_no_torch() -> None:
     code = "import sys, steelyard.models.families; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )
 
 
 @pytest.mark.parametrize(
-    "vocab, tp, rows, padded", [(61, 1, 61, 64), (61, 2, 64, 64), (129, 2, 128, 128), (32000, 8, 4032, 4032)]
+    "vocab, tp, rows, padded",
+    [(61, 1, 61, 64), (61, 2, 64, 64), (129, 2, 128, 128), (32000, 8, 4032, 4032)],
 )
 def test_rows_of_a_vocabulary(vocab: int, tp: int, rows: int, padded: int) -> None:
     assert (vocab_rows(vocab, tp), padded_vocab_rows(vocab, tp)) == (rows, padded)

@@ -10,7 +10,9 @@ from steelyard.models.attention import layout
 from steelyard.models.llama import GatesApart, LlamaShape
 from steelyard.models.placements import WHOLE
 
-SHAPE = LlamaShape(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=64, positions=32)
+SHAPE = LlamaShape(
+    layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=64, positions=32
+)
 APART = GatesApart(**asdict(SHAPE))
 LENS = [5, 9, 2]
 
@@ -35,7 +37,13 @@ def test_halves_have_the_same_weights_and_answers(dtype: torch.dtype) -> None:
     positions = torch.cat([torch.arange(n) for n in LENS])
     rows = layout(LENS, None, torch.device("cpu"))
     with torch.inference_mode():
-        apart, mixed = (one(tokens, positions, rows, "rows", torch.arange(sum(LENS))) for one in reversed(models))
+        apart, mixed = (
+            one(tokens, positions, rows, "rows", torch.arange(sum(LENS)))
+            for one in reversed(models)
+        )
     torch.testing.assert_close(
-        apart, mixed, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6 if dtype == torch.float32 else 2e-2
+        apart,
+        mixed,
+        rtol=1e-5 if dtype == torch.float32 else 2e-2,
+        atol=1e-6 if dtype == torch.float32 else 2e-2,
     )

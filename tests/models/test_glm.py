@@ -1,4 +1,6 @@
-"""GLM's model and attention against a literal, dense, per-candidate implementation; closed against open; masks; the merge."""
+"""GLM's model and attention against a literal, dense, per-candidate implementation; closed against
+open; masks; the merge.
+"""
 
 import hashlib
 import math
@@ -15,7 +17,10 @@ from steelyard.training.glm import ClozeMicroBatch, scores_of, to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIVISIONS = ["closed", "open"]
-LENGTHS = {"closed": ([6, 6, 3, 3], [2, 4, 1, 3], [1, 1, 1, 1]), "open": ([6, 3, 9], [2, 4, 1, 3, 2, 5], [2, 3, 1])}
+LENGTHS = {
+    "closed": ([6, 6, 3, 3], [2, 4, 1, 3], [1, 1, 1, 1]),
+    "open": ([6, 3, 9], [2, 4, 1, 3, 2, 5], [2, 3, 1]),
+}
 
 
 def scores(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
@@ -30,10 +35,13 @@ def test_scores_are_those_of_the_literal_implementation(division: str) -> None:
     found = scores(model, to_device(packed(division, some), CPU))
     assert found.shape == (4, 4)
     for row, wanted in zip(found.tolist(), expected, strict=True):
-        assert row[: len(wanted)] == pytest.approx([float(one.detach()) for one in wanted], abs=1e-10)
+        assert row[: len(wanted)] == pytest.approx(
+            [float(one.detach()) for one in wanted], abs=1e-10
+        )
         assert row[len(wanted) :] == [-math.inf] * (4 - len(wanted))
     flat = [float(one.detach()) for row in expected for one in row]
-    assert len({round(one, 3) for one in flat}) == len(flat) == 2 + 3 + 4 + 2  # one taken for another would show
+    # one taken for another would show
+    assert len({round(one, 3) for one in flat}) == len(flat) == 2 + 3 + 4 + 2
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
@@ -45,9 +53,12 @@ def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
         (torch.logsumexp(got, 1) - got[:, 0]).sum().backward()
         found[division] = got.detach(), {name: p.grad for name, p in model.named_parameters()}
     both = found["closed"][0].isfinite()
-    assert float((found["closed"][0] - found["open"][0])[both].abs().max()) <= most  # scores of about 20
+    # scores of about 20
+    assert float((found["closed"][0] - found["open"][0])[both].abs().max()) <= most
     for name, grad in found["closed"][1].items():
-        assert float((grad - found["open"][1][name]).abs().max()) <= most * max(1, float(grad.abs().max())), name
+        assert float((grad - found["open"][1][name]).abs().max()) <= most * max(
+            1, float(grad.abs().max())
+        ), name
         assert float(grad.abs().max()) > 1e-6, name  # each is used
 
 
@@ -55,17 +66,25 @@ def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
 def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
     model, some = build(), samples(4)
     last = some[2].candidates[-1]
-    other = Cloze(**{**vars(some[2]), "candidates": (*some[2].candidates[:-1], (*last[:-1], last[-1] + 1))})
-    before, after = (to_device(packed(division, every), CPU) for every in (some, [*some[:2], other, some[3]]))
+    other = Cloze(
+        **{**vars(some[2]), "candidates": (*some[2].candidates[:-1], (*last[:-1], last[-1] + 1))}
+    )
+    before, after = (
+        to_device(packed(division, every), CPU) for every in (some, [*some[:2], other, some[3]])
+    )
     moved = (scores(model, before) - scores(model, after)).abs() > 1e-9
     assert moved.nonzero().tolist() == [[2, len(some[2].candidates) - 1]]
     with torch.no_grad():
         streams = [
-            sum(model.streams(model.embed(m.tokens, m.positions, m.blocks), m.layout, "padded", 0.0)) for m in (before, after)
+            sum(
+                model.streams(model.embed(m.tokens, m.positions, m.blocks), m.layout, "padded", 0.0)
+            )
+            for m in (before, after)
         ]
     moved = (streams[0] - streams[1]).abs().amax(1) > 1e-12
     changed = (before.tokens != after.tokens).nonzero().tolist()
-    assert moved.nonzero().tolist() == changed  # the last of its span: no context, no other span, not its own past
+    # the last of its span: no context, no other span, not its own past
+    assert moved.nonzero().tolist() == changed
     n = len(some[0].context)
     alone = literal(dict(model.named_parameters()), some[0], some[0].candidates[0])[1]
     assert torch.allclose(streams[0][:n], alone, atol=1e-10)
@@ -85,7 +104,15 @@ def test_a_span_sees_its_past() -> None:
 def made_qkv(division: str) -> Tensor:
     contexts, spans, _ = LENGTHS[division]
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(sum(contexts) + sum(spans), 3, 2, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+    return torch.randn(
+        sum(contexts) + sum(spans),
+        3,
+        2,
+        8,
+        dtype=torch.float64,
+        generator=generator,
+        requires_grad=True,
+    )
 
 
 def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,13 +126,16 @@ def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
 def test_padded_attention_is_the_dense_one(division: str) -> None:
     qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
     wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division]), qkv)
-    for found, expected in zip(seen_and_grad(lambda x: attend(x, rows, "padded", 0.0), qkv), wanted, strict=True):
+    for found, expected in zip(
+        seen_and_grad(lambda x: attend(x, rows, "padded", 0.0), qkv), wanted, strict=True
+    ):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
 class Plain:
-    """What stands in for flash attention's two calls: it takes what they take, and drops what `keep` [T, T] says. Rows of q
-    and k are found in it by their place in the pack, as `offsets` gives them call by call."""
+    """What stands in for flash attention's two calls: it takes what they take, and drops what
+    `keep` [T, T] says. Rows of q and k are found in it by their place in the pack, as `offsets`
+    gives them call by call."""
 
     def __init__(self, keep: Tensor | None, n: int) -> None:
         self.keep, self.offsets = keep, [(0, 0), (n, 0), (n, n)]
@@ -121,7 +151,9 @@ class Plain:
     def probabilities(self, q, k, lse, rows, causal, state):
         scores = q[rows[0]].transpose(0, 1) @ k[rows[1]].permute(1, 2, 0) / math.sqrt(q.shape[-1])
         if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -math.inf)
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -math.inf
+            )
         lse = scores.logsumexp(-1) if lse is None else lse[:, rows[0]]
         keep = 1.0
         if self.keep is not None:
@@ -130,7 +162,10 @@ class Plain:
         return (scores - lse[..., None]).exp(), keep, lse
 
     def forward(self, q, k, v, queries, keys, dropout, causal):
-        out, lse = torch.full_like(q, torch.nan).contiguous(), torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=q.dtype)
+        out, lse = (
+            torch.full_like(q, torch.nan).contiguous(),
+            torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=q.dtype),
+        )
         state = self.offsets[self.calls]
         self.calls += 1
         for rows in self.rows(queries, keys):
@@ -156,10 +191,16 @@ class Plain:
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) -> None:
-    """Value and gradients, with what flash attention computes written out: in the second case a fixed quarter is dropped."""
+    """Value and gradients, with what flash attention computes written out: in the second case a
+    fixed quarter is dropped.
+    """
     qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
     total = len(qkv)
-    keep = (torch.arange(total * total).view(total, total) % 7 > 1).double() / 0.75 if dropped else None
+    keep = (
+        (torch.arange(total * total).view(total, total) % 7 > 1).double() / 0.75
+        if dropped
+        else None
+    )
     wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division], keep), qkv)
     plain = Plain(keep, rows.context_tokens)
     found = seen_and_grad(lambda x: Merged.apply(x, rows, 0.25, plain.blocks(), merge), qkv)
@@ -178,7 +219,12 @@ def test_rows_of_a_layout() -> None:
     assert rows.contexts.cu.tolist() == [0, 6, 9, 18]
     assert rows.groups.cu.tolist() == [0, 6, 12, 17]
     assert rows.spans.cu.tolist() == [0, 2, 6, 7, 10, 12, 17]
-    assert [rows.contexts.longest, rows.groups.longest, rows.spans.longest, rows.context_tokens] == [9, 6, 5, 18]
+    assert [
+        rows.contexts.longest,
+        rows.groups.longest,
+        rows.spans.longest,
+        rows.context_tokens,
+    ] == [9, 6, 5, 18]
     assert rows.contexts.cu.dtype == torch.int32
     with pytest.raises(ValueError, match="every context"):
         layout([3], [1, 1], [1], CPU)
@@ -204,12 +250,19 @@ def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
         "input_layernorm": (32,), "post_attention_layernorm": (32,), "attention.query_key_value": (96, 32),
         "attention.dense": (32, 32), "mlp.dense_h_to_4h": (48, 32), "mlp.dense_4h_to_h": (32, 48),
     }  # fmt: skip
-    expected = {"word_embeddings.weight": (61, 32), "transformer.position_embeddings.weight": (25, 32)}
+    expected = {
+        "word_embeddings.weight": (61, 32),
+        "transformer.position_embeddings.weight": (25, 32),
+    }
     expected |= {"transformer.block_position_embeddings.weight": (25, 32)}
     expected |= {f"transformer.final_layernorm.{one}": (32,) for one in ("weight", "bias")}
     for i in range(2):
-        expected |= {f"transformer.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-        expected |= {f"transformer.layers.{i}.{name}.bias": shape[:1] for name, shape in layer.items()}
+        expected |= {
+            f"transformer.layers.{i}.{name}.weight": shape for name, shape in layer.items()
+        }
+        expected |= {
+            f"transformer.layers.{i}.{name}.bias": shape[:1] for name, shape in layer.items()
+        }
     assert found == expected
 
 
@@ -222,29 +275,44 @@ def test_random_weights_depend_on_seed_and_name() -> None:
     assert not torch.equal(other.word_embeddings.weight, one.word_embeddings.weight)
     matrices = [p.flatten() for p in first.values() if p.dim() == 2]
     assert len({float(p[0]) for p in matrices}) == len(matrices)
-    assert all(bool((p == (0 if name.endswith("bias") else 1)).all()) for name, p in first.items() if p.dim() == 1)
+    assert all(
+        bool((p == (0 if name.endswith("bias") else 1)).all())
+        for name, p in first.items()
+        if p.dim() == 1
+    )
 
 
 @pytest.mark.parametrize(("layers", "deviation"), [(2, 0.01), (8, 0.005)])
-def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(layers: int, deviation: float) -> None:
-    """std / sqrt(2 layers), as GLM's own program has it, of the two output projections and of nothing else."""
+def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(
+    layers: int, deviation: float
+) -> None:
+    """std / sqrt(2 layers), as GLM's own program has it, of the two output projections and of
+    nothing else.
+    """
     shape = SHAPE.model_copy(update={"layers": layers})
     model = glm.build(shape, CPU, torch.float32)
     glm.fill_random(model, 1)
     found = {name: p for name, p in model.named_parameters() if p.dim() == 2}
     ends = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
-    outputs, others = ([p.flatten() for name, p in found.items() if name.endswith(ends) == scaled] for scaled in (True, False))
+    outputs, others = (
+        [p.flatten() for name, p in found.items() if name.endswith(ends) == scaled]
+        for scaled in (True, False)
+    )
     assert len(outputs) == 2 * layers
     assert float(torch.cat(outputs).std()) == pytest.approx(deviation, rel=0.03)
     assert float(torch.cat(others).std()) == pytest.approx(0.02, rel=0.03)
 
 
 def test_random_weights_are_these_numbers() -> None:
-    """A seed's: the draw of each parameter is its own, and a scaled one is the same draw with another deviation."""
+    """A seed's: the draw of each parameter is its own, and a scaled one is the same draw with
+    another deviation.
+    """
     model = glm.build(SHAPE, CPU, torch.float32)
     glm.fill_random(model, 1)
     name = "transformer.layers.1.mlp.dense_4h_to_h.weight"
     digest = hashlib.sha256(f"1:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     drawn = torch.empty(32, 48).normal_(0.0, 1.0, generator=generator)
-    torch.testing.assert_close(dict(model.named_parameters())[name], drawn * 0.01, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        dict(model.named_parameters())[name], drawn * 0.01, rtol=1e-6, atol=0
+    )

@@ -1,4 +1,6 @@
-"""Every model type against transformers' own class of it: the same weights, saved by it, loaded by us, and written back."""
+"""Every model type against transformers' own class of it: the same weights, saved by it, loaded by
+us, and written back.
+"""
 
 import json
 from pathlib import Path
@@ -38,7 +40,9 @@ PLAIN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Any]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Any]:
     folder = tmp_path_factory.mktemp("family")
     model = theirs(request.param)
     model.save_pretrained(folder)
@@ -58,10 +62,21 @@ def loaded(name: str, folder: Path) -> Llama:
 
 def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
     tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
-    blocks = [FusedBlock(block, Scoring(), BlockKernels(False)) for block in model.layers] if fused else None
+    blocks = (
+        [FusedBlock(block, Scoring(), BlockKernels(False)) for block in model.layers]
+        if fused
+        else None
+    )
     with torch.inference_mode():
         every = torch.arange(len(tokens))
-        out: Tensor = model(tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every, blocks=blocks)
+        out: Tensor = model(
+            tokens,
+            positions,
+            layout([len(row) for row in rows], None, CPU),
+            "rows",
+            every,
+            blocks=blocks,
+        )
     return out
 
 
@@ -75,7 +90,8 @@ def gap(one: Tensor, other: Tensor) -> float:
 
 
 def test_every_type_is_tried() -> None:
-    assert {like.model_type for like in MODELS.values()} == set(hf_families.ROWS) - {"aquila"}  # the same as llama, by name
+    # the same as llama, by name
+    assert {like.model_type for like in MODELS.values()} == set(hf_families.ROWS) - {"aquila"}
 
 
 def test_its_configuration_tells_the_model(saved: tuple[str, Path, Any]) -> None:
@@ -95,7 +111,12 @@ def test_logits_equal_the_librarys(saved: tuple[str, Path, Any], fused: bool) ->
 @pytest.mark.parametrize("field", ["rope_scaling", "window", "qk_norm", "qkv_bias"])
 def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> None:
     """A model without the field, and else the same weights, is another one."""
-    name = {"rope_scaling": "llama-3.1", "window": "mistral", "qk_norm": "qwen3", "qkv_bias": "qwen2"}[field]
+    name = {
+        "rope_scaling": "llama-3.1",
+        "window": "mistral",
+        "qk_norm": "qwen3",
+        "qkv_bias": "qwen2",
+    }[field]
     model = theirs(name)
     model.save_pretrained(tmp_path)
     right = loaded(name, tmp_path)
@@ -117,22 +138,35 @@ def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_pa
     path = tmp_path / "again" / "config.json"
     config = json.loads(path.read_text())
     assert hf_config.model_of(path, config) == ours(name)
-    assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)  # the same without a window
+    # the same without a window
+    assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)
 
 
 def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
-    """In the convention that counts the whole square of attention, forward, and forward with backward."""
+    """In the convention that counts the whole square of attention, forward, and forward with
+    backward.
+    """
     name, folder, _ = saved
     model, made = ours(name), loaded(name, folder)
     batch = batches.closed_batch([list(range(n)) for n in LENGTHS], [0, 1, 2, 3])
     for backward in (False, True):
         made.requires_grad_(backward)
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-            given = (torch.from_numpy(batch.tokens), torch.from_numpy(batch.positions), layout(batch.q_lens, None, CPU))
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+            torch.set_grad_enabled(backward),
+        ):
+            given = (
+                torch.from_numpy(batch.tokens),
+                torch.from_numpy(batch.positions),
+                layout(batch.q_lens, None, CPU),
+            )
             logits = made(*given, "rows", torch.from_numpy(batch.pick))
             if backward:
                 logits.square().sum().backward()
-        assert counter.get_total_flops() == flops.counted(model, batch.counts) * (3 if backward else 1)
+        assert counter.get_total_flops() == flops.counted(model, batch.counts) * (
+            3 if backward else 1
+        )
     assert flops.parameters(model) == sum(one.numel() for one in made.parameters())
 
 
@@ -149,22 +183,48 @@ def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma": ({"model_type": "gemma3_text"}, "model_type is 'gemma3_text', allowed: 'llama', 'aquila', 'mistral', "),
+    "gemma": (
+        {"model_type": "gemma3_text"},
+        "model_type is 'gemma3_text', allowed: 'llama', 'aquila', 'mistral', ",
+    ),
     "no type": ({"model_type": None}, "model_type is 'absent', allowed: "),
     "a type that is none": ({"model_type": ["llama"]}, "model_type is ['llama'], allowed: "),
-    "no size": ({"hidden_size": None, "vocab_size": None}, "does not tell hidden_size, vocab_size; "),
+    "no size": (
+        {"hidden_size": None, "vocab_size": None},
+        "does not tell hidden_size, vocab_size; ",
+    ),
     "text": ({"hidden_size": "64"}, "hidden_size is '64', no hidden that a model has; "),
-    "true": ({"num_hidden_layers": True}, "num_hidden_layers is True, no layers that a model has; "),
-    "negative": ({"num_attention_heads": -4}, "num_attention_heads is -4, no heads that a model has; "),
-    "odd": ({"num_attention_heads": 3}, "head_dim 21 must be even, and heads 3 a multiple of kv_heads 2; "),
+    "true": (
+        {"num_hidden_layers": True},
+        "num_hidden_layers is True, no layers that a model has; ",
+    ),
+    "negative": (
+        {"num_attention_heads": -4},
+        "num_attention_heads is -4, no heads that a model has; ",
+    ),
+    "odd": (
+        {"num_attention_heads": 3},
+        "head_dim 21 must be even, and heads 3 a multiple of kv_heads 2; ",
+    ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default', 'linear', 'llama3'; ",
+        (
+            "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default',"
+            " 'linear', 'llama3'; "
+        ),
     ),
-    "half a scaling": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling is {'kind': 'llama3', "),
+    "half a scaling": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+        "rope_scaling is {'kind': 'llama3', ",
+    ),
     "gelu": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed: 'silu'; "),
     "some windows": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
         "some layers have a sliding window and others none; ",
     ),
     "some windows by name": (
@@ -196,19 +256,39 @@ def test_configurations_that_are_refused(name: str) -> None:
         ({"model_type": "mistral"}, {"window": 4096, "kv_heads": 2, "positions": 131072}),
         ({"model_type": "mistral", "sliding_window": None}, {"window": None}),
         ({"model_type": "mistral", "max_position_embeddings": 4096}, {"window": None}),
-        ({"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 8}, {"kv_heads": 8}),
-        ({"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 0}, {"window": None, "qkv_bias": True}),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
+            {"model_type": "mistral", "num_key_value_heads": None, "num_attention_heads": 8},
+            {"kv_heads": 8},
+        ),
+        (
+            {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 0},
+            {"window": None, "qkv_bias": True},
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 2,
+            },
             {"window": None},
         ),
         ({"model_type": "qwen3"}, {"head_dim": 128, "qk_norm": True, "qkv_bias": False}),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": LinearRope(kind="linear", factor=2.0)}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            {"rope_scaling": LinearRope(kind="linear", factor=2.0)},
+        ),
         ({}, {"norm_eps": 1e-6, "rope_base": 10000.0, "positions": 2048, "tied": False}),
     ],
 )
-def test_what_is_not_told_is_what_transformers_takes(changes: dict[str, Any], fields: dict[str, Any]) -> None:
-    config = {key: value for key, value in (PLAIN | changes).items() if value is not None or key in ("sliding_window",)}
+def test_what_is_not_told_is_what_transformers_takes(
+    changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    config = {
+        key: value
+        for key, value in (PLAIN | changes).items()
+        if value is not None or key in ("sliding_window",)
+    }
     if "num_key_value_heads" in changes:
         config["num_key_value_heads"] = None
     model = hf_config.model_of(Path("config.json"), config)

@@ -11,8 +11,18 @@ from torch import nn
 from steelyard.models.tensors import without_values
 
 LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
-HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "transformers")
-ENGINE = "from steelyard.engine import rows; rows.load('torch', 'score_choices'); rows.load_framework('torch')"
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "sympy",
+    "transformers",
+)
+ENGINE = (
+    "from steelyard.engine import rows; rows.load('torch', 'score_choices');"
+    " rows.load_framework('torch')"
+)
 BUILD = """
 import torch
 from steelyard.models import llama_init
@@ -45,7 +55,11 @@ def test_modules_without_values_have_their_place_and_type() -> None:
     before = torch.get_default_dtype()
     with without_values(torch.device("meta"), torch.bfloat16):
         made = nn.Linear(2, 3)
-    assert (made.weight.device.type, made.weight.dtype, made.bias.dtype) == ("meta", torch.bfloat16, torch.bfloat16)
+    assert (made.weight.device.type, made.weight.dtype, made.bias.dtype) == (
+        "meta",
+        torch.bfloat16,
+        torch.bfloat16,
+    )
     with pytest.raises(ZeroDivisionError), without_values(torch.device("cpu"), torch.float16):
         raise ZeroDivisionError
     assert torch.get_default_dtype() == before

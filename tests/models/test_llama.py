@@ -1,4 +1,6 @@
-"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded by us."""
+"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded
+by us.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,9 @@ from steelyard.models.llama import Llama, LlamaShape
 from steelyard.weights import load
 
 CPU = torch.device("cpu")
-BASE = LlamaShape(layers=3, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=112, vocab=131, positions=64)
+BASE = LlamaShape(
+    layers=3, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=112, vocab=131, positions=64
+)
 SHAPES = {
     "mha": BASE,
     "gqa": replace(BASE, kv_heads=2),
@@ -29,7 +33,9 @@ LENGTHS = [7, 1, 19, 12]
 
 
 def reference(shape: LlamaShape) -> Any:
-    """A Hugging Face model of this shape, with weights large enough that every part of it moves the logits."""
+    """A Hugging Face model of this shape, with weights large enough that every part of it moves the
+    logits.
+    """
     torch.manual_seed(7)
     config = LlamaConfig(
         hidden_size=shape.hidden,
@@ -78,7 +84,9 @@ def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tens
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     every = torch.arange(len(tokens)) if pick is None else pick
     with torch.no_grad():
-        out: Tensor = model(tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every)
+        out: Tensor = model(
+            tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every
+        )
     return out
 
 
@@ -186,8 +194,12 @@ def test_a_token_does_not_see_the_ones_after_it() -> None:
     assert not torch.isclose(before[10:], after[10:]).all(dim=1).any()
 
 
-def shared_batch(model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool) -> list[Tensor]:
-    """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what was kept."""
+def shared_batch(
+    model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool
+) -> list[Tensor]:
+    """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what
+    was kept.
+    """
     size, head = len(prefix), [prefix] if with_prefix else []
     rows = [*head, *tails]
     starts = [0] * len(head) + [size] * len(tails)
@@ -227,7 +239,9 @@ def test_the_comparison_sees_a_prefix_that_was_not_kept() -> None:
     model = load.build(BASE, CPU, torch.float32)
     load.fill_random(model, 3)
     prefix, tail = rows_of([23, 5], BASE.vocab)
-    found = shared_batch(model, model.empty_prefix(len(prefix)), prefix, [tail], with_prefix=False)[0]
+    found = shared_batch(model, model.empty_prefix(len(prefix)), prefix, [tail], with_prefix=False)[
+        0
+    ]
     whole = packed(model, [torch.cat((prefix, tail))])[len(prefix) :]
     assert gap(found, whole) > 1e-3
 
@@ -259,7 +273,11 @@ def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
     source = load.load(ours, smollm2, ours.shape)
     assert source["parameters"] == 134_515_008
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    texts = ["The capital of France is", "def add(a, b):\n    return", "Water boils at a temperature of"]
+    texts = [
+        "The capital of France is",
+        "def add(a, b):\n    return",
+        "Water boils at a temperature of",
+    ]
     rows = [torch.tensor(tokenizer(text)["input_ids"]) for text in texts]
     found = torch.split(packed(ours, rows), [len(row) for row in rows])
     for row, logits in zip(rows, found, strict=True):

@@ -18,7 +18,17 @@ from steelyard.models.llama_fp8 import Fp8Block, Fp8Kernels, Fp8ScoreBlock, Lear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SHAPE = LlamaShape(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=128, positions=64, qkv_bias=True)
+SHAPE = LlamaShape(
+    layers=2,
+    hidden=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    ffn=352,
+    vocab=128,
+    positions=64,
+    qkv_bias=True,
+)
 LENGTHS = [7, 1, 19, 13]  # 40 tokens, which 16 does not divide
 CPU = torch.device("cpu")
 
@@ -29,12 +39,16 @@ def apart(found: Tensor, right: Tensor) -> float:
 
 @pytest.mark.parametrize(("dtype", "largest", "bits"), [(fp8.E4M3, 448, 3), (fp8.E5M2, 57344, 2)])
 def test_rows_are_within_half_a_step(dtype, largest, bits):
-    """The largest of a row is hit exactly; all others within half of a step of their binade, or of the smallest numbers."""
+    """The largest of a row is hit exactly; all others within half of a step of their binade, or of
+    the smallest numbers.
+    """
     x = torch.randn(50, 96) * torch.logspace(-20, 8, 50)[:, None]
     made = fp8.rows(x, dtype)
     most = x.abs().amax(1, keepdim=True)
     assert torch.equal(made.values.float().abs().amax(1), torch.full((50,), float(largest)))
-    step = x.abs() * 2.0 ** -(bits + 1) * (1 + 1e-5) + most / largest * torch.finfo(dtype).smallest_normal * 2.0 ** -(bits + 1)
+    step = x.abs() * 2.0 ** -(bits + 1) * (1 + 1e-5) + most / largest * torch.finfo(
+        dtype
+    ).smallest_normal * 2.0 ** -(bits + 1)
     assert ((made.wide() - x).abs() <= step).all()
 
 
@@ -71,7 +85,10 @@ def test_operands_are_row_major_whatever_they_are_made_of(tokens: int):
 
 def test_a_product_is_that_of_the_fp8_numbers():
     """Against fp64 of the same numbers: bf16's rounding of the result, and fp32's of the sums."""
-    a, b = fp8.rows(torch.randn(33, 512)), fp8.rows(torch.randn(48, 512) * torch.logspace(-3, 3, 48)[:, None])
+    a, b = (
+        fp8.rows(torch.randn(33, 512)),
+        fp8.rows(torch.randn(48, 512) * torch.logspace(-3, 3, 48)[:, None]),
+    )
     right = (a.values.double() * a.scale.double()) @ (b.values.double() * b.scale.double()).t()
     found = fp8.product(a, b)
     assert found.dtype == torch.bfloat16
@@ -90,14 +107,18 @@ def block_of(shape: LlamaShape) -> Block:
     block = Block(shape)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.1 if parameter.dim() == 1 else shape.hidden**-0.5)
+            parameter.normal_(
+                1.0 if "norm" in name else 0.0, 0.1 if parameter.dim() == 1 else shape.hidden**-0.5
+            )
     return block
 
 
 def streams(dtype: torch.dtype) -> tuple[Tensor, ...]:
     torch.manual_seed(5)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    x, delta = (torch.randn(len(positions), SHAPE.hidden).to(dtype).requires_grad_() for _ in range(2))
+    x, delta = (
+        torch.randn(len(positions), SHAPE.hidden).to(dtype).requires_grad_() for _ in range(2)
+    )
     return x, delta, *angles(positions, SHAPE, dtype)
 
 
@@ -108,7 +129,9 @@ def gradients(run, given: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {"x": given[0].grad, "delta": given[1].grad, "out": out[1].detach()}
 
 
-def learned(monkeypatch, kind: str, recompute: str = "none", kept: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def learned(
+    monkeypatch, kind: str, recompute: str = "none", kept: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Gradients of an fp8 block whose matrices are kept in this type, all else in bf16."""
     monkeypatch.setattr(llama_fp8, "WEIGHT_GRADIENT", kind)
     block = block_of(SHAPE)
@@ -131,14 +154,21 @@ def test_gradients_are_near_those_of_fp32(monkeypatch, kind, changes):
     """By the norm of each gradient. In bf16 alone the same distances are 0.007 to 0.011."""
     monkeypatch.setitem(globals(), "SHAPE", replace(SHAPE, **changes))
     plain = block_of(SHAPE)
-    expected = gradients(plain, streams(torch.float32)) | {name: p.grad for name, p in plain.named_parameters()}
+    expected = gradients(plain, streams(torch.float32)) | {
+        name: p.grad for name, p in plain.named_parameters()
+    }
     found = learned(monkeypatch, kind)
     distances = {name: apart(found[name], one) for name, one in expected.items()}
-    of_heads = {name: distances.pop(name) for name in ("q_norm.weight", "k_norm.weight") if name in distances}
+    of_heads = {
+        name: distances.pop(name)
+        for name in ("q_norm.weight", "k_norm.weight")
+        if name in distances
+    }
     assert max(distances.values()) <= 0.1, distances
     assert max(of_heads.values(), default=0) <= 0.13, of_heads  # sums over all heads, of both signs
     assert distances["out"] <= 0.08
-    assert min(distances["down.weight"], distances["gate_up.weight"], distances["x"]) >= 0.03  # fp8 it was
+    # fp8 it was
+    assert min(distances["down.weight"], distances["gate_up.weight"], distances["x"]) >= 0.03
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
@@ -178,7 +208,11 @@ def test_copies_are_not_kept_where_weights_are_not():
     assert not copies.made
 
 
-@pytest.mark.parametrize("changes", [{"qkv_bias": False}, {}, {"qk_norm": True, "window": 5}], ids=["plain", "bias", "varied"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"qkv_bias": False}, {}, {"qk_norm": True, "window": 5}],
+    ids=["plain", "bias", "varied"],
+)
 def test_scoring_by_kernels_is_scoring_as_written(changes):
     """Hooks of modules run in both."""
     torch.manual_seed(1)
@@ -196,10 +230,14 @@ def test_scoring_by_kernels_is_scoring_as_written(changes):
     assert apart(found, expected) <= 0.005  # the plain norm and SwiGLU round twice
     kept = sum(one.numel() for one in llama_fp8.kept(model))
     assert kept == 2 * (128 * 256 + 128 * 128 + 128 * 704 + 352 * 128)
-    assert not any(name.startswith("layers") and p.dim() > 1 for name, p in model.named_parameters())
+    assert not any(
+        name.startswith("layers") and p.dim() > 1 for name, p in model.named_parameters()
+    )
 
 
 def test_sizes_that_devices_do_not_multiply_are_refused():
     llama_fp8.check_sizes(SHAPE)
-    with pytest.raises(RequestError, match="fp8 takes sizes that 16 divides, and ffn is 168 on a device"):
+    with pytest.raises(
+        RequestError, match="fp8 takes sizes that 16 divides, and ffn is 168 on a device"
+    ):
         llama_fp8.check_sizes(replace(SHAPE, ffn=168))

@@ -1,4 +1,6 @@
-"""The block that adds its weight gradients itself: the same outputs and gradients as the plain one, in every arrangement."""
+"""The block that adds its weight gradients itself: the same outputs and gradients as the plain one,
+in every arrangement.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ from steelyard.models.llama_fused import Accumulating, BlockKernels, FusedBlock,
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-BASE = LlamaShape(layers=1, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=160, vocab=131, positions=64)
+BASE = LlamaShape(
+    layers=1, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=160, vocab=131, positions=64
+)
 SHAPES = {
     "mha": BASE,
     "gqa": replace(BASE, kv_heads=2),
@@ -40,7 +44,9 @@ def block_of(shape: LlamaShape, dtype: torch.dtype) -> Block:
 
 def streams(shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    x, delta = (torch.randn(len(positions), shape.hidden, dtype=dtype, requires_grad=True) for _ in range(2))
+    x, delta = (
+        torch.randn(len(positions), shape.hidden, dtype=dtype, requires_grad=True) for _ in range(2)
+    )
     return x, delta, *angles(positions, shape, dtype)
 
 
@@ -50,10 +56,14 @@ def gradients(run, given: tuple[Tensor, ...], weights: dict[str, Tensor]) -> dic
     out = run(x, delta, cos, sin, layout(LENGTHS, None, torch.device("cpu")), "rows", None)
     scale = torch.linspace(-1, 1, out[0].numel(), dtype=x.dtype).view_as(out[0])
     (out[0] * scale + out[1] * scale.flip(0)).sum().backward()
-    return {"x": x.grad, "delta": delta.grad} | {name: weight.grad for name, weight in weights.items()}
+    return {"x": x.grad, "delta": delta.grad} | {
+        name: weight.grad for name, weight in weights.items()
+    }
 
 
-def both(shape: LlamaShape, dtype: torch.dtype, recompute: str, compiled: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def both(
+    shape: LlamaShape, dtype: torch.dtype, recompute: str, compiled: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Of the plain block, and of the fused one on a second micro-batch as well: sums are added to."""
     plain, own = block_of(shape, dtype), block_of(shape, dtype)
     given = streams(shape, dtype)
@@ -72,7 +82,8 @@ def both(shape: LlamaShape, dtype: torch.dtype, recompute: str, compiled: bool) 
         by_autograd = parameter.grad is not None
         found[name] = parameter.grad if by_autograd else kept[id(parameter)]
         assert by_autograd == (parameter.dim() == 1), name
-        assert asked.count(id(parameter)) == int(not by_autograd), name  # in the backward pass alone
+        # in the backward pass alone
+        assert asked.count(id(parameter)) == int(not by_autograd), name
     return found, expected
 
 
@@ -87,7 +98,9 @@ def test_gradients_are_those_of_the_plain_block(name, recompute):
 
 @pytest.mark.full
 @pytest.mark.process
-@pytest.mark.parametrize(("name", "recompute"), [("gqa", "none"), ("gqa", "selective"), ("norms", "none")])
+@pytest.mark.parametrize(
+    ("name", "recompute"), [("gqa", "none"), ("gqa", "selective"), ("norms", "none")]
+)
 def test_compiled_pieces_do_not_change_them(name, recompute):
     found, expected = both(SHAPES[name], torch.float32, recompute, compiled=True)
     for key, one in expected.items():
@@ -96,7 +109,10 @@ def test_compiled_pieces_do_not_change_them(name, recompute):
 
 def test_sums_are_added_to_in_their_own_precision():
     kept = torch.full((3, 2), 256.0)
-    grad, x = torch.ones(4, 3, dtype=torch.bfloat16), torch.full((4, 2), 2**-4, dtype=torch.bfloat16)
+    grad, x = (
+        torch.ones(4, 3, dtype=torch.bfloat16),
+        torch.full((4, 2), 2**-4, dtype=torch.bfloat16),
+    )
     llama_fused.add_product(kept, grad, x)
     assert torch.equal(kept, torch.full((3, 2), 256.25))  # bf16 has no number between 256 and 258
 
@@ -111,7 +127,9 @@ def test_less_is_kept_than_by_the_plain_block():
 
     def note(one: Tensor) -> Tensor:
         if one.untyped_storage().data_ptr() not in aside and one.dtype == dtype:
-            widths[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes() // (dtype.itemsize * len(x))
+            widths[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes() // (
+                dtype.itemsize * len(x)
+            )
         return one
 
     run = FusedBlock(block, Accumulating(torch.zeros_like), BlockKernels(False))
@@ -123,7 +141,9 @@ def test_less_is_kept_than_by_the_plain_block():
 
 
 def test_the_written_gradients_are_those_of_autograd():
-    qkv, gate_up = (torch.randn(9, width, dtype=torch.float64, requires_grad=True) for width in (8 * 16, 96))
+    qkv, gate_up = (
+        torch.randn(9, width, dtype=torch.float64, requires_grad=True) for width in (8 * 16, 96)
+    )
     shape = SHAPES["gqa"]
     cos, sin = angles(torch.arange(9), shape, torch.float64)
     out = heads(qkv, cos, sin, shape)

@@ -1,4 +1,6 @@
-"""A Llama on a device, and its random weights: those of a seed, whatever the order, the storage or the names around them."""
+"""A Llama on a device, and its random weights: those of a seed, whatever the order, the storage or
+the names around them.
+"""
 
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -24,7 +26,9 @@ def test_shape_of_a_case() -> None:
 def test_build(shape: LlamaShape) -> None:
     model = llama_init.build(shape, CPU, torch.bfloat16)
     assert not model.training
-    assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {("cpu", torch.bfloat16, False)}
+    assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {
+        ("cpu", torch.bfloat16, False)
+    }
     assert (model.output.weight is model.embed.weight) == shape.tied
     layer = 32 * 64 + 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert llama_init.parameters(model) == 2 * layer + 32 + 61 * 32 * (1 if shape.tied else 2)
@@ -35,7 +39,9 @@ def test_random_weights_are_the_seeds() -> None:
     llama_init.fill_random(first, 1)
     llama_init.fill_random(again, 1)
     llama_init.fill_random(other, 2)
-    for (name, a), b, c in zip(first.named_parameters(), again.parameters(), other.parameters(), strict=True):
+    for (name, a), b, c in zip(
+        first.named_parameters(), again.parameters(), other.parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
         assert torch.equal(a, c) == (a.dim() == 1), name
 
@@ -46,21 +52,37 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
     a, b = model.get_parameter("layers.0.qkv.weight"), model.get_parameter("layers.1.qkv.weight")
     assert not torch.equal(a, b)
     # Built in another order, with other parameters before it and without some: each is what it was.
-    part = torch.nn.ModuleDict({"other": torch.nn.Linear(3, 3), "output": torch.nn.Linear(32, 61, bias=False)})
+    part = torch.nn.ModuleDict(
+        {"other": torch.nn.Linear(3, 3), "output": torch.nn.Linear(32, 61, bias=False)}
+    )
     part["embed"] = torch.nn.Embedding(61, 32)
     llama_init.fill_random(part, 1)
     for name in ("embed.weight", "output.weight"):
         assert torch.equal(part.get_parameter(name), model.get_parameter(name))
     seed = int.from_bytes(sha256(b"1:embed.weight").digest()[:8], "big") >> 1
-    expected = torch.empty(61, 32).normal_(0.0, 32**-0.5, generator=torch.Generator().manual_seed(seed))
+    expected = torch.empty(61, 32).normal_(
+        0.0, 32**-0.5, generator=torch.Generator().manual_seed(seed)
+    )
     assert torch.equal(model.embed.weight, expected)
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_random_weights_do_not_depend_on_how_they_are_stored(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gate and up stand in alternating blocks of rows; their values are those of all of gate, then all of up."""
-    model, made, normal = llama_init.build(SHAPE, CPU, torch.float32), list[Tensor](), llama_init._normal
-    monkeypatch.setattr(llama_init, "_normal", lambda tensor, name, seed: made.append(tensor) or normal(tensor, name, seed))
+def test_random_weights_do_not_depend_on_how_they_are_stored(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up stand in alternating blocks of rows; their values are those of all of gate, then
+    all of up.
+    """
+    model, made, normal = (
+        llama_init.build(SHAPE, CPU, torch.float32),
+        list[Tensor](),
+        llama_init._normal,
+    )
+    monkeypatch.setattr(
+        llama_init,
+        "_normal",
+        lambda tensor, name, seed: made.append(tensor) or normal(tensor, name, seed),
+    )
     llama_init.fill_random(model, 1, *((SHAPE, placements.Shard()) if given else ()))
     name = "layers.1.gate_up.weight"
     seed = int.from_bytes(sha256(f"1:{name}".encode()).digest()[:8], "big") >> 1
@@ -78,7 +100,9 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(given: bool, monkey
 
 
 def test_random_weights_by_kind() -> None:
-    model = llama_init.build(replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32)
+    model = llama_init.build(
+        replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32
+    )
     llama_init.fill_random(model, 0)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):

@@ -1,4 +1,6 @@
-"""Dimensions of a Llama and of those that differ from it: one model has one spelling, and what cannot be is refused."""
+"""Dimensions of a Llama and of those that differ from it: one model has one spelling, and what
+cannot be is refused.
+"""
 
 import re
 from typing import Any
@@ -46,7 +48,10 @@ def test_heads_need_not_divide_a_model_that_tells_their_size() -> None:
     [
         ({"hidden": 66}, "hidden 66 must be an even multiple of heads 4, and heads of kv_heads 2"),
         ({"head_dim": 15}, "head_dim 15 must be even, and heads 4 a multiple of kv_heads 2"),
-        ({"head_dim": 24, "kv_heads": 3}, "head_dim 24 must be even, and heads 4 a multiple of kv_heads 3"),
+        (
+            {"head_dim": 24, "kv_heads": 3},
+            "head_dim 24 must be even, and heads 4 a multiple of kv_heads 3",
+        ),
         ({"window": 0}, "greater than or equal to 1"),
         ({"rope_scaling": {"kind": "dynamic", "factor": 2.0}}, "'linear', 'llama3'"),
         ({"rope_scaling": {"kind": "linear"}}, "Field required"),

@@ -17,19 +17,36 @@ from steelyard.plan.auto import Devices
 
 H200 = 150754820096  # bytes, as its driver tells
 GIB = 1 << 30
-MMLU, LAMBADA, LLAMA, GLM = "llama2-7b-mmlu", "aquila2-34b-lambada", "llama1-7b-openwebtext", "glm-large-record"
+MMLU, LAMBADA, LLAMA, GLM = (
+    "llama2-7b-mmlu",
+    "aquila2-34b-lambada",
+    "llama1-7b-openwebtext",
+    "glm-large-record",
+)
 
 
 def chosen(found: Resolved) -> dict[str, int]:
     return {name: getattr(found.case.tune, name) for name in found.auto}
 
 
-def on(name: str, memory_bytes: int | None, count: int = 1, **told: object) -> tuple[Resolved, Devices]:
+def on(
+    name: str, memory_bytes: int | None, count: int = 1, **told: object
+) -> tuple[Resolved, Devices]:
     """A case as asked for, and so many devices; fused blocks on one, as engine torch has them."""
-    asked = {"precision": None, "division": None, "settings": None, "sample": None, "factor": 1.0, "even": False, **told}
+    asked = {
+        "precision": None,
+        "division": None,
+        "settings": None,
+        "sample": None,
+        "factor": 1.0,
+        "even": False,
+        **told,
+    }
     found = resolve(name, None, asked["precision"], asked["division"], asked["settings"])  # type: ignore[arg-type]
     plan = degrees.make(found.case, 1, count, asked["sample"])  # type: ignore[arg-type]
-    return found, Devices(plan, memory_bytes, count == 1, asked["even"], asked["factor"], asked["sample"])  # type: ignore[arg-type]
+    return found, Devices(
+        plan, memory_bytes, count == 1, asked["even"], asked["factor"], asked["sample"]
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +73,10 @@ def test_a_size_more_would_have_no_room() -> None:
     found, devices = on(LLAMA, 80 * GIB, precision="bf16-pure")
     rows = chosen(auto.choose(found, devices))["micro_batch"]
     tunes = [found.case.tune.model_copy(update={"micro_batch": n}) for n in (rows, rows + 1)]
-    fits, more = (memory.expected_bytes(found.case.model_copy(update={"tune": t}), devices.plan, True) for t in tunes)
+    fits, more = (
+        memory.expected_bytes(found.case.model_copy(update={"tune": t}), devices.plan, True)
+        for t in tunes
+    )
     assert rows == 3
     assert fits <= auto.ROOM * 80 * GIB < more
 
@@ -67,11 +87,14 @@ def test_a_size_more_would_have_no_room() -> None:
         (20, MMLU, {}, {"batch_tokens": 16384}),
         (24, MMLU, {"division": "open"}, {"batch_tokens": 4096}),
         (80, LAMBADA, {}, {"batch_tokens": 16384}),
-        (24, LLAMA, {}, {"micro_batch": 1}),  # nothing fits: what is refused elsewhere is at least the smallest
+        # nothing fits: what is refused elsewhere is at least the smallest
+        (24, LLAMA, {}, {"micro_batch": 1}),
         (24, GLM, {}, {"micro_batch": 4, "batch_tokens": 65536}),
     ],
 )
-def test_smaller_devices(gib: int, name: str, asked: Mapping[str, object], wanted: dict[str, int]) -> None:
+def test_smaller_devices(
+    gib: int, name: str, asked: Mapping[str, object], wanted: dict[str, int]
+) -> None:
     assert chosen(auto.choose(*on(name, gib * GIB, **asked))) == wanted
 
 
@@ -85,9 +108,15 @@ def test_micro_batches_are_equal_where_that_costs_nothing() -> None:
     nothing: six micro-batches of 8 compute one row in vain, five of 10 three."""
     vast = 126 * GIB / auto.ROOM + GIB
     assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure"))) == {"micro_batch": 8}
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47))) == {"micro_batch": 8}
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=5))) == {"micro_batch": 5}
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47, even=True))) == {"micro_batch": 1}
+    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47))) == {
+        "micro_batch": 8
+    }
+    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=5))) == {
+        "micro_batch": 5
+    }
+    assert chosen(
+        auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47, even=True))
+    ) == {"micro_batch": 1}
 
 
 def test_plans_have_their_own_sizes() -> None:
@@ -145,7 +174,16 @@ def test_auto_is_a_value_of_a_setting() -> None:
 
 @pytest.mark.process
 def test_show_says_what_one_device_here_would_get() -> None:
-    command = [sys.executable, "-m", "steelyard", "show", GLM, "--set", "tune.batch_tokens=auto", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        "show",
+        GLM,
+        "--set",
+        "tune.batch_tokens=auto",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = {row["key"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)["values"]}
     for key, origin in (("micro_batch", "case"), ("batch_tokens", "command line")):

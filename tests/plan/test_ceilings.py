@@ -26,7 +26,11 @@ def test_every_case_has_its_shapes():
     names = [(one.case, one.matmul.name, one.matmul.layout) for one in found]
     assert len(names) == len(set(names))
     mmlu = {one.matmul.name: one.matmul for one in found if one.case == "llama2-7b-mmlu"}
-    first = next(one for one in matmuls.of_case(resolve.resolve("llama2-7b-mmlu").case, 1) if one.name == "qkv")
+    first = next(
+        one
+        for one in matmuls.of_case(resolve.resolve("llama2-7b-mmlu").case, 1)
+        if one.name == "qkv"
+    )
     assert (mmlu["qkv"], mmlu["qkv"].n, mmlu["qkv"].k) == (first, 12288, 4096)
 
 
@@ -37,7 +41,9 @@ def test_quick_has_forwards_alone():
 
 
 def test_heads_are_those_of_the_cases():
-    full = {(one.heads, one.kv_heads, one.dim, one.length) for one in ceilings.case_heads(quick=False)}
+    full = {
+        (one.heads, one.kv_heads, one.dim, one.length) for one in ceilings.case_heads(quick=False)
+    }
     assert full == {(32, 32, 128, 2048), (40, 40, 128, 2048), (48, 8, 128, 2048), (16, 16, 64, 512)}
     assert {one.dim for one in ceilings.case_heads(quick=True)} == {64, 128}
     assert len(ceilings.case_heads(quick=True)) == 2
@@ -47,7 +53,9 @@ def test_flops_of_attention_are_causal():
     """As `flops.causal` counts them: 4·hidden FLOPs a pair of one layer."""
     one = next(one for one in ceilings.case_heads(quick=False) if one.heads == 40)
     pairs = 3 * (100 * 101 // 2)
-    model = resolve.resolve("llama1-13b-openwebtext").case.question.model.model_copy(update={"layers": 1})
+    model = resolve.resolve("llama1-13b-openwebtext").case.question.model.model_copy(
+        update={"layers": 1}
+    )
     attention = flops.causal(model, {"tokens": 0, "logits": 0, "pairs": pairs, "square": 0})
     assert one.flops(3, 100) == attention == 4 * 5120 * pairs
     assert ceilings.BACKWARD == 2

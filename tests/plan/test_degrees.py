@@ -62,7 +62,11 @@ def test_the_default_of_each_case():
     [
         ("TP3", 3, "TP3 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
         ("TP16", 16, "TP16 does not divide the model's 8 key groups; allowed: 1, 2, 4, 8"),
-        ("PP2", 2, "PP2: aquila2-34b-lambada is an inference case, which has no pipeline; allowed: PP1"),
+        (
+            "PP2",
+            2,
+            "PP2: aquila2-34b-lambada is an inference case, which has no pipeline; allowed: PP1",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
@@ -75,13 +79,18 @@ def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
     [
         (
             "TP2PP2VP2",
-            "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's losses under them were off by "
-            "0.04; allowed: TP, PP and DP",
+            (
+                "--parallel 'TP2PP2VP2': no engine has virtual pipeline stages: megatron-core's"
+                " losses under them were off by 0.04; allowed: TP, PP and DP"
+            ),
         ),
         (
             "TP2SP2",
-            "--parallel 'TP2SP2': no engine has sequence parallelism of its own: megatron-core's needs Transformer Engine, and "
-            "engine torch's comes with TP; allowed: TP, PP and DP",
+            (
+                "--parallel 'TP2SP2': no engine has sequence parallelism of its own:"
+                " megatron-core's needs Transformer Engine, and engine torch's comes with TP;"
+                " allowed: TP, PP and DP"
+            ),
         ),
         ("CP2", "--parallel 'CP2': no engine has context parallelism; allowed: TP, PP and DP"),
         ("EP2DP4", "--parallel 'EP2DP4': no engine has expert parallelism; allowed: TP, PP and DP"),
@@ -93,7 +102,9 @@ def test_degrees_of_other_programs_are_refused_by_name(text: str, says: str) -> 
     assert str(caught.value) == says
 
 
-@pytest.mark.parametrize("text", ["TP-2", "XP2", "DP2TP2", "TP2.5", "tp2", "TP2 DP2", "TP99999", "TP٢", ""])
+@pytest.mark.parametrize(
+    "text", ["TP-2", "XP2", "DP2TP2", "TP2.5", "tp2", "TP2 DP2", "TP99999", "TP٢", ""]
+)
 def test_texts_that_are_no_plan(text):
     with pytest.raises(RequestError, match="not degrees; give them as TP2"):
         plan.degrees(text, 8)
@@ -115,7 +126,8 @@ def test_weights_must_fit_a_device_in_shares():
     one = plan.make(case, 1, 1)
     gib = 1 << 30
     says = (
-        r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8, activations 3.06, "
+        r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8,"
+        r" activations 3.06, "
         r"logits 0.763\) and one has 40.0 GiB; choose "
         r"more devices with --parallel TP, .*, or --size smoke$"
     )
@@ -151,7 +163,10 @@ def test_weights_must_fit_a_device_in_shares():
             "llama1-7b-openwebtext",
             "bf16",
             [],
-            "--precision bf16-pure, more devices with --parallel TP or PP, --set tune.sharding=3, --set tune.recompute=full",
+            (
+                "--precision bf16-pure, more devices with --parallel TP or PP, --set"
+                " tune.sharding=3, --set tune.recompute=full"
+            ),
         ),
         (
             "llama1-7b-openwebtext",
@@ -162,10 +177,7 @@ def test_weights_must_fit_a_device_in_shares():
     ],
 )
 def test_what_is_set_already_is_not_advised(
-    name: str,
-    precision: str,
-    settings: list[str],
-    advice: str,
+    name: str, precision: str, settings: list[str], advice: str
 ):
     case = resolve(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
     with pytest.raises(RequestError, match=rf"; choose {re.escape(advice)}, or --size smoke$"):
@@ -176,18 +188,22 @@ def test_what_is_close_is_warned_of_and_not_refused():
     case = fixed("aquila2-34b-lambada").case
     one = plan.make(case, 1, 1)
     needed = memory.need(case, one).total
-    for size, warned in ((needed / 1.099, True), (needed, True), (needed / 0.951, True), (needed / 0.949, False)):
+    for size, warned in (
+        (needed / 1.099, True),
+        (needed, True),
+        (needed / 0.951, True),
+        (needed / 0.949, False),
+    ):
         said = memory.check_fits(case, one, int(size))
         assert (said is not None) == warned
-        assert said is None or re.search(
-            golden("takes-66-6-gib-device-it"),
-            said,
-        )
+        assert said is None or re.search(golden("takes-66-6-gib-device-it"), said)
     with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
         memory.check_fits(case, one, int(needed / 1.101))
 
 
-def training(parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"):
+def training(
+    parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"
+):
     return resolve(name, size, settings=[f"tune.parallel={parallel}", *settings]).case
 
 
@@ -201,12 +217,32 @@ def test_plans_that_train(parallel):
 @pytest.mark.parametrize(
     "parallel, settings, devices, says",
     [
-        ("TP3", [], 3, "TP3 does not divide the model's 32 key groups; allowed: 1, 2, 4, 8, 16, 32"),
-        ("TP8", ["question.model.ffn=11004"], 8, "TP8 does not divide the model's 11004 FFN columns; allowed: 1, 2, 4"),
+        (
+            "TP3",
+            [],
+            3,
+            "TP3 does not divide the model's 32 key groups; allowed: 1, 2, 4, 8, 16, 32",
+        ),
+        (
+            "TP8",
+            ["question.model.ffn=11004"],
+            8,
+            "TP8 does not divide the model's 11004 FFN columns; allowed: 1, 2, 4",
+        ),
         ("TP8", ["question.train.length=2046"], 8, "TP8 does not divide the 2046 tokens of a row"),
         ("PP33", [], 33, "PP33: the model has 32 layers; allowed: PP1 to PP32"),
-        ("PP2", ["question.model.tied=true"], 2, "a model with tied embeddings cannot be divided; allowed: TP1PP1"),
-        ("DP8", ["question.model.tied=true", "tune.sharding=1"], 8, "a model with tied embeddings cannot be divided"),
+        (
+            "PP2",
+            ["question.model.tied=true"],
+            2,
+            "a model with tied embeddings cannot be divided; allowed: TP1PP1",
+        ),
+        (
+            "DP8",
+            ["question.model.tied=true", "tune.sharding=1"],
+            8,
+            "a model with tied embeddings cannot be divided",
+        ),
         (
             "DP8",
             ["tune.sharding=2", "tune.sharding_degree=3"],
@@ -217,7 +253,10 @@ def test_plans_that_train(parallel):
             "PP4DP2",
             ["question.train.batch=12", "tune.micro_batch=2"],
             8,
-            "PP4 takes an accumulation of 4 micro-batches or more, and 12 rows over DP2 in micro-batches of 2 make 3; lower PP",
+            (
+                "PP4 takes an accumulation of 4 micro-batches or more, and 12 rows over DP2 in"
+                " micro-batches of 2 make 3; lower PP"
+            ),
         ),
     ],
 )
@@ -260,7 +299,8 @@ def test_engines_that_hold_a_whole_model_train_on_replicas():
 @pytest.mark.parametrize(
     "parallel, settings, bytes_each",
     [
-        ("DP1", [], 4 + 8 + 4 + 2),  # weights, two states, gradients, and the copy that is computed with
+        # weights, two states, gradients, and the copy that is computed with
+        ("DP1", [], 4 + 8 + 4 + 2),
         ("DP8", ["tune.sharding=1"], (4 + 8) / 8 + 4 + 2),
         ("DP8", ["tune.sharding=2"], (4 + 8 + 4) / 8 + 2),
         ("DP8", ["tune.sharding=3"], (4 + 8 + 4 + 2) / 8),
@@ -284,7 +324,9 @@ def test_what_the_fullest_stage_holds():
     case = training("TP2PP4DP1")
     made = plan.make(case, 1, 8)
     question = case.question
-    stages = memory.predict(question.model, question.precision, case.tune, made, question.train, lean=True)
+    stages = memory.predict(
+        question.model, question.precision, case.tune, made, question.train, lean=True
+    )
     assert memory.need(case, made) == max(stages, key=lambda stage: stage.total) == stages[0]
     norms = 65 * 4096  # every rank of a team has them whole
     assert 2 * sum(map(state, stages)) == 18 * (6_738_415_616 + norms)
@@ -292,7 +334,10 @@ def test_what_the_fullest_stage_holds():
 
 def test_training_must_fit_a_device():
     case = training("DP1", "tune.micro_batch=2")
-    says = r"takes 126.9 GiB a device by its shapes \(parameters 25.1, .*\) and one has 80.0 GiB; choose .* or PP, --set"
+    says = (
+        r"takes 126.9 GiB a device by its shapes \(parameters 25.1, .*\) and one has 80.0 GiB;"
+        r" choose .* or PP, --set"
+    )
     with pytest.raises(RequestError, match=says):
         memory.check_fits(case, plan.make(case, 1, 1), 80 << 30)
     assert memory.check_fits(case, plan.make(case, 1, 1), 139 << 30) is None

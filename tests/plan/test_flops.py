@@ -1,4 +1,6 @@
-"""FLOPs against torch's own counter, to the unit, and the published conventions on Llama-2-7B by hand."""
+"""FLOPs against torch's own counter, to the unit, and the published conventions on Llama-2-7B by
+hand.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,9 @@ from steelyard.tasks import kind
 from steelyard.weights import load
 
 CPU = torch.device("cpu")
-BASE = Model(family="llama", layers=3, hidden=32, heads=4, kv_heads=4, ffn=56, vocab=71, positions=64)
+BASE = Model(
+    family="llama", layers=3, hidden=32, heads=4, kv_heads=4, ffn=56, vocab=71, positions=64
+)
 MODELS = {
     "mha": BASE,
     "gqa": BASE.model_copy(update={"kv_heads": 2}),
@@ -44,12 +48,20 @@ def rows_of(lengths: list[int], vocab: int) -> list[list[int]]:
 
 
 def seen(model: Llama, batch: Batch, backward: bool = False) -> int:
-    """What torch counts. Its fused CPU attention counts as nothing, so attention goes through plain matmuls."""
+    """What torch counts. Its fused CPU attention counts as nothing, so attention goes through plain
+    matmuls.
+    """
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
     rows = layout(batch.q_lens, batch.k_lens, CPU, gather)
-    tokens, positions, pick = (torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick))
+    tokens, positions, pick = (
+        torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick)
+    )
     prefix = None if gather is None else model.empty_prefix(8)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+        torch.set_grad_enabled(backward),
+    ):
         logits = model(tokens, positions, rows, "rows", pick, prefix)
         if backward:
             logits.square().sum().backward()
@@ -79,14 +91,20 @@ def test_counted_equals_the_profiler_with_a_shared_prefix(name: str) -> None:
 def test_logits_are_counted_where_they_are_needed() -> None:
     """The same rows with every token's logits: a vocabulary projection more for each."""
     batch = batches.closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
-    every = replace(batch, pick=torch.arange(39).numpy(), counts=batches.counts(batch.q_lens, batch.q_lens, 4) | {"logits": 39})
+    every = replace(
+        batch,
+        pick=torch.arange(39).numpy(),
+        counts=batches.counts(batch.q_lens, batch.q_lens, 4) | {"logits": 39},
+    )
     made = build(BASE)
     assert flops.counted(BASE, every.counts) == seen(made, every)
     assert seen(made, every) - seen(made, batch) == 2 * 71 * 32 * (39 - 4)
 
 
 def test_on_the_meta_device_the_count_is_the_same() -> None:
-    """Where a model is too large to run. One row: the kernel that goes row by row reads the rows' borders."""
+    """Where a model is too large to run. One row: the kernel that goes row by row reads the rows'
+    borders.
+    """
     model = resolve.resolve("llama2-7b-mmlu").case.question.model
     shape = replace(load.shape_of(model), layers=2)
     with torch.device("meta"):
@@ -102,8 +120,9 @@ def test_on_the_meta_device_the_count_is_the_same() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_and_backward_are_three_forwards(name: str) -> None:
-    """Every matmul has two in its backward, one for each side. That holds to the unit as long as both sides of each are
-    trained: the embedding is, so even the first layer's input needs a gradient."""
+    """Every matmul has two in its backward, one for each side. That holds to the unit as long as
+    both sides of each are trained: the embedding is, so even the first layer's input needs a
+    gradient."""
     model = MODELS[name]
     made = build(model).requires_grad_(True)
     batch = batches.closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
@@ -111,13 +130,15 @@ def test_forward_and_backward_are_three_forwards(name: str) -> None:
 
 
 def test_frozen_inputs_save_the_first_layers_input_gradient() -> None:
-    """The exception to the above: with nothing trained before the first QKV matrix (neither the embedding nor the first
-    norm), one matmul is left out, [T, 3·32] by [3·32, 32]."""
+    """The exception to the above: with nothing trained before the first QKV matrix (neither the
+    embedding nor the first norm), one matmul is left out, [T, 3·32] by [3·32, 32]."""
     made = build(BASE).requires_grad_(True)
     made.embed.weight.requires_grad_(False)
     made.layers[0].attention_norm.requires_grad_(False)
     batch = batches.closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
-    assert seen(made, batch, backward=True) == 3 * flops.counted(BASE, batch.counts) - 2 * 39 * 96 * 32
+    assert (
+        seen(made, batch, backward=True) == 3 * flops.counted(BASE, batch.counts) - 2 * 39 * 96 * 32
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -126,12 +147,18 @@ def test_causal_counts_pairs_in_place_of_the_square(name: str) -> None:
     counts = batches.counts([5, 2], [5, 9], 2)
     assert (counts["pairs"], counts["square"]) == (15 + 17, 25 + 18)
     assert flops.causal(model, counts) == flops.counted(model, {**counts, "square": 32})
-    assert flops.counted(model, counts) - flops.causal(model, counts) == 4 * model.layers * 32 * (43 - 32)
+    assert flops.counted(model, counts) - flops.causal(model, counts) == 4 * model.layers * 32 * (
+        43 - 32
+    )
 
 
 def test_causal_by_hand() -> None:
-    """Two tokens, one layer, no grouping: qkv 3·4·4, out 4·4, gate, up and down 3·4·6 weights; three pairs; one logit."""
-    model = Model(family="llama", layers=1, hidden=4, heads=2, kv_heads=2, ffn=6, vocab=10, positions=8)
+    """Two tokens, one layer, no grouping: qkv 3·4·4, out 4·4, gate, up and down 3·4·6 weights;
+    three pairs; one logit.
+    """
+    model = Model(
+        family="llama", layers=1, hidden=4, heads=2, kv_heads=2, ffn=6, vocab=10, positions=8
+    )
     weights_used = 48 + 16 + 72
     expected = 2 * 2 * weights_used + 4 * 4 * 3 + 2 * 10 * 4 * 1
     assert flops.causal(model, batches.counts([2], [2], 1)) == expected == 672
@@ -147,7 +174,8 @@ def test_parameters_are_the_modules(name: str) -> None:
     assert flops.layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
 
 
-# Llama-2-7B: a layer has 4 · 4096² attention and 3 · 4096 · 11008 feed-forward weights, 202,375,168 in all.
+# Llama-2-7B: a layer has 4 · 4096² attention and 3 · 4096 · 11008 feed-forward weights, 202,375,168
+# in all.
 
 LAYERS_7B = 32 * 202_375_168
 TABLE_7B = 32_000 * 4096
@@ -164,7 +192,11 @@ def test_llama_2_7b_parameters(llama_7b: Model) -> None:
     assert flops.parameters(llama_7b) == LAYERS_7B + 2 * TABLE_7B + 65 * 4096 == 6_738_415_616
     with torch.device("meta"):
         assert (
-            sum(p.numel() for p in Llama(LlamaShape(32, 4096, 32, 32, 128, 11008, 32000, 4096)).parameters()) == 6_738_415_616
+            sum(
+                p.numel()
+                for p in Llama(LlamaShape(32, 4096, 32, 32, 128, 11008, 32000, 4096)).parameters()
+            )
+            == 6_738_415_616
         )
 
 
@@ -172,10 +204,20 @@ def test_llama_2_7b_conventions(llama_7b: Model) -> None:
     """One prompt of 2048 tokens, one logit."""
     counts = batches.counts([2048], [2048], 1)
     matmuls = 2 * 6_476_005_376 * 2048 + 2 * 131_072_000
-    assert flops.counted(llama_7b, counts) == matmuls + 4 * 32 * 4096 * 2048 * 2048 == 28_725_003_419_648
-    assert flops.causal(llama_7b, counts) == matmuls + 4 * 32 * 4096 * 2_098_176 == 27_626_028_662_784
+    assert (
+        flops.counted(llama_7b, counts)
+        == matmuls + 4 * 32 * 4096 * 2048 * 2048
+        == 28_725_003_419_648
+    )
+    assert (
+        flops.causal(llama_7b, counts) == matmuls + 4 * 32 * 4096 * 2_098_176 == 27_626_028_662_784
+    )
     # 2N + 4·L·h·T a token, with N the parameters less the input table: 6,607,343,616.
-    assert flops.palm(llama_7b, counts) == (2 * 6_607_343_616 + 4 * 32 * 4096 * 2048) * 2048 == 29_262_702_706_688
+    assert (
+        flops.palm(llama_7b, counts)
+        == (2 * 6_607_343_616 + 4 * 32 * 4096 * 2048) * 2048
+        == 29_262_702_706_688
+    )
     assert flops.nominal(llama_7b, counts) == 14_000_000_000 * 2048 == 28_672_000_000_000
 
 
@@ -205,26 +247,43 @@ def test_training_is_three_forwards_in_every_convention(name: str) -> None:
     counts = batches.counts(LENGTHS, LENGTHS, 30)
     for convention, forward in flops.CONVENTIONS.items():
         assert flops.work(model, counts, convention, kind.SCORE.forwards) == forward(model, counts)
-        assert flops.work(model, counts, convention, kind.TRAIN.forwards) == 3 * (forward(model, counts) or 0)
+        assert flops.work(model, counts, convention, kind.TRAIN.forwards) == 3 * (
+            forward(model, counts) or 0
+        )
     assert flops.work(MODELS[name], counts, "nominal", kind.TRAIN.forwards) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_training_equals_the_profiler(name: str) -> None:
-    """Logits where there is a loss, forward and backward; the profiler sees the whole square of attention."""
+    """Logits where there is a loss, forward and backward; the profiler sees the whole square of
+    attention.
+    """
     model = MODELS[name]
     made = build(model).requires_grad_(True)
     batch = batches.closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
-    picked = [i for i in range(39) if i not in (6, 7, 26, 38)]  # the last token of a row has no target
-    every = replace(batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)})
+    # the last token of a row has no target
+    picked = [i for i in range(39) if i not in (6, 7, 26, 38)]
+    every = replace(
+        batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)}
+    )
     squared = {**every.counts, "pairs": every.counts["square"]}
-    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == seen(made, every, backward=True)
+    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == seen(
+        made, every, backward=True
+    )
 
 
 def test_llama_1_7b_trained(llama_7b: Model) -> None:
-    """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in the nominal one."""
+    """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in
+    the nominal one.
+    """
     counts = batches.counts([2048], [2048], 2048)
-    assert flops.work(llama_7b, counts, "palm", kind.TRAIN.forwards) == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
+    assert (
+        flops.work(llama_7b, counts, "palm", kind.TRAIN.forwards)
+        == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
+    )
     assert flops.work(llama_7b, counts, "nominal", kind.TRAIN.forwards) == 42_000_000_000 * 2048
     matmuls = 6 * (6_476_005_376 + 131_072_000) * 2048
-    assert flops.work(llama_7b, counts, "causal", kind.TRAIN.forwards) == matmuls + 12 * 32 * 4096 * 2_098_176
+    assert (
+        flops.work(llama_7b, counts, "causal", kind.TRAIN.forwards)
+        == matmuls + 12 * 32 * 4096 * 2_098_176
+    )

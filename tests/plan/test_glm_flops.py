@@ -1,8 +1,8 @@
 """FLOPs of a GLM against torch's own counter, to the unit, and GLM-large by hand.
 
-Torch counts attention by the kernel that computes it: "padded" computes squares that a pack does not have. So the counter is
-shown a model whose attention is a loop over contexts and spans with plain matmuls, which are the pack's `square` and no more;
-all other matmuls are the model's own.
+Torch counts attention by the kernel that computes it: "padded" computes squares that a pack does
+not have. So the counter is shown a model whose attention is a loop over contexts and spans with
+plain matmuls, which are the pack's `square` and no more; all other matmuls are the model's own.
 """
 
 import pytest
@@ -20,7 +20,16 @@ from steelyard.tasks import kind
 from steelyard.training.glm import to_device
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-LARGE = GlmModel(family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512, nominal_parameters=335e6)
+LARGE = GlmModel(
+    family="glm",
+    layers=24,
+    hidden=1024,
+    heads=16,
+    ffn=4096,
+    vocab=30592,
+    positions=512,
+    nominal_parameters=335e6,
+)
 MODELS = {
     "base": SHAPE,
     "deep": SHAPE.model_copy(update={"layers": 3, "heads": 2}),
@@ -29,7 +38,9 @@ MODELS = {
 
 
 def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Tensor:
-    """Every context and every span alone, halves of one softmax apart: [c, c], [s, c] and [s, s] products."""
+    """Every context and every span alone, halves of one softmax apart: [c, c], [s, c] and [s, s]
+    products.
+    """
     contexts, spans, groups = rows.lengths
     q, k, v = qkv.permute(1, 2, 0, 3)
     out, tails, start, span, at = [], [], 0, 0, rows.context_tokens
@@ -90,12 +101,17 @@ def test_parameters_are_the_modules(name: str) -> None:
 
 
 def test_glm_large() -> None:
-    """12 · 1024² weights a layer; 9 · 1024 biases and two norms; the word table, two tables of 513 rows and a last norm."""
+    """12 · 1024² weights a layer; 9 · 1024 biases and two norms; the word table, two tables of 513
+    rows and a last norm.
+    """
     assert flops.layer_parameters(LARGE) == 24 * 12 * 1024**2 == 301_989_888
     others = 24 * (9 + 4) * 1024 + 2 * 1024 + (30592 + 2 * 513) * 1024
     assert flops.parameters(LARGE) == 301_989_888 + others == 334_688_256
     counts = {"tokens": 300, "logits": 20, "pairs": 70_000, "square": 70_100}
-    assert flops.causal(LARGE, counts) == 2 * 301_989_888 * 300 + 2 * 31_326_208 * 20 + 4 * 24 * 1024 * 70_000
+    assert (
+        flops.causal(LARGE, counts)
+        == 2 * 301_989_888 * 300 + 2 * 31_326_208 * 20 + 4 * 24 * 1024 * 70_000
+    )
     assert flops.palm(LARGE, counts) == 2 * 334_688_256 * 300 + 4 * 24 * 1024 * 70_100
     assert flops.nominal(LARGE, counts) == 670_000_000 * 300
     assert flops.work(LARGE, counts, "nominal", kind.TRAIN.forwards) == 2_010_000_000 * 300

@@ -1,4 +1,6 @@
-"""The matmuls of a batch: the FLOPs of the model, to the unit, and the shapes that engines really multiply."""
+"""The matmuls of a batch: the FLOPs of the model, to the unit, and the shapes that engines really
+multiply.
+"""
 
 import pytest
 
@@ -10,7 +12,9 @@ from steelyard.plan import flops, matmuls
 from steelyard.plan.matmuls import Matmul
 from steelyard.tasks import kind as kinds
 
-LLAMA = LlamaModel(family="llama", layers=3, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, positions=128)
+LLAMA = LlamaModel(
+    family="llama", layers=3, hidden=64, heads=8, kv_heads=2, ffn=96, vocab=256, positions=128
+)
 GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, positions=64)
 
 
@@ -46,8 +50,11 @@ def test_a_group_divides_them():
         ("down", 500, 64, 48, 3),
         ("vocabulary", 20, 128, 64, 1),
     ]
-    padded = matmuls.of_model(LLAMA.model_copy(update={"vocab": 130}), 500, 20, kinds.SCORE.products, 2)
-    assert (padded[-1].n, matmuls.total(padded[-1:])) == (128, 2 * 20 * 128 * 64)  # 130 rows, padded to twice 128
+    padded = matmuls.of_model(
+        LLAMA.model_copy(update={"vocab": 130}), 500, 20, kinds.SCORE.products, 2
+    )
+    # 130 rows, padded to twice 128
+    assert (padded[-1].n, matmuls.total(padded[-1:])) == (128, 2 * 20 * 128 * 64)
 
 
 def test_a_backward_has_both_products():
@@ -63,17 +70,27 @@ def test_a_backward_has_both_products():
 def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(matmuls, "MOST_NUMBERS", 1000)
     every = matmuls.of_model(GLM, 26, 0, kinds.SCORE.products)
-    assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]  # 12 · (48 + 32) is at most 1000
+    # 12 · (48 + 32) is at most 1000
+    assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]
     assert matmuls.total(every) == flops.weight_flops(GLM, {"tokens": 26, "logits": 0})
 
 
-@pytest.mark.parametrize("name", ["llama1-7b-openwebtext", "llama1-13b-openwebtext", "aquila2-7b-alpaca", "llama2-7b-mmlu"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama1-7b-openwebtext", "llama1-13b-openwebtext", "aquila2-7b-alpaca", "llama2-7b-mmlu"],
+)
 def test_blocks_keep_the_alignment_of_a_product(name):
     """On one H200 a weight gradient of 8,197 rows ran at a quarter of the rate of one of 8,192."""
     case = resolve.resolve(name, "full").case
     model = case.question.model
-    whole = {layer.outputs for layer in families.row(model.family).layer_matrices(model)} | {model.vocab}
-    odd = {one.m for one in matmuls.of_case(case, 1) if one.layout == "tn" and one.m % 8 and one.m not in whole}
+    whole = {layer.outputs for layer in families.row(model.family).layer_matrices(model)} | {
+        model.vocab
+    }
+    odd = {
+        one.m
+        for one in matmuls.of_case(case, 1)
+        if one.layout == "tn" and one.m % 8 and one.m not in whole
+    }
     assert odd == set()
 
 
@@ -98,5 +115,9 @@ def test_what_a_batch_has(name, counts, expected):
 
 def test_a_smaller_batch():
     case = fixed("llama2-7b-mmlu").case
-    assert matmuls.of_case(case, 1, None, 4)[0] == Matmul(name="qkv", m=8192, n=12288, k=4096, count=32)
-    assert matmuls.of_case(case, 1, None, 1 << 40)[-1] == Matmul(name="vocabulary", m=1, n=32000, k=4096)
+    assert matmuls.of_case(case, 1, None, 4)[0] == Matmul(
+        name="qkv", m=8192, n=12288, k=4096, count=32
+    )
+    assert matmuls.of_case(case, 1, None, 1 << 40)[-1] == Matmul(
+        name="vocabulary", m=1, n=32000, k=4096
+    )

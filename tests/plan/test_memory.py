@@ -1,4 +1,6 @@
-"""Memory of training: the published figures by hand, parameters against the modules, activations against what torch saves."""
+"""Memory of training: the published figures by hand, parameters against the modules, activations
+against what torch saves.
+"""
 
 from dataclasses import replace
 
@@ -21,19 +23,46 @@ from steelyard.plan.degrees import Plan, stage_layers
 from steelyard.weights import load
 
 GIB = 1 << 30
-LLAMA_7B = Model(family="llama", layers=32, hidden=4096, heads=32, kv_heads=32, ffn=11008, vocab=32000, positions=2048)
-LLAMA_13B = LLAMA_7B.model_copy(update={"layers": 40, "hidden": 5120, "heads": 40, "kv_heads": 40, "ffn": 13824})
-SMALL = Model(family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=71, positions=64)
-LIKE = {"length": 2048, "batch": 2048, "steps": 100, "lr": 3e-4, "min_lr": 3e-5, "schedule": "cosine", "warmup_steps": 2000}
-TRAINED = Train.model_validate(LIKE | {"decay_steps": 10000, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0})
+LLAMA_7B = Model(
+    family="llama",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=32,
+    ffn=11008,
+    vocab=32000,
+    positions=2048,
+)
+LLAMA_13B = LLAMA_7B.model_copy(
+    update={"layers": 40, "hidden": 5120, "heads": 40, "kv_heads": 40, "ffn": 13824}
+)
+SMALL = Model(
+    family="llama", layers=6, hidden=64, heads=4, kv_heads=2, ffn=176, vocab=71, positions=64
+)
+LIKE = {
+    "length": 2048,
+    "batch": 2048,
+    "steps": 100,
+    "lr": 3e-4,
+    "min_lr": 3e-5,
+    "schedule": "cosine",
+    "warmup_steps": 2000,
+}
+TRAINED = Train.model_validate(
+    LIKE | {"decay_steps": 10000, "eps": 1e-6, "weight_decay": 0.1, "clip": 1.0}
+)
 
 
 def plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
     return Plan(nodes=1, devices=tp * pp * dp, tp=tp, pp=pp, dp=dp, launcher="local")
 
 
-def predict(model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object) -> list[memory.Parts]:
-    return memory.predict(model, TRAIN[precision], Tune.model_validate(tune), over or plan(), TRAINED)
+def predict(
+    model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object
+) -> list[memory.Parts]:
+    return memory.predict(
+        model, TRAIN[precision], Tune.model_validate(tune), over or plan(), TRAINED
+    )
 
 
 def state(parts: memory.Parts) -> int:
@@ -43,14 +72,16 @@ def state(parts: memory.Parts) -> int:
 @pytest.mark.parametrize(
     ("model", "precision", "each", "gib"),
     [
-        (LLAMA_7B, "bf16", 4 + 2 + 4 + 8, 113),  # fp32 weights, a 16-bit copy, fp32 gradients, two fp32 states
+        # fp32 weights, a 16-bit copy, fp32 gradients, two fp32 states
+        (LLAMA_7B, "bf16", 4 + 2 + 4 + 8, 113),
         (LLAMA_7B, "fp16", 18, 113),
         (LLAMA_7B, "fp32", 16, 100),  # no copy
         (LLAMA_7B, "tf32", 16, 100),
         (LLAMA_7B, "bf16-pure", 8, 50),
         (LLAMA_13B, "bf16-pure", 2 + 2 + 4, 97),
         (LLAMA_13B, "bf16", 18, 218),
-        (LLAMA_7B, "fp8", 4 + 2 + 4 + 8, 113),  # two fp8 copies of the layers' matrices, a 16-bit one of the rest
+        # two fp8 copies of the layers' matrices, a 16-bit one of the rest
+        (LLAMA_7B, "fp8", 4 + 2 + 4 + 8, 113),
     ],
 )
 def test_state_on_one_device(model, precision, each, gib):
@@ -65,13 +96,17 @@ def test_state_of_fp8_pure():
     [parts], [bf16] = predict(LLAMA_7B, "fp8-pure"), predict(LLAMA_7B, "bf16-pure")
     assert parts.copies == 2 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     assert state(parts) == state(bf16) + parts.copies
-    assert bf16.activations - parts.activations == 2048 * 32 * 2 * 2 * 4096  # the inputs of qkv and of gate_up, in 16 bits
+    # the inputs of qkv and of gate_up, in 16 bits
+    assert bf16.activations - parts.activations == 2048 * 32 * 2 * 2 * 4096
 
 
 def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
     def parts(precision, tokens):
         return memory.need(
-            resolve("aquila2-34b-lambada", "full", precision, settings=[f"tune.batch_tokens={tokens}"]).case, plan()
+            resolve(
+                "aquila2-34b-lambada", "full", precision, settings=[f"tune.batch_tokens={tokens}"]
+            ).case,
+            plan(),
         )
 
     matrices = flops.layer_parameters(resolve("aquila2-34b-lambada").case.question.model)
@@ -82,8 +117,8 @@ def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
 
 
 def test_activations_of_7b_by_hand():
-    """A token and layer in 16 bit: 4 of 4096 around the norms, 3 for qkv, 2 rotated, 1 attended, 3 of 11008, and in fp32 a
-    log-sum-exp a head and a scale a norm."""
+    """A token and layer in 16 bit: 4 of 4096 around the norms, 3 for qkv, 2 rotated, 1 attended, 3
+    of 11008, and in fp32 a log-sum-exp a head and a scale a norm."""
     each = 2 * (10 * 4096 + 3 * 11008) + 4 * (32 + 2)
     [parts] = predict(LLAMA_7B, micro_batch=4)
     assert parts.activations == 4 * 2048 * 32 * each
@@ -142,7 +177,9 @@ def test_layers_that_do_not_divide_go_to_the_inner_stages():
     uneven = predict(LLAMA_7B.model_copy(update={"layers": 10}), over=plan(pp=4))
     layer = uneven[3].activations // 2  # the last stage holds one micro-batch
     assert [one.activations // layer for one in uneven] == [4 * 2, 3 * 3, 2 * 3, 1 * 2]
-    assert sum(map(state, uneven)) == 18 * flops.parameters(LLAMA_7B.model_copy(update={"layers": 10}))
+    assert sum(map(state, uneven)) == 18 * flops.parameters(
+        LLAMA_7B.model_copy(update={"layers": 10})
+    )
 
 
 def test_a_team_divides_all_but_the_norms():
@@ -153,7 +190,9 @@ def test_a_team_divides_all_but_the_norms():
     assert half.states // 8 - norms == (whole.states // 8 - norms) // 2
 
 
-def whole(precision: str, over: Plan, **tune: object) -> tuple[list[memory.Parts], list[memory.Parts]]:
+def whole(
+    precision: str, over: Plan, **tune: object
+) -> tuple[list[memory.Parts], list[memory.Parts]]:
     """Without what is whole for a while, and with it."""
     given = LLAMA_7B, TRAIN[precision], Tune.model_validate(tune), over, TRAINED
     return memory.predict(*given), memory.predict(*given, units=True)
@@ -170,7 +209,9 @@ def test_units_of_a_stage():
     assert memory.unit_parameters(tied, plan(), 0) == [TABLE, *[LAYER] * 32, 4096]
     for stage in range(4):
         over = plan(tp=2, pp=4)
-        assert sum(memory.unit_parameters(LLAMA_7B, over, stage)) == memory.stage_parameters(LLAMA_7B, over, stage)
+        assert sum(memory.unit_parameters(LLAMA_7B, over, stage)) == memory.stage_parameters(
+            LLAMA_7B, over, stage
+        )
 
 
 @pytest.mark.parametrize(
@@ -200,15 +241,20 @@ def test_a_tensor_parallel_rank_gathers_what_logits_are_made_of():
     assert found[1].logits == without[1].logits + 2048 * 2 * (4096 - 2048)
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True, "head_dim": 24}]
+)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parameters_are_the_modules(changes, tp):
     model = SMALL.model_copy(update=changes)
     with torch.device("meta"):
         made = Llama(placements.local(load.shape_of(model), Shard(0, tp)))
-    assert memory.stage_parameters(model, plan(tp=tp), 0) == sum(p.numel() for p in made.parameters())
+    assert memory.stage_parameters(model, plan(tp=tp), 0) == sum(
+        p.numel() for p in made.parameters()
+    )
     stages = [memory.stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
-    again = memory.vocab_rows(71, tp) * 64 if model.tied else 0  # the first and the last stage have a table each
+    # the first and the last stage have a table each
+    again = memory.vocab_rows(71, tp) * 64 if model.tied else 0
     assert sum(stages) == sum(p.numel() for p in made.parameters()) + again
 
 
@@ -226,10 +272,14 @@ def test_a_plan_that_cannot_be_has_no_prediction(pp):
         predict(SMALL, over=over)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object, window: object) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object, window: object
+) -> Tensor:
     """Attention whose output is what it saved, as that of fused kernels on packed rows is."""
     q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
+        0, 1
+    )
 
 
 class _Norm(torch.autograd.Function):
@@ -254,7 +304,9 @@ def saved_bytes(
     lean: bool = False,
     fp8: bool = False,
 ) -> int:
-    """What torch keeps for the backward of a layer: storages, each once, without weights and rotary tables."""
+    """What torch keeps for the backward of a layer: storages, each once, without weights and rotary
+    tables.
+    """
     monkeypatch.setattr(llama, "attend", _attend)
     monkeypatch.setattr(llama_fused, "attend", _attend)
     monkeypatch.setattr(llama_fp8, "attend", _attend)
@@ -262,12 +314,21 @@ def saved_bytes(
     block = Block(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
     if fp8:
-        run = llama_fp8.Fp8Block(block, llama_fp8.Learning(torch.zeros_like, llama_fp8.Fp8Kernels(False)))
+        run = llama_fp8.Fp8Block(
+            block, llama_fp8.Learning(torch.zeros_like, llama_fp8.Fp8Kernels(False))
+        )
     elif lean:
-        run = llama_fused.FusedBlock(block, llama_fused.Accumulating(torch.zeros_like), llama_fused.BlockKernels(False))
+        run = llama_fused.FusedBlock(
+            block, llama_fused.Accumulating(torch.zeros_like), llama_fused.BlockKernels(False)
+        )
     elif not compiled:
-        monkeypatch.setattr(torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps))
-    x, delta = (torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        monkeypatch.setattr(
+            torch.nn.RMSNorm, "forward", lambda self, x: _Norm.apply(x, self.weight, self.eps)
+        )
+    x, delta = (
+        torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2)
+    )
     cos, sin = rotary(torch.arange(tokens), shape, torch.bfloat16)
     aside = {one.untyped_storage().data_ptr() for one in (*block.parameters(), cos, sin)}
     seen: dict[int, Tensor] = {}
@@ -281,14 +342,23 @@ def saved_bytes(
     return sum(one.untyped_storage().nbytes() for at, one in seen.items() if at not in aside)
 
 
-SHAPES = [{}, {"kv_heads": 4}, {"ffn": 64}, {"hidden": 128, "heads": 8}, {"qk_norm": True}, {"qk_norm": True, "head_dim": 24}]
+SHAPES = [
+    {},
+    {"kv_heads": 4},
+    {"ffn": 64},
+    {"hidden": 128, "heads": 8},
+    {"qk_norm": True},
+    {"qk_norm": True, "head_dim": 24},
+]
 
 
 @pytest.mark.parametrize("changes", SHAPES)
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
-    assert saved_bytes(model, False, monkeypatch) == 32 * memory.layer_bytes(model, 2, "none", compiled=False)
+    assert saved_bytes(model, False, monkeypatch) == 32 * memory.layer_bytes(
+        model, 2, "none", compiled=False
+    )
 
 
 @pytest.mark.parametrize("changes", SHAPES)
@@ -299,7 +369,8 @@ def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, mo
     model = SMALL.model_copy(update=changes)
     found = saved_bytes(model, False, monkeypatch, lean=True)
     assert found == 32 * memory.layer_bytes(model, 2, "none", compiled, lean=True)
-    # Norms of queries and keys: their input is kept too, and is the output of qkv that else is not there twice.
+    # Norms of queries and keys: their input is kept too, and is the output of qkv that else is not
+    # there twice.
     assert model.qk_norm or found < saved_bytes(model, False, monkeypatch)
 
 
@@ -315,4 +386,6 @@ def test_activations_of_an_fp8_block_are_what_torch_saves(changes, monkeypatch):
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_a_compiler_saves(monkeypatch):
     """What the compiler chooses to keep, which is settled before any code is made."""
-    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.layer_bytes(SMALL, 2, "none", compiled=True)
+    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.layer_bytes(
+        SMALL, 2, "none", compiled=True
+    )

@@ -1,4 +1,6 @@
-"""What a GLM keeps for its backward: the table against what autograd saves, and against runs on a GPU."""
+"""What a GLM keeps for its backward: the table against what autograd saves, and against runs on a
+GPU.
+"""
 
 import pytest
 import torch
@@ -13,13 +15,17 @@ from steelyard.models.shapes import GlmModel
 from steelyard.plan import flops, memory_glm
 from steelyard.training.glm import to_device
 
-LARGE = GlmModel(family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512)
+LARGE = GlmModel(
+    family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512
+)
 GIB = 1 << 30
 
 
 @pytest.fixture
 def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions that give what the kernels give, where Triton does not run: their values do not matter here."""
+    """Functions that give what the kernels give, where Triton does not run: their values do not
+    matter here.
+    """
 
     def norm(x, delta, weight, bias, eps, dropout):
         out = x + delta
@@ -49,7 +55,10 @@ def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
     seed = torch.zeros(1, dtype=torch.int64)
     layer = glm_fused.KernelLayer(model.transformer.layers[0], torch.zeros_like, None, seed, 0)
     x, delta = (torch.randn(tokens, SHAPE.hidden, requires_grad=True) for _ in range(2))
-    known = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *micro.layout.tensors(True))}
+    known = {
+        one.untyped_storage().data_ptr()
+        for one in (*model.parameters(), *micro.layout.tensors(True))
+    }
     kept: dict[int, int] = {}
 
     def keep(one: Tensor) -> Tensor:
@@ -65,7 +74,9 @@ def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
 
 
 def test_the_runs_on_an_h200() -> None:
-    """Record 41e7a360: 17,532 tokens and 1,865 logits in its largest micro-batch, 20.2 GiB of tensors at its fullest."""
+    """Record 41e7a360: 17,532 tokens and 1,865 logits in its largest micro-batch, 20.2 GiB of
+    tensors at its fullest.
+    """
     state = 18 * flops.parameters(LARGE)
     activations = 17532 * memory_glm.glm_bytes(LARGE, 2) + 1865 * memory_glm.logit_bytes(LARGE, 2)
     assert memory_glm.glm_bytes(LARGE, 2) == 24 * (2 * (10 * 1024 + 2 * 4096) + 4 * 20)

@@ -1,4 +1,6 @@
-"""Two real processes over gloo: a GLM trained on both, and on each alone. Run by torchrun from engines/test_torch_glm.py."""
+"""Two real processes over gloo: a GLM trained on both, and on each alone. Run by torchrun from
+engines/test_torch_glm.py.
+"""
 
 import json
 import sys
@@ -35,7 +37,9 @@ def main() -> None:
     rank = dist.get_rank()
     both, count = train(2, rank, DEALT[rank])
     alone, _ = train(1, 0, (*DEALT[0], *DEALT[1]))
-    (Path(sys.argv[1]) / f"rank-{rank}.json").write_text(json.dumps({"both": both, "alone": alone, "samples": count}))
+    (Path(sys.argv[1]) / f"rank-{rank}.json").write_text(
+        json.dumps({"both": both, "alone": alone, "samples": count})
+    )
     dist.destroy_process_group()
 
 

@@ -6,14 +6,23 @@ HUGE = 2.0**21  # the first steps of fp16 overflow with it, and are not taken
 
 
 def plans(text: str) -> list[dict]:
-    """Lines of: plan, sharding, degree, recompute, rows of a micro-batch, precision. A dash is the default."""
+    """Lines of: plan, sharding, degree, recompute, rows of a micro-batch, precision. A dash is the
+    default.
+    """
     out = []
     for line in text.split("\n"):
         if line.strip():
             parallel, *rest, precision = line.split()
             names = ("sharding", "sharding_degree", "recompute", "micro_batch")
-            settings = {f"tune.{name}": value for name, value in zip(names, rest, strict=True) if value != "-"}
-            one = {"name": " ".join(line.split()), "settings": {"tune.parallel": parallel, **settings}}
+            settings = {
+                f"tune.{name}": value
+                for name, value in zip(names, rest, strict=True)
+                if value != "-"
+            }
+            one = {
+                "name": " ".join(line.split()),
+                "settings": {"tune.parallel": parallel, **settings},
+            }
             out.append(one | ({} if precision == "-" else {"precision": precision, "scale": HUGE}))
     return out
 
@@ -77,7 +86,11 @@ def of_variant(name: str) -> dict[str, object]:
 
 
 VARIED = [
-    one | {"name": f"{one['name']} {name}", "settings": one["settings"] | of_variant(name) | FEW_STEPS}
+    one
+    | {
+        "name": f"{one['name']} {name}",
+        "settings": one["settings"] | of_variant(name) | FEW_STEPS,
+    }
     for name in VARIANTS
     for one in plans("""
     DP8       3 - none      2 -
@@ -87,7 +100,11 @@ VARIED = [
 ]
 
 # Runs that keep a checkpoint, and runs that go on from it under another plan.
-KEPT = ("TP2PP2DP2 2 - none      2 -", "DP8       3 - none      4 -", "PP2DP4    0 - none      2 fp16")
+KEPT = (
+    "TP2PP2DP2 2 - none      2 -",
+    "DP8       3 - none      4 -",
+    "PP2DP4    0 - none      2 fp16",
+)
 RESUMED = {
     "DP8       0 - none      1 -": KEPT[0],
     "TP4DP2    3 - none      4 -": KEPT[0],
@@ -101,7 +118,15 @@ def spelled(line: str) -> str:
 
 
 def keeping(folder: Path) -> list[dict]:
-    """All plans, those of KEPT with a place for their checkpoints, and the ones that go on from there."""
+    """All plans, those of KEPT with a place for their checkpoints, and the ones that go on from
+    there.
+    """
     kept = {spelled(line): str(folder / f"kept-{i}") for i, line in enumerate(KEPT)}
-    begun = [one | ({"keep": kept[one["name"]]} if one["name"] in kept else {}) for one in [*PLANS, *ROUNDED]]
-    return [*begun, *[plans(new)[0] | {"resume": kept[spelled(old)]} for new, old in RESUMED.items()]]
+    begun = [
+        one | ({"keep": kept[one["name"]]} if one["name"] in kept else {})
+        for one in [*PLANS, *ROUNDED]
+    ]
+    return [
+        *begun,
+        *[plans(new)[0] | {"resume": kept[spelled(old)]} for new, old in RESUMED.items()],
+    ]

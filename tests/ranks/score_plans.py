@@ -1,4 +1,6 @@
-"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from test_tensor_parallel.py."""
+"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from
+test_tensor_parallel.py.
+"""
 
 import json
 import sys
@@ -29,10 +31,16 @@ def main() -> None:
         resolved = resolve.resolve(
             one["case"],
             "smoke",
-            settings=[*asked["settings"][one["case"]], *one.get("more", []), f"tune.parallel={one['parallel']}"],
+            settings=[
+                *asked["settings"][one["case"]],
+                *one.get("more", []),
+                f"tune.parallel={one['parallel']}",
+            ],
         ).case
         layout = degrees.make(resolved, 1, world)
-        prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))
+        prepared = resolved.question.row.prepare(
+            resolved.question.asked(Sources(None, None, None), None, True, {})
+        )
         place = degrees.place(layout, rank)
         engine = TorchScore(
             Job(

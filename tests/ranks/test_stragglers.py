@@ -1,4 +1,6 @@
-"""A rank that is really slow, in a run of real processes: it is named, and what it costs is what it is."""
+"""A rank that is really slow, in a run of real processes: it is named, and what it costs is what it
+is.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +12,23 @@ from steelyard.metrics import stragglers, verify
 from steelyard.words import Message
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "slow_engine"
-RUN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--engine", "slowed", "--devices", "2")
-SMALL = ("--set=question.model.layers=1", "--set=question.train.batch=2", "--set=question.train.length=16")
+RUN = (
+    "run",
+    "llama1-7b-openwebtext",
+    "--size",
+    "smoke",
+    "--accelerator",
+    "cpu",
+    "--engine",
+    "slowed",
+    "--devices",
+    "2",
+)
+SMALL = (
+    "--set=question.model.layers=1",
+    "--set=question.train.batch=2",
+    "--set=question.train.length=16",
+)
 COST_S, STEP_S = 0.2, 1.2  # of the sleeps in slow_engine.py: 1.2 s on rank 1, 1.0 s on rank 0
 
 
@@ -36,7 +53,8 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     slow, other = found.rows
     assert other.wait_s is not None
     assert slow.wait_s is not None
-    assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)  # what one is late the other waits
+    # what one is late the other waits
+    assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)
     [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
     assert note.values["who"] == Message("slow.rank_at", {"rank": 1, "host": "localhost"})
     assert record.metrics["straggler_share"].value == found.share

@@ -1,4 +1,6 @@
-"""Tensor parallelism over real processes: whatever the degree, the answers are those of one process and of transformers."""
+"""Tensor parallelism over real processes: whatever the degree, the answers are those of one process
+and of transformers.
+"""
 
 import json
 import os
@@ -19,7 +21,11 @@ from steelyard.weights import load
 
 CASES = {
     "aquila2-34b-lambada": ["question.model.vocab=251", "tune.batch_tokens=300"],
-    "llama2-7b-mmlu": ["question.model.vocab=251", "question.model.heads=16", "question.model.kv_heads=8"],
+    "llama2-7b-mmlu": [
+        "question.model.vocab=251",
+        "question.model.heads=16",
+        "question.model.kv_heads=8",
+    ],
 }
 DEGREES = ("TP1", "TP2", "TP4", "TP8")
 OF_VARIANTS = [f"{name} {p}" for name in VARIANTS for p in ("TP8", "TP2")]
@@ -29,7 +35,9 @@ VARIED = "aquila2-34b-lambada"  # the case that other models than plain Llamas a
 
 
 def changes(variant: str | None) -> list[str]:
-    return [] if variant is None else [f"{key}={value}" for key, value in of_variant(variant).items()]
+    return (
+        [] if variant is None else [f"{key}={value}" for key, value in of_variant(variant).items()]
+    )
 
 
 def question(name: str, variant: str | None = None):
@@ -42,8 +50,8 @@ def texts(name: str):
 
 
 def transformers_model(folder: Path | None = None, variant: str | None = None):
-    """The library's model with the weights that the case makes from its seed, norms and biases moved where it is no plain
-    Llama; written to a folder where one is named."""
+    """The library's model with the weights that the case makes from its seed, norms and biases
+    moved where it is no plain Llama; written to a folder where one is named."""
     asked = question(VARIED, variant)
     shape = load.shape_of(asked.model)
     ours = load.build(shape, torch.device("cpu"), DTYPES["fp32"])
@@ -63,17 +71,37 @@ def transformers_model(folder: Path | None = None, variant: str | None = None):
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     folder = tmp_path_factory.mktemp("ranks")
     transformers_model(folder / "hf")
-    runs = [{"name": f"{name} {p}", "case": name, "parallel": p, "weights": None} for name in CASES for p in DEGREES]
-    runs += [{**runs[0], "name": f"loaded {p}", "parallel": p, "weights": str(folder / "hf")} for p in ("TP8", "TP2")]
+    runs = [
+        {"name": f"{name} {p}", "case": name, "parallel": p, "weights": None}
+        for name in CASES
+        for p in DEGREES
+    ]
+    runs += [
+        {**runs[0], "name": f"loaded {p}", "parallel": p, "weights": str(folder / "hf")}
+        for p in ("TP8", "TP2")
+    ]
     for name in VARIANTS:
         transformers_model(folder / name, name)
         loaded = {"case": VARIED, "weights": str(folder / name), "more": changes(name)}
         runs += [{**loaded, "name": f"{name} {p}", "parallel": p} for p in ("TP8", "TP2")]
     (folder / "asked.json").write_text(json.dumps({"runs": runs, "settings": CASES}))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
-    command += [str(Path(__file__).parent / "score_plans.py"), str(folder / "asked.json"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=8",
+        "--max-restarts=0",
+    ]
+    command += [
+        str(Path(__file__).parent / "score_plans.py"),
+        str(folder / "asked.json"),
+        str(folder),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600, env=env
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"rank-{i}.json").read_text()) for i in range(8)]
 
@@ -93,7 +121,10 @@ def merged(ranks: list[dict], name: str) -> dict[int, tuple]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [f"aquila2-34b-lambada {p}" for p in DEGREES] + ["loaded TP8", "loaded TP2"] + OF_VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [f"aquila2-34b-lambada {p}" for p in DEGREES] + ["loaded TP8", "loaded TP2"] + OF_VARIANTS,
+)
 def test_losses_are_those_of_transformers_at_every_degree(ranks, name):
     passages = texts("aquila2-34b-lambada")
     found = merged(ranks, name)
@@ -147,4 +178,9 @@ def test_work_is_shared_over_replicas_and_not_over_teams(ranks):
     every = list(range(len(texts("aquila2-34b-lambada").rows)))
     for parallel in DEGREES:
         name = f"aquila2-34b-lambada {parallel}"
-        assert sorted(row for rank in ranks if rank[name]["place"][0] == 0 for row in rank[name]["rows"]) == every
+        assert (
+            sorted(
+                row for rank in ranks if rank[name]["place"][0] == 0 for row in rank[name]["rows"]
+            )
+            == every
+        )

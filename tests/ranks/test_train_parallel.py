@@ -1,4 +1,6 @@
-"""Training over real processes in float64: whatever the plan, its losses, norms and weights are those of one process."""
+"""Training over real processes in float64: whatever the plan, its losses, norms and weights are
+those of one process.
+"""
 
 import json
 import os
@@ -44,7 +46,8 @@ from steelyard.weights import huggingface, load
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-8
-APART = ["data", "meet", "compute", "exchange", "compute"]  # phases of a step where ranks meet at its ends alone
+# phases of a step where ranks meet at its ends alone
+APART = ["data", "meet", "compute", "exchange", "compute"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +67,33 @@ def alone() -> tuple[dict, dict[str, torch.Tensor]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What eight processes left of all plans."""
     folder = tmp_path_factory.mktemp("ranks")
-    LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(folder / "hf")
-    asked = [*keeping(folder), *UNPADDED, *VARIED, *[one | {"weights": str(folder / "hf")} for one in LOADED]]
+    LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(
+        folder / "hf"
+    )
+    asked = [
+        *keeping(folder),
+        *UNPADDED,
+        *VARIED,
+        *[one | {"weights": str(folder / "hf")} for one in LOADED],
+    ]
     (folder / "asked.json").write_text(json.dumps(asked))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8", "--max-restarts=0"]
-    command += [str(Path(__file__).parent / "train_plans.py"), str(folder / "asked.json"), str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=8",
+        "--max-restarts=0",
+    ]
+    command += [
+        str(Path(__file__).parent / "train_plans.py"),
+        str(folder / "asked.json"),
+        str(folder),
+    ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200, env=env)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=1200, env=env
+    )
     assert done.returncode == 0, f"{done.stderr[:9000]}\n…\n{done.stderr[-4000:]}"
     return folder
 
@@ -103,11 +126,17 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
         assert rank["block"] == "fused"
-        assert rank["phases"] == (APART if name.startswith("DP8 0") else ["data", "meet", "compute"])
+        assert rank["phases"] == (
+            APART if name.startswith("DP8 0") else ["data", "meet", "compute"]
+        )
     for when in ("before", "after"):
         replicas = {rank["place"][2]: rank[when] for rank in ranks}
-        assert all(rank[when] == pytest.approx(replicas[rank["place"][2]], abs=EXACT) for rank in ranks)
-        assert sum(one["nll"] for one in replicas.values()) == pytest.approx(expected[when]["nll"], abs=EXACT)
+        assert all(
+            rank[when] == pytest.approx(replicas[rank["place"][2]], abs=EXACT) for rank in ranks
+        )
+        assert sum(one["nll"] for one in replicas.values()) == pytest.approx(
+            expected[when]["nll"], abs=EXACT
+        )
         assert sum(one["targets"] for one in replicas.values()) == expected[when]["targets"]
     found = gathered(folder, name)
     assert found.keys() == weights_alone.keys()
@@ -117,18 +146,23 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
 def issued(name: str, place: list[int]) -> dict[str, int]:
     """What a rank issues in a step, counted by hand."""
     parallel, sharding, asked, recompute, micro, _ = name.split()
-    tp, pp, dp = (int(n) for n in re.fullmatch(r"(?:TP(\d))?(?:PP(\d))?(?:DP(\d))?", parallel).groups(default="1"))
+    tp, pp, dp = (
+        int(n)
+        for n in re.fullmatch(r"(?:TP(\d))?(?:PP(\d))?(?:DP(\d))?", parallel).groups(default="1")
+    )
     stage, sharding = place[1], int(sharding)
     degree = (dp if asked == "-" else int(asked)) if sharding else 1
     first, last, layers, m = stage == 0, stage == pp - 1, 4 // pp, -(-16 // (dp * int(micro)))
     units = first + layers + last
-    again = recompute != "none"  # the input of qkv and gate_up is gathered again, and the sum of out summed
+    # the input of qkv and gate_up is gathered again, and the sum of out summed
+    again = recompute != "none"
     out = {
         # Of a step: the count of targets, the loss; of each unit: gradients.
         "copies all_reduce": (2 + units) * (dp > degree),
         "shards all_reduce": 3 * (degree > 1),  # the norm too
         "shards reduce_scatter": units * {0: 0, 1: 1, 2: m, 3: m}[sharding],
-        # After the update, or for every forward and backward; the last unit's stay for its backward, an embedding's has none.
+        # After the update, or for every forward and backward; the last unit's stay for its
+        # backward, an embedding's has none.
         "shards all_gather": {0: 0, 1: units, 2: units, 3: m * (2 * units - 1 - first)}[sharding],
         "stages all_reduce": 2 * (pp > 1),  # the loss, the norm
         "stages sent or received": 2 * m * (2 - first - last),
@@ -136,7 +170,11 @@ def issued(name: str, place: list[int]) -> dict[str, int]:
         "tensor all_gather": m * ((6 + 2 * again) * layers + first + last),
         "tensor reduce_scatter": m * ((4 + again) * layers + first + last),
     }
-    return {key: number for key, number in sorted(out.items()) if number and (tp > 1 or "tensor" not in key)}
+    return {
+        key: number
+        for key, number in sorted(out.items())
+        if number and (tp > 1 or "tensor" not in key)
+    }
 
 
 @pytest.mark.full
@@ -187,7 +225,9 @@ def test_every_variant_learns_what_one_process_learns(folder, alone, name):
 
 
 def test_norms_of_heads_are_learned_by_one_rank_as_by_several():
-    """With divided weights and the collectives of several, in a group of one; under recomputation as without."""
+    """With divided weights and the collectives of several, in a group of one; under recomputation
+    as without.
+    """
     expected, weights = alone_as("qwen3")
     more = {"tune.distributed": "true", "tune.sharding": 3, "tune.recompute": "full"}
     engine = build({"settings": of_variant("qwen3") | FEW_STEPS | more}, 0, 1)
@@ -201,7 +241,17 @@ def test_norms_of_heads_are_learned_by_one_rank_as_by_several():
 def test_one_rank_runs_the_code_of_several(alone, sharding):
     """Its collectives are really issued, in a group of one."""
     expected, weights = alone
-    engine = build({"settings": {"tune.distributed": "true", "tune.sharding": sharding, "tune.micro_batch": 4}}, 0, 1)
+    engine = build(
+        {
+            "settings": {
+                "tune.distributed": "true",
+                "tune.sharding": sharding,
+                "tune.micro_batch": 4,
+            }
+        },
+        0,
+        1,
+    )
     found = train(engine)
     units, m = 6, 4
     copies, shards = {"copies all_reduce": 2 + units}, {"shards all_reduce": 3}
@@ -217,7 +267,10 @@ def test_one_rank_runs_the_code_of_several(alone, sharding):
     assert engine.details()["distributed"] is True
     assert furthest(found["losses"], expected["losses"]) <= EXACT
     assert furthest(found["norms"], expected["norms"]) <= EXACT
-    assert max(float((one - weights[key]).abs().max()) for key, one in whole_weights(engine).items()) <= EXACT
+    assert (
+        max(float((one - weights[key]).abs().max()) for key, one in whole_weights(engine).items())
+        <= EXACT
+    )
 
 
 def test_one_rank_alone_sends_nothing(alone):
@@ -238,7 +291,11 @@ def alone_in(precision: str) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float32)
         patch.setattr(optimizer, "FIRST_SCALE", HUGE)
-        return train(build({"settings": {} if precision == "fp16" else FEW_STEPS, "precision": precision}, 0, 1))
+        return train(
+            build(
+                {"settings": {} if precision == "fp16" else FEW_STEPS, "precision": precision}, 0, 1
+            )
+        )
 
 
 @pytest.mark.full
@@ -256,7 +313,9 @@ def test_rounded_precisions_stay_near_one_process(folder, name):
 @pytest.mark.full
 @pytest.mark.parametrize(("new", "old"), RESUMED.items(), ids=map(spelled, RESUMED))
 def test_another_plan_goes_on_from_a_checkpoint(folder, alone, new, old):
-    """Weights, moments, counters and scale: whatever was lost or mixed up, the next losses would tell."""
+    """Weights, moments, counters and scale: whatever was lost or mixed up, the next losses would
+    tell.
+    """
     ranks = of_ranks(folder, spelled(new))
     expected = of_ranks(folder, spelled(old))[0]["losses"] if "fp16" in new else alone[0]["losses"]
     near = 0.02 if "fp16" in new else EXACT
@@ -284,7 +343,9 @@ def test_a_rank_holds_its_share(folder, alone):
         return [rank["states"] for rank in of_ranks(folder, name)]
 
     assert whole == 2 * alone[0]["parameters"]
-    assert alone[0]["dtypes"] == dict.fromkeys(("parameters", "main_parameters", "gradients", "states"), "fp64")
+    assert alone[0]["dtypes"] == dict.fromkeys(
+        ("parameters", "main_parameters", "gradients", "states"), "fp64"
+    )
     assert {*of_ranks(folder, "TP2DP4 2 - none 4 bf16-pure")[0]["dtypes"].values()} == {"bf16"}
     assert states("DP8 0 - none 2 -") == [whole] * 8
     assert sum(states("DP8 1 - selective 1 -")) == sum(states("DP8 3 - none 4 -")) == whole
@@ -315,7 +376,8 @@ def test_rows_have_segments_of_many_lengths():
 def test_gradients_are_those_of_transformers(monkeypatch, variant):
     """One step in fp32 on rows without borders, which transformers has no name for."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float32)
-    more = 2 if variant == "qwen2" else 1  # its biases make scores larger, and what rounding leaves of them
+    # its biases make scores larger, and what rounding leaves of them
+    more = 2 if variant == "qwen2" else 1
     engine = build({"settings": {} if variant is None else of_variant(variant)}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
     model, train_length = engine.trainer.model.module, engine.train.length
@@ -326,9 +388,13 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 251, (3, train_length))
     targets = np.concatenate([tokens[:, 1:], np.full((3, 1), -100)], axis=1)
-    rows = [Row(t, y, (train_length,), train_length, 1) for t, y in zip(tokens, targets, strict=True)]
+    rows = [
+        Row(t, y, (train_length,), train_length, 1) for t, y in zip(tokens, targets, strict=True)
+    ]
     pack = packed(rows)
-    loss = engine.trainer.learn([engine.batches.to_device(pack)], engine.trainer.total(len(pack.pick)))
+    loss = engine.trainer.learn(
+        [engine.batches.to_device(pack)], engine.trainer.total(len(pack.pick))
+    )
     theirs = AutoModelForCausalLM.from_config(config(engine.job.case.question.model)).train()
     load.copy_to_hf(model, dict(theirs.named_parameters(remove_duplicate=False)))
     ids = torch.from_numpy(tokens)
@@ -339,7 +405,9 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
     apart, size = [], []
     for name, parameter in theirs.named_parameters():
         part = parts[name]
-        plain = parallel.logical_view(part.parameter, gradient(model.get_parameter(part.parameter)), model.shape, load.WHOLE)
+        plain = parallel.logical_view(
+            part.parameter, gradient(model.get_parameter(part.parameter)), model.shape, load.WHOLE
+        )
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
@@ -362,7 +430,13 @@ def test_documents_of_a_row_do_not_see_each_other():
         for n in row.lens:
             only = np.full_like(row.targets, -100)
             only[at : at + n] = row.targets[at : at + n]
-            out.append(float(engine.trainer.evaluate(engine.batches.to_device(packed([replace(row, targets=only)])))))
+            out.append(
+                float(
+                    engine.trainer.evaluate(
+                        engine.batches.to_device(packed([replace(row, targets=only)]))
+                    )
+                )
+            )
             at += n
         return out
 
@@ -376,7 +450,14 @@ def test_documents_of_a_row_do_not_see_each_other():
 
 @pytest.mark.parametrize(
     "layers, stages, sizes",
-    [(32, 4, [8, 8, 8, 8]), (4, 1, [4]), (10, 4, [2, 3, 3, 2]), (5, 2, [3, 2]), (11, 4, [3, 3, 3, 2]), (4, 4, [1, 1, 1, 1])],
+    [
+        (32, 4, [8, 8, 8, 8]),
+        (4, 1, [4]),
+        (10, 4, [2, 3, 3, 2]),
+        (5, 2, [3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (4, 4, [1, 1, 1, 1]),
+    ],
 )
 def test_layers_of_stages(layers, stages, sizes):
     found = stage_layers(layers, stages)
@@ -386,7 +467,12 @@ def test_layers_of_stages(layers, stages, sizes):
 
 @pytest.mark.parametrize(
     "name, dim",
-    [("embed.weight", 0), ("layers.3.qkv.weight", 0), ("layers.0.down.weight", 1), ("layers.0.ffn_norm.weight", None)],
+    [
+        ("embed.weight", 0),
+        ("layers.3.qkv.weight", 0),
+        ("layers.0.down.weight", 1),
+        ("layers.0.ffn_norm.weight", None),
+    ],
 )
 def test_what_tensor_parallelism_divides(name, dim):
     assert parallel.flat_split(name) == dim

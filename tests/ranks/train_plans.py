@@ -1,4 +1,6 @@
-"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from test_train_parallel.py."""
+"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from
+test_train_parallel.py.
+"""
 
 import gc
 import json
@@ -37,17 +39,27 @@ SETTINGS = [
     "question.data.held_out=3",
 ]
 OF_CASE = {
-    "llama1-7b-openwebtext": ["question.train.length=64", f"question.train.steps={STEPS}", "question.data.made.documents=900"],
+    "llama1-7b-openwebtext": [
+        "question.train.length=64",
+        f"question.train.steps={STEPS}",
+        "question.data.made.documents=900",
+    ],
     "aquila2-7b-alpaca": ["question.train.steps=3"],  # rows that end in padding
 }
 
 
 def build(one: dict, rank: int, world: int) -> TorchTrain:
     name = one.get("case", "llama1-7b-openwebtext")
-    settings = [*SETTINGS, *OF_CASE[name], *[f"{key}={value}" for key, value in one["settings"].items()]]
+    settings = [
+        *SETTINGS,
+        *OF_CASE[name],
+        *[f"{key}={value}" for key, value in one["settings"].items()],
+    ]
     resolved = resolve.resolve(name, "smoke", one.get("precision"), settings=settings).case
     layout = degrees.make(resolved, 1, world)
-    prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))
+    prepared = resolved.question.row.prepare(
+        resolved.question.asked(Sources(None, None, None), None, True, {})
+    )
     return TorchTrain(
         Job(
             case=resolved,
@@ -62,17 +74,24 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
             group=None,
             steps=None,
             keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
-            resume=Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None,
+            resume=(
+                Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None
+            ),
         )
     )
 
 
 @contextmanager
 def counting(groups: exchange.Groups) -> Iterator[Counter]:
-    """How often each kind of collective is issued in each dimension of a plan, and how many tensors neighbours exchange."""
+    """How often each kind of collective is issued in each dimension of a plan, and how many tensors
+    neighbours exchange.
+    """
     found: Counter = Counter()
     names = {id(getattr(groups, name)): name for name in exchange.DIMS}
-    kept = {kind: getattr(exchange.Group, kind) for kind in ("all_reduce", "reduce_scatter", "all_gather")}
+    kept = {
+        kind: getattr(exchange.Group, kind)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    }
     batch = schedule.dist.batch_isend_irecv
 
     def counted(kind: str):
@@ -107,14 +126,20 @@ def train(engine: TorchTrain) -> dict:
         works = [item for item in items if isinstance(item, Work) and item.counts]
         out[name] = engine.outputs(name)
         if name == "train":
-            out["phases"] = [item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)]
+            out["phases"] = [
+                item.name for item in items[: items.index(works[0])] if isinstance(item, Phase)
+            ]
             out["issued"] = {key: number / len(works) for key, number in sorted(issued.items())}
             out["counts"] = [work.counts for work in works]
             out["losses"] = [float(work.values["loss"]) for work in works]
             out["curve"] = [float(loss) for loss in engine.curve]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
     details = engine.details()
-    out["block"], out["states"], out["parameters"] = details["block"], details["optimizer_states"], details["parameters"]
+    out["block"], out["states"], out["parameters"] = (
+        details["block"],
+        details["optimizer_states"],
+        details["parameters"],
+    )
     out["dtypes"] = details["dtypes"]
     return out
 
@@ -123,16 +148,23 @@ def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
     """Of this rank's stage, put together from what all ranks hold."""
     model = engine.trainer.model
     held = model.stored({f"weights.{name}": shard for name, shard in model.named_parameters()})
-    parts = [(name.partition(".")[2], one.whole, one.offset, one.as_subclass(torch.Tensor)) for name, one in held.items()]
+    parts = [
+        (name.partition(".")[2], one.whole, one.offset, one.as_subclass(torch.Tensor))
+        for name, one in held.items()
+    ]
     of_ranks = [parts]
     if engine.job.world > 1:
         of_ranks = [None] * engine.job.world
         dist.all_gather_object(of_ranks, parts)
     names = {name for name, *_ in parts}
     out: dict[str, torch.Tensor] = {}
-    for name, whole, offset, tensor in (one for each in of_ranks for one in each if one[0] in names):
+    for name, whole, offset, tensor in (
+        one for each in of_ranks for one in each if one[0] in names
+    ):
         place = out.setdefault(name, torch.full(whole, torch.nan, dtype=tensor.dtype))
-        place[tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))] = tensor
+        place[
+            tuple(slice(at, at + size) for at, size in zip(offset, tensor.shape, strict=True))
+        ] = tensor
     return out
 
 
@@ -147,8 +179,11 @@ def main() -> None:
         optimizer.FIRST_SCALE = one.get("scale", 65536.0)
         tensors.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
         began = monotonic()
-        # Every group of gloo has a thread that wakes a hundred times a second, so the groups of a plan end with it.
-        dist.init_process_group("gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world)
+        # Every group of gloo has a thread that wakes a hundred times a second, so the groups of a
+        # plan end with it.
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
+        )
         engine = build(one, rank, world)
         out[one["name"]] = train(engine) | {"seconds": monotonic() - began}
         found = whole_weights(engine)
@@ -156,7 +191,8 @@ def main() -> None:
             torch.save(found, folder / f"weights-{number}-{rank}.pt")
         engine.executor.shutdown()
         for held in engine.trainer.model.replicas.held:
-            held.parameter._post_accumulate_grad_hooks.clear()  # they hold the groups in a circle that is never collected
+            # they hold the groups in a circle that is never collected
+            held.parameter._post_accumulate_grad_hooks.clear()
         del engine, found, held
         gc.collect()  # here, and not in the middle of the next plan
         dist.destroy_process_group()

@@ -27,7 +27,9 @@ def main() -> None:
         for pending in gathering:
             pending.wait()
         for whole in (whole for unit in units for whole in unit):
-            assert [float(part.mean()) for part in whole.chunk(world)] == [number + one for one in range(world)]
+            assert [float(part.mean()) for part in whole.chunk(world)] == [
+                number + one for one in range(world)
+            ]
     print(f"{ROUNDS} rounds are right")
     dist.destroy_process_group()
 

@@ -36,7 +36,10 @@ def samples(conversations: list[Conversation], aquila: Tokenizer) -> list[Conver
 
 def test_real_rows(conversations: list[Conversation]) -> None:
     assert len(conversations) == 21_427
-    assert all([role for role, _ in one.turns] == ["human", "assistant"] and not one.instruction for one in conversations)
+    assert all(
+        [role for role, _ in one.turns] == ["human", "assistant"] and not one.instruction
+        for one in conversations
+    )
     empty = [i for i, one in enumerate(conversations) if not one.turns[1][1]]
     assert empty == [1461, 3587, 6234, 8990, 13079, 15291, 15791, 16824, 16883, 17943]
     assert all(one.turns[0][1] for one in conversations)
@@ -63,7 +66,9 @@ def test_real_totals(samples: list[ConversationSample]) -> None:
 def test_real_samples_are_those_of_the_reference(
     conversations: list[Conversation], samples: list[ConversationSample], aquila: Tokenizer
 ) -> None:
-    """The reference encodes the assistant's line with its tag in one piece; no token differs for our two."""
+    """The reference encodes the assistant's line with its tag in one piece; no token differs for
+    our two.
+    """
 
     def bare(texts: list[str]) -> list[list[int]]:
         return [ids[1:] for ids in aquila.encode(texts)]
@@ -75,7 +80,9 @@ def test_real_samples_are_those_of_the_reference(
     for sample, human, assistant in zip(samples, asked, told, strict=True):
         assert sample.tokens == (100006, *header, *human, *assistant, 100007)
         learned = len(assistant) - 3  # without ###, " Assistant" and the colon
-        assert sample.learned == (False,) * (len(sample.tokens) - learned - 1) + (True,) * (learned + 1)
+        assert sample.learned == (False,) * (len(sample.tokens) - learned - 1) + (True,) * (
+            learned + 1
+        )
 
 
 def test_an_empty_answer_is_a_line_and_the_end(samples: list[ConversationSample]) -> None:
@@ -91,7 +98,11 @@ def test_real_samples_that_are_cut(
 ) -> None:
     found, shortened = data.encode(conversations[:2000], aquila, 128)
     assert shortened == sum(len(sample.tokens) > 128 for sample in samples[:2000]) == 603
-    expected = [ConversationSample(one.tokens[:128], one.learned[:128]) for one in samples[:2000] if any(one.learned[:128])]
+    expected = [
+        ConversationSample(one.tokens[:128], one.learned[:128])
+        for one in samples[:2000]
+        if any(one.learned[:128])
+    ]
     assert found == expected
     assert len(found) == 1995
 
@@ -101,7 +112,11 @@ def test_real_samples_that_are_cut(
     [(21_427, 15.17, 0.940, {7: 2, 8: 91, 9: 73, 10: 1}), (UNIFORM, 16.55, 0.927, {7: 19, 8: 53})],
 )
 def test_real_rows_of_2048(
-    count: int, samples_a_row: float, fill: float, rows_a_batch: dict[int, int], samples: list[ConversationSample]
+    count: int,
+    samples_a_row: float,
+    fill: float,
+    rows_a_batch: dict[int, int],
+    samples: list[ConversationSample],
 ) -> None:
     rows = AlpacaRows(samples[:count], 2048, 128, 0, 0)
     batches = [rows.batch(step) for step in range(count // 128)]

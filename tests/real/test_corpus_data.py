@@ -1,4 +1,6 @@
-"""The first 1,000 documents of the real OpenWebText with the real Llama vocabulary: their known numbers, to the unit."""
+"""The first 1,000 documents of the real OpenWebText with the real Llama vocabulary: their known
+numbers, to the unit.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,11 @@ def test_known_numbers(packed: TokenFiles, prefix: Path) -> None:
     check_ids(corpus, 32000)
     found = inspect(corpus)
     assert found.dtype == "uint16"
-    assert found.splits == {"train": Split(998, 1_189_500), "valid": Split(1, 1802), "test": Split(1, 660)}
+    assert found.splits == {
+        "train": Split(998, 1_189_500),
+        "valid": Split(1, 1802),
+        "test": Split(1, 660),
+    }
     assert (found.rows, found.fingerprint) == (580, FINGERPRINT)
     begins = np.concatenate([[0], corpus.ends[:-1]])
     assert set(corpus.ids[begins].tolist()) == {1}

@@ -1,5 +1,5 @@
-"""A real small model in fp8 beside bf16, emulated: how far its losses and letters are apart. docs/results.md has the
-figures of larger samples."""
+"""A real small model in fp8 beside bf16, emulated: how far its losses and letters are apart.
+docs/results.md has the figures of larger samples."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,25 @@ pytestmark = pytest.mark.long
 LOOSE = ["tune.compile=false", "tune.warmup=0", "tune.batch_tokens=2048", "max_interval=100"]
 
 
-def both(folder: Path, model: Path, data: Path, case: str, sample: int, settings: list[str]) -> list[dict[str, Any]]:
+def both(
+    folder: Path, model: Path, data: Path, case: str, sample: int, settings: list[str]
+) -> list[dict[str, Any]]:
     """The records of bf16 and of fp8."""
-    places = ["--weights", str(model), "--data", str(data), "--sample", str(sample), "--passes", "infer"]
+    places = [
+        "--weights",
+        str(model),
+        "--data",
+        str(data),
+        "--sample",
+        str(sample),
+        "--passes",
+        "infer",
+    ]
     more = sets([*model_settings(model), *LOOSE, *settings])
-    return [run(folder, *places, *more, "--precision", precision, case=case) for precision in ("bf16", "fp8")]
+    return [
+        run(folder, *places, *more, "--precision", precision, case=case)
+        for precision in ("bf16", "fp8")
+    ]
 
 
 def test_losses_of_passages(smollm2: Path, data_dir: Path, tmp_path: Path) -> None:
@@ -41,7 +55,9 @@ def test_letters_of_questions(smollm2: Path, data_dir: Path, tmp_path: Path) -> 
     """Few change: a model of this size often has two letters near to each other."""
     data = data_dir / "mmlu" / "mmlu_data.tar.gz"
     settings = ["question.seed=33", "question.data.context=320"]
-    wide, narrow = (one["outputs"] for one in both(tmp_path, smollm2, data, "llama2-7b-mmlu", 16, settings))
+    wide, narrow = (
+        one["outputs"] for one in both(tmp_path, smollm2, data, "llama2-7b-mmlu", 16, settings)
+    )
     letters = [one["passes"]["infer"]["choices"] for one in (wide, narrow)]
     assert len(letters[0]) == 16
     assert sum(a != b for a, b in zip(*letters, strict=True)) <= 5

@@ -61,11 +61,16 @@ def test_real_set_has_the_known_tokens(passages: LambadaTexts) -> None:
 def test_real_last_words(texts: list[str], passages: LambadaTexts, aquila: Tokenizer) -> None:
     assert sum(passages.last) == 7153
     assert Counter(passages.last) == {1: 3520, 2: 1309, 3: 296, 4: 22, 6: 4, 7: 1, 8: 1}
-    assert passages.rows[0][-6:] == [2164, 1184, 3140, 1314, 14446, 100007]  # … care about signs, end
+    # … care about signs, end
+    assert passages.rows[0][-6:] == [2164, 1184, 3140, 1314, 14446, 100007]
     assert passages.last[0] == 1
-    # What stands before the last word is read alike with and without it, so that nothing of it counts as the word.
+    # What stands before the last word is read alike with and without it, so that nothing of it
+    # counts as the word.
     before = aquila.encode([text.rpartition(" ")[0] for text in texts])
-    assert all(row[: -1 - last] == ids for row, last, ids in zip(passages.rows, passages.last, before, strict=True))
+    assert all(
+        row[: -1 - last] == ids
+        for row, last, ids in zip(passages.rows, passages.last, before, strict=True)
+    )
 
 
 def test_real_set_with_two_files_of_gpt2(texts: list[str], data_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""A real model on LAMBADA's first passages, from the command line, against a loop a user would write."""
+"""A real model on LAMBADA's first passages, from the command line, against a loop a user would
+write.
+"""
 
 import json
 import math
@@ -24,8 +26,8 @@ def first_passages(data_dir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Path, data_dir: Path) -> list[Expected]:
-    """Of every passage: mean loss, loss of the last word, whether greedy decoding finds it, its likeliest tokens, how many
-    tokens; one passage at a time."""
+    """Of every passage: mean loss, loss of the last word, whether greedy decoding finds it, its
+    likeliest tokens, how many tokens; one passage at a time."""
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     out = []
@@ -47,9 +49,23 @@ def expected(smollm2: Path, data_dir: Path) -> list[Expected]:
 def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     data = tmp_path_factory.mktemp("lambada") / "lambada_test.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in first_passages(data_dir)))
-    settings = [*model_settings(smollm2), f"question.data.rows={PASSAGES}", "tune.compile=false", "tune.warmup=0"]
+    settings = [
+        *model_settings(smollm2),
+        f"question.data.rows={PASSAGES}",
+        "tune.compile=false",
+        "tune.warmup=0",
+    ]
     settings += ["tune.batch_tokens=2048", "max_interval=100"]
-    places = ["--weights", str(smollm2), "--data", str(data), "--precision", "fp32", "--passes", "infer"]
+    places = [
+        "--weights",
+        str(smollm2),
+        "--data",
+        str(data),
+        "--precision",
+        "fp32",
+        "--passes",
+        "infer",
+    ]
     return [*places, *sets(settings)]
 
 
@@ -59,7 +75,9 @@ def test_the_loop_tells_passages_apart(expected: list[Expected]) -> None:
 
 
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_real_losses_equal_a_plain_loop(engine: str, arguments: list[str], expected: list[Expected], tmp_path: Path) -> None:
+def test_real_losses_equal_a_plain_loop(
+    engine: str, arguments: list[str], expected: list[Expected], tmp_path: Path
+) -> None:
     record = run(tmp_path, *arguments, "--engine", engine, case="aquila2-34b-lambada")
     outputs = record["outputs"]
     found = outputs["passes"]["infer"]
@@ -71,7 +89,9 @@ def test_real_losses_equal_a_plain_loop(engine: str, arguments: list[str], expec
     assert found["argmax"] == [token for _, _, _, best, _ in expected for token in best]
     assert found["hits"] == "".join(str(hit) for _, _, hit, *_ in expected)
     metrics = record["metrics"]
-    assert metrics["loss"]["value"] == pytest.approx(sum(mean for mean, *_ in expected) / PASSAGES, abs=1e-4)
+    assert metrics["loss"]["value"] == pytest.approx(
+        sum(mean for mean, *_ in expected) / PASSAGES, abs=1e-4
+    )
     assert metrics["acc"]["value"] == sum(hit for _, _, hit, *_ in expected) / PASSAGES
     mean_last = sum(last for _, last, *_ in expected) / PASSAGES
     assert metrics["perplexity_last"]["value"] == pytest.approx(math.exp(mean_last), rel=1e-4)

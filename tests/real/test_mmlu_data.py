@@ -29,7 +29,9 @@ def llama(data_dir: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
-    return questions.encode(real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0)
+    return questions.encode(
+        real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0
+    )
 
 
 def test_real_set_is_complete(real: list[Subject]) -> None:
@@ -40,12 +42,19 @@ def test_real_set_is_complete(real: list[Subject]) -> None:
     assert answers == {"A": 3222, "B": 3462, "C": 3582, "D": 3776}
 
 
-def test_real_set_reads_the_same_from_every_layout(real: list[Subject], data_dir: Path, tmp_path: Path) -> None:
+def test_real_set_reads_the_same_from_every_layout(
+    real: list[Subject], data_dir: Path, tmp_path: Path
+) -> None:
     packed = data_dir / "mmlu" / "mmlu_data.tar.gz"
     with tarfile.open(packed) as tar:
         tar.extractall(tmp_path / "mmlu")
     (tmp_path / "mmlu.tar").write_bytes(gunzip(packed))
-    for source in (tmp_path / "mmlu", tmp_path / "mmlu" / "data", tmp_path / "mmlu.tar", packed.parent):
+    for source in (
+        tmp_path / "mmlu",
+        tmp_path / "mmlu" / "data",
+        tmp_path / "mmlu.tar",
+        packed.parent,
+    ):
         assert data.read(source) == real
 
 
@@ -96,7 +105,9 @@ D. 47
 Answer:"""
 
 
-def test_real_prompt_byte_for_byte(real: list[Subject], llama: Tokenizer, real_prompts: Prompts) -> None:
+def test_real_prompt_byte_for_byte(
+    real: list[Subject], llama: Tokenizer, real_prompts: Prompts
+) -> None:
     subject = next(one for one in real if one.name == "world_religions")
     assert questions.prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
     first = real_prompts.subject_of.index(real.index(subject))
@@ -116,7 +127,10 @@ def test_real_set_has_the_published_tokens(real_prompts: Prompts) -> None:
 
 def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) -> None:
     shared = batches.prefixes(real_prompts.rows, real_prompts.groups)
-    own = sum(len(row) - shared[group] for row, group in zip(real_prompts.rows, real_prompts.groups, strict=True))
+    own = sum(
+        len(row) - shared[group]
+        for row, group in zip(real_prompts.rows, real_prompts.groups, strict=True)
+    )
     assert sum(shared) + own == 1_709_858
     bins = batches.open_bins(real_prompts.rows, real_prompts.groups, 32768, 0)[0]
     assert sum(piece.length for one in bins for piece in one) == 1_709_858
@@ -124,7 +138,11 @@ def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) ->
 
 
 def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
-    assert questions.fingerprint(real, llama) == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+    assert (
+        questions.fingerprint(real, llama)
+        == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+    )
 
 
-# Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another token.
+# Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another
+# token.

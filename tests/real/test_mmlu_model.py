@@ -1,4 +1,6 @@
-"""The program from its command line, with a real model and the real questions, against a loop a user would write."""
+"""The program from its command line, with a real model and the real questions, against a loop a
+user would write.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +28,15 @@ Run = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    settings = [*model_settings(smollm2), f"question.data.context={CONTEXT}", "tune.compile=false", "tune.warmup=0"]
+    settings = [
+        *model_settings(smollm2),
+        f"question.data.context={CONTEXT}",
+        "tune.compile=false",
+        "tune.warmup=0",
+    ]
     settings += ["tune.batch_tokens=2048", f"question.seed={SEED}"]
-    settings += ["max_interval=100"]  # a shared CPU is not steady, and speed is not what is asked here
+    # a shared CPU is not steady, and speed is not what is asked here
+    settings += ["max_interval=100"]
     places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
     scope = ["--precision", "fp32", "--passes", "infer"]
     ids = tmp_path_factory.mktemp("ids") / "rows"
@@ -36,7 +44,9 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
 
     def start(*arguments: str) -> dict[str, Any]:
         named = [str(ids)] if "--rows" in arguments else ["--sample", str(SAMPLE)]
-        return run(tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments, *named)
+        return run(
+            tmp_path_factory.mktemp("records"), *places, *scope, *sets(settings), *arguments, *named
+        )
 
     return start
 
@@ -64,7 +74,9 @@ def text(subject: Subject, question: int, dropped: int) -> str:
 
 
 def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answers:
-    """One prompt at a time through transformers, the likeliest token and the likeliest letter taken from its last logits."""
+    """One prompt at a time through transformers, the likeliest token and the likeliest letter taken
+    from its last logits.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     letters = [tokenizer.encode(f" {letter}", add_special_tokens=False) for letter in "ABCD"]
@@ -74,7 +86,9 @@ def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answe
     for subject, i in (questions[number] for number in index):
         dropped = 0
         while len(ids := tokenizer(text(subject, i, dropped))["input_ids"]) > CONTEXT:
-            assert dropped < len(subject.dev), f"question {i} of {subject.name} is too long for this test"
+            assert dropped < len(subject.dev), (
+                f"question {i} of {subject.name} is too long for this test"
+            )
             dropped += 1
         tokens += len(ids)
         shortened += dropped > 0
@@ -96,8 +110,8 @@ def expected(smollm2: Path, data_dir: Path) -> Answers:
 
 
 def test_the_loop_tells_answers_apart(expected: Answers) -> None:
-    """What the others are compared with: more than one letter, right and wrong ones, none so near to another that rounding
-    could choose."""
+    """What the others are compared with: more than one letter, right and wrong ones, none so near
+    to another that rounding could choose."""
     assert min(expected.choices.count(letter) for letter in set(expected.choices)) >= 3
     assert len(set(expected.choices)) >= 2
     assert set(expected.hits) == {"0", "1"}
@@ -109,7 +123,9 @@ def test_the_loop_tells_answers_apart(expected: Answers) -> None:
     [(), ("--division", "open"), ("--engine", "transformers"), ("--rows",)],
     ids=["closed", "open", "transformers", "rows"],
 )
-def test_real_answers_equal_a_plain_loop(arguments: tuple[str, ...], real_run: Run, expected: Answers) -> None:
+def test_real_answers_equal_a_plain_loop(
+    arguments: tuple[str, ...], real_run: Run, expected: Answers
+) -> None:
     record = real_run(*arguments)
     outputs = record["outputs"]
     assert outputs["index"] == chosen(14_042, SAMPLE, SEED)
@@ -125,7 +141,9 @@ def test_real_answers_equal_a_plain_loop(arguments: tuple[str, ...], real_run: R
 
 
 def test_compiled_answers_equal_eager_ones(tmp_path: Path) -> None:
-    """Smoke, in both divisions: val is never compiled, infer is; their answers are the same, and those of a run without."""
+    """Smoke, in both divisions: val is never compiled, infer is; their answers are the same, and
+    those of a run without.
+    """
     for division in ("closed", "open"):
         arguments = ("--size", "smoke", "--division", division)
         eager = run(tmp_path / "eager", *arguments)

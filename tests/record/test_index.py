@@ -35,10 +35,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def look(folder: Path, version: str = VERSION, file: Path | None = None) -> tuple[dict[str, str], list[str], list[str]]:
+def look(
+    folder: Path, version: str = VERSION, file: Path | None = None
+) -> tuple[dict[str, str], list[str], list[str]]:
     """Ids by name, the files that were read, and what was said."""
     summarize = Counting()
-    found, notes = index.entries(sorted(folder.glob("?.json")), file or cache(folder), version, summarize)
+    found, notes = index.entries(
+        sorted(folder.glob("?.json")), file or cache(folder), version, summarize
+    )
     return {path.name: entry.id for path, entry in found.items()}, summarize.read, notes
 
 
@@ -67,7 +71,11 @@ def test_only_what_changed_is_read_again(folder: Path) -> None:
     look(folder)
     (folder / "b.json").write_text("another")
     (folder / "c.json").write_text("third")
-    assert look(folder) == ({"a.json": "record a", "b.json": "another", "c.json": "third"}, ["b.json", "c.json"], [])
+    assert look(folder) == (
+        {"a.json": "record a", "b.json": "another", "c.json": "third"},
+        ["b.json", "c.json"],
+        [],
+    )
 
 
 def test_the_same_size_and_time_do_not_hide_another_content(folder: Path) -> None:
@@ -91,7 +99,9 @@ def test_what_is_gone_is_forgotten(folder: Path) -> None:
     assert list(json.loads(cache(folder).read_bytes())["rows"]) == [str(folder / "a.json")]
 
 
-def test_files_of_other_folders_are_not_looked_for(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_files_of_other_folders_are_not_looked_for(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """They may lie on a network file system that does not answer."""
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")
@@ -101,7 +111,9 @@ def test_files_of_other_folders_are_not_looked_for(folder: Path, tmp_path_factor
     assert str(other / "c.json") in json.loads(cache(folder).read_bytes())["rows"]
 
 
-def test_records_of_other_folders_are_kept(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_records_of_other_folders_are_kept(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")
     look(folder)
@@ -176,7 +188,21 @@ def writable(file: Path) -> None:
     file.chmod(0o666)
 
 
-WRONG = (corrupt, truncated, empty, foreign, text, linked, waiting, deep, huge, later_schema, more_keys, wrong_types, writable)
+WRONG = (
+    corrupt,
+    truncated,
+    empty,
+    foreign,
+    text,
+    linked,
+    waiting,
+    deep,
+    huge,
+    later_schema,
+    more_keys,
+    wrong_types,
+    writable,
+)
 
 
 @pytest.mark.parametrize("damage", WRONG, ids=lambda one: one.__name__)
@@ -200,7 +226,9 @@ def test_a_link_is_replaced_and_what_it_led_to_is_untouched(folder: Path) -> Non
     assert cache(folder).with_name("elsewhere").read_bytes() == before
 
 
-def test_an_index_of_another_user_is_not_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_of_another_user_is_not_believed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look(folder)
     monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
     found, read, notes = look(folder)
@@ -222,14 +250,22 @@ def test_only_its_user_can_write_it_whatever_the_umask(folder: Path) -> None:
 def test_a_row_of_another_file_is_not_believed(key: str, folder: Path) -> None:
     """The file differs from the one that the row was made of, in one thing at least."""
     look(folder)
-    lie = {"sha256": "0" * 64, "entry": {"id": "a lie"}, key: "0" * 64 if key == "sha256" else 1, "mtime_ns": 1}
+    lie = {
+        "sha256": "0" * 64,
+        "entry": {"id": "a lie"},
+        key: "0" * 64 if key == "sha256" else 1,
+        "mtime_ns": 1,
+    }
     change(cache(folder), lambda table: table["rows"][str(folder / "a.json")].update(lie))
     assert look(folder) == (BOTH, ["a.json"], [])
 
 
 def test_an_index_that_came_with_somebodys_records_says_nothing(folder: Path) -> None:
     look(folder, file=folder / index.NAME)
-    change(folder / index.NAME, lambda table: table["rows"][str(folder / "a.json")].update(entry={"id": "a lie"}))
+    change(
+        folder / index.NAME,
+        lambda table: table["rows"][str(folder / "a.json")].update(entry={"id": "a lie"}),
+    )
     assert look(folder) == (BOTH, ["a.json", "b.json"], [])
 
 
@@ -243,17 +279,23 @@ def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
     file = Path("/proc") / index.NAME
     found, read, notes = look(folder, file=file)
     assert (found, read) == (BOTH, ["a.json", "b.json"])
-    assert notes == [f"no index is kept: {str(file)!r} cannot be written: No such file or directory"]
+    assert notes == [
+        f"no index is kept: {str(file)!r} cannot be written: No such file or directory"
+    ]
 
 
-def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(index.os, "replace", full)
     found, _, notes = look(folder)
     assert found == BOTH
-    assert notes == [f"no index is kept: {str(cache(folder))!r} cannot be written: No space left on device"]
+    assert notes == [
+        f"no index is kept: {str(cache(folder))!r} cannot be written: No space left on device"
+    ]
     assert list(cache(folder).parent.iterdir()) == []
 
 
@@ -263,7 +305,9 @@ def test_without_a_file_there_is_no_index(folder: Path) -> None:
     assert (found[folder / "a.json"].id, summarize.read, notes) == ("record a", ["a.json"], [])
 
 
-@pytest.mark.parametrize("name", ['".json', "%.json", "\n.json", "é.json", os.fsdecode(b"\xff.json")])
+@pytest.mark.parametrize(
+    "name", ['".json', "%.json", "\n.json", "é.json", os.fsdecode(b"\xff.json")]
+)
 def test_any_name_of_a_file_will_do(name: str, folder: Path) -> None:
     odd = folder / name
     odd.write_text("odd")
@@ -297,13 +341,18 @@ def test_writers_at_the_same_time_leave_one_whole_index(folder: Path) -> None:
     assert [path.name for path in cache(folder).parent.iterdir()] == [index.NAME]
 
 
-def test_a_file_of_somebody_else_is_never_overwritten(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_somebody_else_is_never_overwritten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     theirs = tmp_path / "theirs.json"
     foreign(theirs)
     before = theirs.read_bytes()
     with pytest.raises(RequestError) as caught:
         index.named(theirs)
-    assert str(caught.value) == f"--index {str(theirs)!r} exists and is not a steelyard index; name another file"
+    assert (
+        str(caught.value)
+        == f"--index {str(theirs)!r} exists and is not a steelyard index; name another file"
+    )
     assert theirs.read_bytes() == before
     with pytest.raises(RequestError, match="no folder"):
         index.named(tmp_path / "none" / "index")

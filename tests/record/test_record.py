@@ -34,7 +34,9 @@ def made(smoke: dict[str, Path]) -> Record:
     return read(smoke["closed"])
 
 
-def steelyard(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+def steelyard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
     """A command in this process, as `main` ends it: quick enough for hundreds of them."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["steelyard", *arguments])
@@ -94,7 +96,9 @@ def test_written_once(made: Record, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_folder_without_hard_links_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_hard_links_is_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def link(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -123,7 +127,9 @@ record.write(found, place)
 
 
 @pytest.mark.parametrize("name,call,visible", [("fsync", 1, 0), ("link", 1, 0), ("fsync", 2, 1)])
-def test_killed_while_writing(shell: Shell, smoke: dict[str, Path], name: str, call: int, visible: int) -> None:
+def test_killed_while_writing(
+    shell: Shell, smoke: dict[str, Path], name: str, call: int, visible: int
+) -> None:
     """Before the link there is no record to be seen, after it there is all of it."""
     shell.out.mkdir()
     command = [sys.executable, "-c", KILLED, str(smoke["closed"]), str(shell.out), name, str(call)]
@@ -137,7 +143,10 @@ def test_killed_while_writing(shell: Shell, smoke: dict[str, Path], name: str, c
 @pytest.mark.full
 def test_killed_at_any_time_while_writing(shell: Shell, smoke: dict[str, Path]) -> None:
     shell.out.mkdir()
-    code = "import sys\nfrom pathlib import Path\nfrom steelyard.record import record\nfound = record.read(Path(sys.argv[1]))\n"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom steelyard.record import record\nfound ="
+        " record.read(Path(sys.argv[1]))\n"
+    )
     code += "print('ready', flush=True)\nfor i in range(10**9):\n"
     code += "    record.write(found.model_copy(update={'id': f'{i:08}'}), Path(sys.argv[2]))\n"
     rng = random.Random("kill")
@@ -181,15 +190,26 @@ def test_every_changed_byte_shows(smoke: dict[str, Path], tmp_path: Path, run: R
         path.write_bytes(changed)
         code, out, err = run("verify", path)
         assert code in (1, 2), (place, raw[place - 20 : place + 20])
-        assert (code == 1 and out.startswith("WRONG") and not err) or (code == 2 and not out and len(err.splitlines()) == 1)
+        assert (code == 1 and out.startswith("WRONG") and not err) or (
+            code == 2 and not out and len(err.splitlines()) == 1
+        )
         seen.add(code)
     assert seen == {1, 2}
 
 
 @pytest.mark.parametrize(
-    "change", [lambda raw: raw[:-1], lambda raw: raw + b" ", lambda raw: raw + b"\n", lambda raw: raw[:4000], lambda raw: b""]
+    "change",
+    [
+        lambda raw: raw[:-1],
+        lambda raw: raw + b" ",
+        lambda raw: raw + b"\n",
+        lambda raw: raw[:4000],
+        lambda raw: b"",
+    ],
 )
-def test_more_or_less_bytes_show(smoke: dict[str, Path], tmp_path: Path, run: Run, change: Callable[[bytes], bytes]) -> None:
+def test_more_or_less_bytes_show(
+    smoke: dict[str, Path], tmp_path: Path, run: Run, change: Callable[[bytes], bytes]
+) -> None:
     path = tmp_path / "record.json"
     path.write_bytes(change(smoke["closed"].read_bytes()))
     assert run("verify", path)[0] in (1, 2)
@@ -208,7 +228,9 @@ def test_other_spellings_of_the_same_values_show(made: Record, tmp_path: Path) -
 
 
 def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
-    """What verify says of a record that was changed by someone who then made its hashes right again."""
+    """What verify says of a record that was changed by someone who then made its hashes right
+    again.
+    """
     table = json.loads(canonical_bytes(to_table(made)))
     change(table)
     path = tmp_path / "forged.json"
@@ -240,15 +262,32 @@ FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
 @pytest.mark.parametrize(
     "change,said",
     [
-        (set_to("metrics", "p_infer_whole", "value", value=1e9), "metric p_infer_whole is 1000000000.0; recomputed"),
+        (
+            set_to("metrics", "p_infer_whole", "value", value=1e9),
+            "metric p_infer_whole is 1000000000.0; recomputed",
+        ),
         (set_to("metrics", "p_infer_whole", "unit", value="tokens/h"), "metric p_infer_whole"),
-        (set_to("metrics", "mfu", "value", value=0.9), "metric mfu is 0.9; recomputed from the samples: None"),
-        (set_to("metrics", "glory", value={"value": 1.0, "unit": "", "interval": None, "note": None}), "metric 'glory' is not"),
+        (
+            set_to("metrics", "mfu", "value", value=0.9),
+            "metric mfu is 0.9; recomputed from the samples: None",
+        ),
+        (
+            set_to(
+                "metrics", "glory", value={"value": 1.0, "unit": "", "interval": None, "note": None}
+            ),
+            "metric 'glory' is not",
+        ),
         (set_to("samples", 0, "counts", "tokens", value=10**6), "metric"),
         (set_to("passes", 0, "wall_s", value=1e-6), "metric"),
         (all_right, "metric acc"),
-        (set_to("scope", "rows", value=["0-47"]), "the scope is full, and names a part of the data"),
-        (set_to("scope", value={"kind": "window", "rows": ["0-46"]}), "48 questions, which are not the rows named"),
+        (
+            set_to("scope", "rows", value=["0-47"]),
+            "the scope is full, and names a part of the data",
+        ),
+        (
+            set_to("scope", value={"kind": "window", "rows": ["0-46"]}),
+            "48 questions, which are not the rows named",
+        ),
         (
             set_to("scope", value={"kind": "window", "subjects": ["law"]}),
             "not those of the scope: subjects law",
@@ -259,9 +298,18 @@ FAILURE = {"rank": 0, "exit_code": 1, "error": "x", "stderr_tail": ""}
         (set_to("checks", 0, "name", value="glory"), "check 'glory' does not follow"),
         (set_to("notes", value=["certified"]), "notes"),
         (set_to("reasons", value=[{"code": "kind", "text": "x"}]), "reasons"),
-        (set_to("status", value="invalid"), "the status is invalid; it follows from the samples that it is valid"),
-        (set_to("status", value="failed"), "the status is failed; it follows from the samples that it is valid"),
-        (set_to("failure", value=FAILURE), "the status is valid; it follows from the samples that it is failed"),
+        (
+            set_to("status", value="invalid"),
+            "the status is invalid; it follows from the samples that it is valid",
+        ),
+        (
+            set_to("status", value="failed"),
+            "the status is failed; it follows from the samples that it is valid",
+        ),
+        (
+            set_to("failure", value=FAILURE),
+            "the status is valid; it follows from the samples that it is failed",
+        ),
         (set_to("case", "question", "model", "layers", value=64), "key"),
         (set_to("case", "key", value="0" * 16), "key"),
         (set_to("case", "precision", value="bf16"), "precision"),
@@ -281,7 +329,9 @@ def test_an_honest_copy_is_no_forgery(made: Record, tmp_path: Path) -> None:
 
 def test_published_schema(smoke: dict[str, Path], shell: Shell) -> None:
     text = (resources.files("steelyard.record") / "record.schema.json").read_text()
-    assert json.loads(text) == record.schema(), "make it again: steelyard schema > src/steelyard/record/record.schema.json"
+    assert json.loads(text) == record.schema(), (
+        "make it again: steelyard schema > src/steelyard/record/record.schema.json"
+    )
     assert shell("schema").out == text
     jsonschema.Draft202012Validator.check_schema(record.schema())
     check = jsonschema.Draft202012Validator(record.schema())
@@ -290,7 +340,9 @@ def test_published_schema(smoke: dict[str, Path], shell: Shell) -> None:
         assert list(check.iter_errors(table)) == []
         assert list(check.iter_errors({**table, "extra": 1}))
         assert list(check.iter_errors({**table, "status": "splendid"}))
-        assert list(check.iter_errors({key: value for key, value in table.items() if key != "samples"}))
+        assert list(
+            check.iter_errors({key: value for key, value in table.items() if key != "samples"})
+        )
 
 
 def nested(depth: int) -> str:
@@ -344,8 +396,12 @@ HOSTILE: dict[str, tuple[str, str]] = {  # key to replace ("" for the whole file
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-@pytest.mark.parametrize("verb", [("verify",), ("report",), ("report", "--format", "html", "--lang", "zh")], ids="".join)
-def test_hostile_records_get_one_line(made: Record, tmp_path: Path, run: Run, what: str, verb: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "verb", [("verify",), ("report",), ("report", "--format", "html", "--lang", "zh")], ids="".join
+)
+def test_hostile_records_get_one_line(
+    made: Record, tmp_path: Path, run: Run, what: str, verb: tuple[str, ...]
+) -> None:
     key, value = HOSTILE[what]
     path = tmp_path / "record.json"
     path.write_text(text_with(made, key.encode().decode("unicode_escape"), value) if key else value)
@@ -377,33 +433,56 @@ def test_things_that_are_no_files(tmp_path: Path, run: Run) -> None:
 
 def free_tables(table: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths of all values inside a record."""
-    items = table.items() if isinstance(table, dict) else enumerate(table[:2]) if isinstance(table, list) else ()
-    return [place for key, value in items for place in [(*path, key), *free_tables(value, (*path, key))]]
+    items = (
+        table.items()
+        if isinstance(table, dict)
+        else enumerate(table[:2])
+        if isinstance(table, list)
+        else ()
+    )
+    return [
+        place for key, value in items for place in [(*path, key), *free_tables(value, (*path, key))]
+    ]
 
 
 @pytest.mark.full
 def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run) -> None:
-    """Every value in turn becomes something else: the answer is a page, a list of what is wrong, or one line."""
+    """Every value in turn becomes something else: the answer is a page, a list of what is wrong, or
+    one line.
+    """
     rng = random.Random("types")
     plain = json.loads(canonical_bytes(to_table(made)))
     places = free_tables(plain)
     path = tmp_path / "record.json"
     for place in rng.sample(places, FLIPS // 2):
         table = json.loads(canonical_bytes(plain))
-        set_to(*place, value=rng.choice([None, -1, 0, 1e308, "x", "", [], [1], {}, {"x": None}, True]))(table)
+        set_to(
+            *place, value=rng.choice([None, -1, 0, 1e308, "x", "", [], [1], {}, {"x": None}, True])
+        )(table)
         path.write_bytes(canonical_bytes(table))
         for verb in ("verify", "report"):
             code, out, err = run(verb, path)
             assert code in (0, 1, 2), place
-            assert (len(err.splitlines()) == 1 and not out) if code == 2 else (out and not err), place
+            assert (len(err.splitlines()) == 1 and not out) if code == 2 else (out and not err), (
+                place
+            )
             assert not (verb == "verify" and code == 0 and table != plain), place
 
 
 def test_a_record_has_the_fields_of_every_kind_of_gate_and_of_published_rows() -> None:
     kinds = (case.Gate, case.Falling, case.Target)
-    assert set(record.GateFacts.model_fields) == {name for kind in kinds for name in kind.model_fields}
+    assert set(record.GateFacts.model_fields) == {
+        name for kind in kinds for name in kind.model_fields
+    }
     assert list(record.Published.model_fields) == list(case.Reference.model_fields)
-    told = {"source": "a page", "config": "1x1", "published_as": "fp16", "ran_as": "bf16", "values": {}, "more": 1}
+    told = {
+        "source": "a page",
+        "config": "1x1",
+        "published_as": "fp16",
+        "ran_as": "bf16",
+        "values": {},
+        "more": 1,
+    }
     assert record.Published.model_validate(told).model_dump() == told
 
 
@@ -411,7 +490,8 @@ def test_details_of_an_engine_are_typed_where_formulas_read_them() -> None:
     told = {"library": "x 1", "block": "fused", "parameters": 7, "attention": "flash"}
     details = EngineDetails.model_validate(told)
     assert (details.block, details.attention, details.exchange) == ("fused", "flash", None)
-    assert list(details.model_dump().items()) == list(told.items())  # in the engine's own order, with what it adds
+    # in the engine's own order, with what it adds
+    assert list(details.model_dump().items()) == list(told.items())
     assert EngineDetails().model_dump() == {}
     with pytest.raises(ValidationError, match="block"):
         EngineDetails.model_validate({"block": 3})

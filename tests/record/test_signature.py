@@ -1,4 +1,6 @@
-"""Signatures with the real ssh-keygen: changed, sealed again, signed by another, and never waiting for anybody."""
+"""Signatures with the real ssh-keygen: changed, sealed again, signed by another, and never waiting
+for anybody.
+"""
 
 import json
 import shutil
@@ -15,7 +17,9 @@ from steelyard.errors import LostError, RequestError
 from steelyard.metrics import verify
 from steelyard.record import signature
 
-pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen, of OpenSSH 8.2 or later")
+pytestmark = pytest.mark.skipif(
+    shutil.which("ssh-keygen") is None, reason="needs ssh-keygen, of OpenSSH 8.2 or later"
+)
 
 
 @pytest.fixture
@@ -24,18 +28,25 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def key(folder: Path, name: str, passphrase: str = "") -> Path:
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-C", name, "-f", folder / name], check=True)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-C", name, "-f", folder / name],
+        check=True,
+    )
     return folder / name
 
 
 def fingerprint(path: Path) -> str:
-    done = subprocess.run(["ssh-keygen", "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["ssh-keygen", "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True
+    )
     return done.stdout.split()[1]
 
 
 def signers(folder: Path, **names: Path) -> Path:
     path = folder / "signers"
-    path.write_text("".join(f"{name} {Path(f'{one}.pub').read_text()}" for name, one in names.items()))
+    path.write_text(
+        "".join(f"{name} {Path(f'{one}.pub').read_text()}" for name, one in names.items())
+    )
     return path
 
 
@@ -49,7 +60,9 @@ def ours(tmp_path: Path) -> Path:
     return key(tmp_path, "ours")
 
 
-def test_a_signed_record_names_its_signer(record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_signed_record_names_its_signer(
+    record: Path, ours: Path, tmp_path: Path, shell: Shell
+) -> None:
     done = shell.ask("sign", record, "--key", ours)
     assert (done.code, done.out, done.err) == (0, f"signed  {record}.sig\n", "")
     assert Path(f"{record}.sig").read_text().startswith("-----BEGIN SSH SIGNATURE-----\n")
@@ -58,11 +71,19 @@ def test_a_signed_record_names_its_signer(record: Path, ours: Path, tmp_path: Pa
     assert signature.check(record) == unknown
     assert str(unknown) == f"signed by an unknown key (ED25519 {mark})"
     done = shell.ask("verify", record)
-    assert (done.code, done.out.splitlines()[-1]) == (0, f"  signed by an unknown key (ED25519 {mark})")
+    assert (done.code, done.out.splitlines()[-1]) == (
+        0,
+        f"  signed by an unknown key (ED25519 {mark})",
+    )
     known = signers(tmp_path, **{"lab@example.org": ours})
-    assert signature.check(record, known) == signature.Signature("known", "lab@example.org", "ED25519", mark)
+    assert signature.check(record, known) == signature.Signature(
+        "known", "lab@example.org", "ED25519", mark
+    )
     done = shell.ask("verify", record, "--signers", known)
-    assert (done.code, done.out.splitlines()[-1]) == (0, f"  signed by lab@example.org (ED25519 {mark})")
+    assert (done.code, done.out.splitlines()[-1]) == (
+        0,
+        f"  signed by lab@example.org (ED25519 {mark})",
+    )
 
 
 def test_json_has_the_signature(record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
@@ -71,18 +92,28 @@ def test_json_has_the_signature(record: Path, ours: Path, tmp_path: Path, shell:
     known = signers(tmp_path, lab=ours)
     (one,) = shell.ask("verify", record, "--signers", known, "--json").json()["records"]
     assert one["ok"] is True
-    told = {"state": "known", "name": "lab", "key_type": "ED25519", "fingerprint": fingerprint(ours), "detail": None}
+    told = {
+        "state": "known",
+        "name": "lab",
+        "key_type": "ED25519",
+        "fingerprint": fingerprint(ours),
+        "detail": None,
+    }
     assert one["signature"] == told
 
 
-def test_not_signed_is_wrong_where_signers_are_named(record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
+def test_not_signed_is_wrong_where_signers_are_named(
+    record: Path, ours: Path, tmp_path: Path, shell: Shell
+) -> None:
     done = shell.ask("verify", record)
     assert (done.code, done.out.splitlines()[-1]) == (0, "  not signed")
     done = shell.ask("verify", record, "--signers", signers(tmp_path, lab=ours))
     assert (done.code, done.out) == (1, f"WRONG  {record}\n  not signed\n")
 
 
-def test_damaged_resealed_and_signed_by_another_are_told_apart(record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
+def test_damaged_resealed_and_signed_by_another_are_told_apart(
+    record: Path, ours: Path, tmp_path: Path, shell: Shell
+) -> None:
     signature.sign(record, ours)
     known, whole = signers(tmp_path, lab=ours), record.read_bytes()
 
@@ -111,7 +142,10 @@ def test_damaged_resealed_and_signed_by_another_are_told_apart(record: Path, our
     assert (found.state, found.fingerprint) == ("unknown", fingerprint(theirs))
     assert shell.ask("verify", record).code == 0
     done = shell.ask("verify", record, "--signers", known)
-    assert (done.code, f"signed by an unknown key (ED25519 {fingerprint(theirs)}): not in signers" in done.out) == (1, True)
+    assert (
+        done.code,
+        f"signed by an unknown key (ED25519 {fingerprint(theirs)}): not in signers" in done.out,
+    ) == (1, True)
 
 
 @pytest.mark.process
@@ -124,14 +158,24 @@ def test_a_file_that_is_no_signature(content: bytes, record: Path) -> None:
 @pytest.mark.process
 def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> None:
     with record.open("rb") as file, signature.beside(record).open("wb") as out:
-        subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", ours], stdin=file, stdout=out, check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", ours],
+            stdin=file,
+            stdout=out,
+            check=True,
+        )
     found = signature.check(record)
-    assert (found.state, found.detail) == ("bad", golden("couldn-verify-signature-namespace-does-not"))
+    assert (found.state, found.detail) == (
+        "bad",
+        golden("couldn-verify-signature-namespace-does-not"),
+    )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("option", ['valid-before="20200101"', 'namespaces="git"'])
-def test_a_signer_for_another_time_or_purpose_is_unknown(option: str, record: Path, ours: Path, tmp_path: Path) -> None:
+def test_a_signer_for_another_time_or_purpose_is_unknown(
+    option: str, record: Path, ours: Path, tmp_path: Path
+) -> None:
     signature.sign(record, ours)
     known = tmp_path / "signers"
     known.write_text(f"lab {option} {Path(f'{ours}.pub').read_text()}")
@@ -140,7 +184,9 @@ def test_a_signer_for_another_time_or_purpose_is_unknown(option: str, record: Pa
 
 
 @pytest.mark.parametrize("line", ["garbage", "lab ssh-ed25519 AAAAgarbage"])
-def test_a_file_of_signers_that_is_none(line: str, record: Path, ours: Path, tmp_path: Path, shell: Shell) -> None:
+def test_a_file_of_signers_that_is_none(
+    line: str, record: Path, ours: Path, tmp_path: Path, shell: Shell
+) -> None:
     signature.sign(record, ours)
     (tmp_path / "signers").write_text(f"{line}\n")
     done = shell.ask("verify", record, "--signers", "signers")
@@ -160,7 +206,9 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("ssh-agent") is None, reason="needs ssh-agent")
-def test_an_agent_signs_for_a_key_with_a_passphrase(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_signs_for_a_key_with_a_passphrase(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The agent is given the key before it has a passphrase, as a user would by typing it."""
     locked = key(tmp_path, "locked")
     socket = tmp_path / "agent"
@@ -169,9 +217,16 @@ def test_an_agent_signs_for_a_key_with_a_passphrase(record: Path, tmp_path: Path
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
         add = ["ssh-add", "-q", str(locked)]
         for _ in range(100):
-            if subprocess.run(add, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0:
+            if (
+                subprocess.run(
+                    add, stdin=subprocess.DEVNULL, capture_output=True, check=False
+                ).returncode
+                == 0
+            ):
                 break
-        subprocess.run(["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", locked], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", locked], check=True
+        )
         signature.sign(record, locked)
         assert signature.check(record).fingerprint == fingerprint(locked)
     finally:
@@ -191,7 +246,9 @@ def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
         signature.sign(record, ours)
 
 
-def test_a_record_that_does_not_verify_is_not_signed(record: Path, ours: Path, shell: Shell) -> None:
+def test_a_record_that_does_not_verify_is_not_signed(
+    record: Path, ours: Path, shell: Shell
+) -> None:
     table = json.loads(record.read_bytes())
     table["created"] = "2031-01-01T00:00:00.000+00:00"
     record.write_text(json.dumps(table))
@@ -201,26 +258,35 @@ def test_a_record_that_does_not_verify_is_not_signed(record: Path, ours: Path, s
 
 
 @pytest.mark.process
-def test_without_ssh_keygen(record: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ssh_keygen(
+    record: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     signature.sign(record, ours)
     known = signers(tmp_path, lab=ours)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = signature.check(record)
     assert str(found) == golden("the-signature-was-not-checked-ssh")
     for asked in (lambda: signature.check(record, known), lambda: signature.try_key(ours)):
-        with pytest.raises(RequestError, match="ssh-keygen is not installed; signatures are made and checked with it"):
+        with pytest.raises(
+            RequestError,
+            match="ssh-keygen is not installed; signatures are made and checked with it",
+        ):
             asked()
 
 
 def test_run_refuses_a_key_that_cannot_sign_before_it_starts(tmp_path: Path, shell: Shell) -> None:
     locked = key(tmp_path, "locked", "a secret")
-    done = shell.ask("run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", locked)
+    done = shell.ask(
+        "run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", locked
+    )
     assert (done.code, "has a passphrase" in done.err) == (2, True)
     assert not shell.out.exists()
 
 
 def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
-    with pytest.raises(LostError, match=r"record .* is written but not signed: key .* no such file"):
+    with pytest.raises(
+        LostError, match=r"record .* is written but not signed: key .* no such file"
+    ):
         runs._sign(record, tmp_path / "gone")
 
 

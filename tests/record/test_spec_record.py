@@ -58,7 +58,9 @@ def test_a_hostile_record_gets_one_line(name: str, tmp_path: Path):
     assert str(path) in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema":1,"kind":"spec"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"schema": 1}', '{"schema":1,"kind":"spec"}', "[" * 100_000]
+)
 def test_what_is_no_record_gets_one_line(text: str, tmp_path: Path):
     path = tmp_path / "none.json"
     path.write_text(text)
@@ -72,8 +74,12 @@ def test_no_number_overflows(time_s: float, peak: float):
     """A stranger may claim anything that the schema lets through."""
     made = record(bench(amount=1e30, stretches=stretches(*[time_s] * 5, calls=10**12)))
     hardware = made.environment.hardware
-    hardware = hardware.model_copy(update={"peak": hardware.peak.model_copy(update={"flops_per_s": {"bf16": peak}})})
-    odd = made.model_copy(update={"environment": made.environment.model_copy(update={"hardware": hardware})})
+    hardware = hardware.model_copy(
+        update={"peak": hardware.peak.model_copy(update={"flops_per_s": {"bf16": peak}})}
+    )
+    odd = made.model_copy(
+        update={"environment": made.environment.model_copy(update={"hardware": hardware})}
+    )
     assert len(ceilings.derive(odd)) == 1
 
 
@@ -91,7 +97,14 @@ def test_kinds_are_told_apart_by_their_first_bytes(tmp_path: Path):
 
 def test_every_field_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "spec.md").read_text()
-    for model in (spec.SpecRecord, spec.Bench, spec.Stretch, spec.Ceiling, spec.Limits, spec.Checked):
+    for model in (
+        spec.SpecRecord,
+        spec.Bench,
+        spec.Stretch,
+        spec.Ceiling,
+        spec.Limits,
+        spec.Checked,
+    ):
         for name, field in model.model_fields.items():
             assert f"`{field.alias or name}`" in text, (model, name)
 

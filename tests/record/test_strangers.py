@@ -1,4 +1,6 @@
-"""Records of strangers: whatever stands in one, verify answers with a list or one line, and a page is made of what is read."""
+"""Records of strangers: whatever stands in one, verify answers with a list or one line, and a page
+is made of what is read.
+"""
 
 import copy
 import json
@@ -94,7 +96,9 @@ def shown(path: Path) -> None:
     assert report.render([record.read(path)], "html", "en").startswith("<!doctype html>")
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one == QUICK else pytest.mark.full) for one in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one == QUICK else pytest.mark.full) for one in NAMES]
+)
 def test_one_odd_value(name: str, tmp_path: Path) -> None:
     table, path = read(name), tmp_path / "record.json"
     every = [(place, odd) for place in places(table) for odd in ODD]
@@ -183,14 +187,21 @@ def backwards(table: Table) -> None:
 def huge_model(table: Table) -> None:
     shape = table["case"]["question"]["model"]
     shape |= dict.fromkeys(("hidden", "ffn", "vocab", "positions", "layers"), 10**9)
-    shape |= {name: 1 for name in ("heads", "kv_heads") if name in shape} | {"nominal_parameters": 1e18}
+    shape |= {name: 1 for name in ("heads", "kv_heads") if name in shape} | {
+        "nominal_parameters": 1e18
+    }
 
 
 def odd_readings(table: Table) -> None:
     columns: Table = {"t_s": [3.0, 1.0, 1.0, 2.0, 1e30], "energy_j": [1e30, -1e30, None, 1e30, 0.0]}
-    columns |= {"memory_bytes": [10**18, None, 0, 1, 2], "reasons": [["a"], None, [], ["a", "a"], ["b"]]}
+    columns |= {
+        "memory_bytes": [10**18, None, 0, 1, 2],
+        "reasons": [["a"], None, [], ["a", "a"], ["b"]],
+    }
     columns |= {"processes": [10**400, None, -1, 0, 5], "power_w": [1e30, -1e30, None, 0.0, 1.0]}
-    table["telemetry"] = [{"device": one["device"], "period_s": -1e30, "columns": columns} for one in table["ranks"]]
+    table["telemetry"] = [
+        {"device": one["device"], "period_s": -1e30, "columns": columns} for one in table["ranks"]
+    ]
 
 
 READ = {  # what is odd and has every type: it is judged, and shown
@@ -217,13 +228,21 @@ READ = {  # what is odd and has every type: it is judged, and shown
     "no counts": counts(lambda count: 0),
     "huge values": every_sample(values={"loss": 1e300, "grad_norm": -1e300}),
     "a huge model": huge_model,
-    "a long pipeline": lambda table: [model(layers=10**9)(table), part("plan", pp=1024, tp=10**6, dp=10**6)(table)],
-    "a longer pipeline": lambda table: [model(layers=10**9)(table), part("plan", pp=10**6, nodes=10**6)(table)],
+    "a long pipeline": lambda table: [
+        model(layers=10**9)(table),
+        part("plan", pp=1024, tp=10**6, dp=10**6)(table),
+    ],
+    "a longer pipeline": lambda table: [
+        model(layers=10**9)(table),
+        part("plan", pp=10**6, nodes=10**6)(table),
+    ],
     "many devices": part("plan", nodes=10**6, devices=10**6),
     "odd readings": odd_readings,
     "no readings": whole(telemetry=[]),
     "a gate of nothing": part("case", gate={"metric": "glory", "below": "fame"}),
-    "a huge gate": part("case", gate={"metric": "acc", "target": -1e308, "within": 1e308, "agree_within": -1e308}),
+    "a huge gate": part(
+        "case", gate={"metric": "acc", "target": -1e308, "within": 1e308, "agree_within": -1e308}
+    ),
     "a gate that is reached": part("case", gate={"metric": "mfu", "reach": -1e308}),
     "no limits": part("case", max_interval=-1e308),
     "another size": part("case", size="huge"),
@@ -231,7 +250,9 @@ READ = {  # what is odd and has every type: it is judged, and shown
     "another division": part("case", division="wide"),
     "another precision": part("case", precision="fp4"),
     "huge scope": whole(scope={"kind": "window", "sample": 10**400, "steps": -(10**400)}),
-    "huge restart": whole(restarts=[{"record": None, "step": 10**400, "plan": "", "losses": [None, 1e30]}]),
+    "huge restart": whole(
+        restarts=[{"record": None, "step": 10**400, "plan": "", "losses": [None, 1e30]}]
+    ),
 }
 REFUSED = {
     "counts without pairs": (without_pairs, "does not count pairs"),
@@ -246,7 +267,9 @@ REFUSED = {
     "a model that no machine holds": (model(vocab=10**400), "its question: model.vocab: "),
     "a size that nobody names": (model(nominal_parameters=1e308), "model.nominal_parameters: "),
     "a column that is none": (
-        lambda table: table["telemetry"].append({"device": "a", "period_s": 1.0, "columns": {"t_s": [], "odd": 3}}),
+        lambda table: table["telemetry"].append(
+            {"device": "a", "period_s": 1.0, "columns": {"t_s": [], "odd": 3}}
+        ),
         "column odd is no list of as many readings as t_s, which has 0",
     ),
     "outputs of nobody": (whole(outputs={"passes": {}}), "its answers: "),
@@ -277,14 +300,19 @@ def test_what_no_formula_can_read_is_refused(name: str, what: str, tmp_path: Pat
 
 def test_outputs_of_another_task_are_refused(tmp_path: Path) -> None:
     tables, path = (
-        {name: read(name) for name in ("mmlu-smoke-open", "lambada-smoke", "alpaca-full", "record-full")},
+        {
+            name: read(name)
+            for name in ("mmlu-smoke-open", "lambada-smoke", "alpaca-full", "record-full")
+        },
         tmp_path / "x",
     )
     for name, table in tables.items():
         for other in tables.values():
             if other is table:
                 continue
-            path.write_bytes(record.canonical_bytes(resealed({**table, "outputs": other["outputs"]})))
+            path.write_bytes(
+                record.canonical_bytes(resealed({**table, "outputs": other["outputs"]}))
+            )
             with pytest.raises(RequestError, match="not a record: its answers: "):
                 verify.verify(path)
         assert judged(path, table), name

@@ -47,7 +47,9 @@ def other(path: Path, **case: Any) -> Path:
     found = record.read(path)
     path.write_bytes(
         record.canonical_bytes(
-            record.to_table(record.seal(found.model_copy(update={"case": found.case.model_copy(update=case)})))
+            record.to_table(
+                record.seal(found.model_copy(update={"case": found.case.model_copy(update=case)}))
+            )
         )
     )
     return path
@@ -84,16 +86,24 @@ def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
         ({"name": "my-own"}, "no case 'my-own' comes with this version"),
         (
             {"size": "huge"},
-            "the shipped case llama2-7b-mmlu has no such question: size 'huge' is not known; allowed: smoke, full",
+            (
+                "the shipped case llama2-7b-mmlu has no such question: size 'huge' is not known;"
+                " allowed: smoke, full"
+            ),
         ),
     ],
 )
-def test_what_no_shipped_case_asks_is_a_remark(case: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_what_no_shipped_case_asks_is_a_remark(
+    case: dict[str, str], said: str, tmp_path: Path
+) -> None:
     assert verify.remarks(other(copied("mmlu-smoke-closed", tmp_path), **case)) == [said]
 
 
 def test_folders_are_searched_without_checkpoints(tmp_path: Path, run: Any) -> None:
-    near, far = copied("mmlu-smoke-closed", tmp_path / "a"), copied("lambada-smoke", tmp_path / "b" / "c")
+    near, far = (
+        copied("mmlu-smoke-closed", tmp_path / "a"),
+        copied("lambada-smoke", tmp_path / "b" / "c"),
+    )
     tables = tmp_path / "b" / "checkpoints" / "0f3c9a7e" / "step-30"
     tables.mkdir(parents=True)
     (tables / "state.json").write_text("{}")
@@ -123,7 +133,9 @@ def test_of_several_records_one_that_is_none_is_wrong(tmp_path: Path, run: Any) 
     )
 
 
-def test_a_formula_that_raises_is_our_defect(tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_formula_that_raises_is_our_defect(
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def raises(_: record.Record) -> Any:
         raise ZeroDivisionError("nobody thought of it")
 

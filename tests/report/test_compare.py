@@ -14,7 +14,10 @@ from steelyard.record.record import Record
 
 
 def runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
-    return [scored("torch", "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes) for i, rate in enumerate(rates)]
+    return [
+        scored("torch", "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
+        for i, rate in enumerate(rates)
+    ]
 
 
 def between(base: list[Record], new: list[Record], threshold: float = 0.01) -> Comparison:
@@ -33,10 +36,19 @@ def test_the_verdict_comes_first() -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (between(runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9), 0.06), "significant, but below the threshold of 6.0%"),
+        (
+            between(runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9), 0.06),
+            "significant, but below the threshold of 6.0%",
+        ),
         (between(runs(100.0, 104.0), runs(99.0, 103.0, letter="b")), "not significant"),
-        (between(runs(100.0), runs(99.0, letter="b")), "not tested: that takes two valid runs a side"),
-        (between(runs(100.0), runs(99.0, letter="b", status="invalid")), "no ratio: new has no valid run"),
+        (
+            between(runs(100.0), runs(99.0, letter="b")),
+            "not tested: that takes two valid runs a side",
+        ),
+        (
+            between(runs(100.0), runs(99.0, letter="b", status="invalid")),
+            "no ratio: new has no valid run",
+        ),
     ],
 )
 def test_the_words_of_a_verdict(found: Comparison, said: str) -> None:
@@ -51,7 +63,10 @@ def test_runs_that_are_left_out_are_named() -> None:
 
 def test_answers_metrics_phases_and_differences_are_in_this_order() -> None:
     text = report.text(report.comparison(SLOWER))
-    places = [text.index(title) for title in ("\nAnswers\n", "\nMetrics\n", "\nSeconds per step\n", "\nWhat else differs\n")]
+    places = [
+        text.index(title)
+        for title in ("\nAnswers\n", "\nMetrics\n", "\nSeconds per step\n", "\nWhat else differs\n")
+    ]
     assert places == sorted(places)
     assert "tune.compile  true  false" in text
     assert "0 of 8" in text
@@ -76,15 +91,30 @@ def test_every_format_and_language(format_: str, lang: report.Lang) -> None:
 
 
 def test_values_of_strangers_are_escaped() -> None:
-    found = between(runs(100.0), runs(100.0, letter="b", site={"rack": "<script>alert(1)</script>"}))
+    found = between(
+        runs(100.0), runs(100.0, letter="b", site={"rack": "<script>alert(1)</script>"})
+    )
     assert "<script>alert" not in report.html(report.comparison(found))
 
 
 def entry(day: int, rate: float | None, **changes: object) -> Entry:
-    base: dict[str, object] = {"id": f"{day}" * 12, "created": f"2026-01-0{day}T00:00:00.000", "status": "valid", "key": "k"}
-    base |= {"setup": f"{day}", "name": "case", "engine": "torch", "unit": "tokens/s", "revision": "a" * 40}
+    base: dict[str, object] = {
+        "id": f"{day}" * 12,
+        "created": f"2026-01-0{day}T00:00:00.000",
+        "status": "valid",
+        "key": "k",
+    }
+    base |= {
+        "setup": f"{day}",
+        "name": "case",
+        "engine": "torch",
+        "unit": "tokens/s",
+        "revision": "a" * 40,
+    }
     interval = None if rate is None else (rate - 1, rate + 1)
-    return Entry.model_validate(base | {"rate": rate, "interval": interval, "quality": "acc"} | changes)
+    return Entry.model_validate(
+        base | {"rate": rate, "interval": interval, "quality": "acc"} | changes
+    )
 
 
 def past(*entries: Entry) -> history.History:
@@ -93,17 +123,24 @@ def past(*entries: Entry) -> history.History:
 
 def test_a_history_names_the_first_bad_record() -> None:
     text = report.text(report.history(past(entry(1, 100.0), entry(2, 90.0), entry(3, 80.0))))
-    said = "First bad record: 22222222 (22.json): its rate is 0.9000 of the best before it (11111111), not tested, outside both"
+    said = (
+        "First bad record: 22222222 (22.json): its rate is 0.9000 of the best before it (11111111),"
+        " not tested, outside both"
+    )
     assert said in " ".join(text.split())
     assert "aaaaaaaaaaaa " in text
     assert "0.8889" in text  # the third of the second
     invalid = past(entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)))
-    assert "First bad record: 22222222 (22.json): invalid: clock" in report.text(report.history(invalid))
+    assert "First bad record: 22222222 (22.json): invalid: clock" in report.text(
+        report.history(invalid)
+    )
     assert "No bad record." in report.text(report.history(past(entry(1, 100.0))))
 
 
 def test_files_that_do_not_verify_are_listed() -> None:
-    found = history.history({Path("x.json"): Entry(wrong="does not verify: the hash of samples does not match")}, 0.01)
+    found = history.history(
+        {Path("x.json"): Entry(wrong="does not verify: the hash of samples does not match")}, 0.01
+    )
     text = report.text(report.history(found))
     assert "No sound record." in text
     assert golden("records-that-do-not-verify-and") in text

@@ -1,4 +1,6 @@
-"""Records as CSV: one row each, exact numbers, units in the heads, and nothing that a spreadsheet runs."""
+"""Records as CSV: one row each, exact numbers, units in the heads, and nothing that a spreadsheet
+runs.
+"""
 
 import csv
 import io
@@ -13,9 +15,32 @@ from steelyard.record.record import Record
 from steelyard.report import as_csv
 
 IDENTITY = (
-    *("id", "created", "case", "size", "changed", "key", "division", "precision", "scope", "subjects", "rows", "sample"),
+    *(
+        "id",
+        "created",
+        "case",
+        "size",
+        "changed",
+        "key",
+        "division",
+        "precision",
+        "scope",
+        "subjects",
+        "rows",
+        "sample",
+    ),
     *("steps", "engine"),
-    *("engine_version", "framework", "framework_version", "accelerator", "accelerators", "nodes", "plan", "tune", "weights"),
+    *(
+        "engine_version",
+        "framework",
+        "framework_version",
+        "accelerator",
+        "accelerators",
+        "nodes",
+        "plan",
+        "tune",
+        "weights",
+    ),
     *("status", "reasons", "quality", "quality_evaluated"),
 )
 
@@ -82,16 +107,28 @@ def test_every_metric_has_a_column_and_the_ends_of_its_interval() -> None:
     heads = [name.partition(" (")[0] for name in rows(made.make())[0]]
     for task in tasks.table().values():
         for metric in of_task(task):
-            wanted = [metric.name, f"{metric.name}_low", f"{metric.name}_high"] if metric.formula else []
+            wanted = (
+                [metric.name, f"{metric.name}_low", f"{metric.name}_high"] if metric.formula else []
+            )
             assert [name for name in wanted if name not in heads] == [], task.name
     assert len(heads) == len(set(heads))
 
 
 def test_another_unit_has_its_own_column() -> None:
     closed, shared = rows(made.make(), made.open_window())
-    assert (closed["p_infer_core (tokens/s)"], closed["p_infer_core (questions/s)"]) == ("46387.2", "")
-    assert (shared["p_infer_core (tokens/s)"], shared["p_infer_core (questions/s)"]) == ("", "371.94")
-    assert (shared["sample"], shared["scope"], shared["quality_evaluated"]) == ("1404", "window", "false")
+    assert (closed["p_infer_core (tokens/s)"], closed["p_infer_core (questions/s)"]) == (
+        "46387.2",
+        "",
+    )
+    assert (shared["p_infer_core (tokens/s)"], shared["p_infer_core (questions/s)"]) == (
+        "",
+        "371.94",
+    )
+    assert (shared["sample"], shared["scope"], shared["quality_evaluated"]) == (
+        "1404",
+        "window",
+        "false",
+    )
 
 
 def test_settings_reasons_and_changes() -> None:
@@ -110,7 +147,11 @@ def test_settings_reasons_and_changes() -> None:
     [row] = rows(one)
     assert json.loads(row["tune"]) == {"pad_to": 8, "env": {"NCCL_ALGO": "Ring"}}
     assert (row["accelerators"], row["nodes"], row["plan"]) == ("16", "2", "TP2PP1DP8")
-    assert (row["engine"], row["engine_version"], row["framework"]) == ("megatron", "0.16.1", "torch")
+    assert (row["engine"], row["engine_version"], row["framework"]) == (
+        "megatron",
+        "0.16.1",
+        "torch",
+    )
     assert row["changed"] == "question.seed"
     assert rows(made.failed())[0]["reasons"] == "oom"
 
@@ -135,7 +176,9 @@ def test_settings_reasons_and_changes() -> None:
 )
 def test_no_cell_is_a_formula(name: str, cell: str) -> None:
     unit = {"hostile": {"value": -1.5, "unit": name}, name: {"value": None, "unit": ""}}
-    hostile = made.make(engine={"name": name, "details": {}}, weights={"source": name}, metrics=unit)
+    hostile = made.make(
+        engine={"name": name, "details": {}}, weights={"source": name}, metrics=unit
+    )
     text = as_csv.table([hostile])
     heads, row = csv.reader(io.StringIO(text, newline=""))
     told = dict(zip(heads, row, strict=True))
@@ -147,5 +190,9 @@ def test_no_cell_is_a_formula(name: str, cell: str) -> None:
 
 def test_numbers_keep_their_digits() -> None:
     value = 0.1 + 0.2
-    [row] = rows(made.make(metrics={"mfu": {"value": value, "unit": ""}, "energy": {"value": 1e22, "unit": "J"}}))
+    [row] = rows(
+        made.make(
+            metrics={"mfu": {"value": value, "unit": ""}, "energy": {"value": 1e22, "unit": "J"}}
+        )
+    )
     assert (float(row["mfu"]), row["energy (J)"]) == (value, "1e+22")

@@ -1,4 +1,6 @@
-"""A report as data: the shape that its schema says, numbers as numbers, and the groups that `run` tells too."""
+"""A report as data: the shape that its schema says, numbers as numbers, and the groups that `run`
+tells too.
+"""
 
 import json
 from typing import Any
@@ -15,7 +17,9 @@ from steelyard.report import data
 
 def told(*records: Record, **options: Any) -> dict[str, Any]:
     """As a reader of the JSON has it, checked against the schema."""
-    found: dict[str, Any] = json.loads(data.report(list(records), **options).model_dump_json(by_alias=True))
+    found: dict[str, Any] = json.loads(
+        data.report(list(records), **options).model_dump_json(by_alias=True)
+    )
     jsonschema.Draft202012Validator(data.schema()).validate(found)
     return found
 
@@ -51,10 +55,25 @@ def test_the_summary_has_a_row_a_run() -> None:
         "reasons": [],
         "evaluated": True,
         "metrics": {
-            "p_infer_whole": {"value": 45902.7, "unit": "tokens/s", "interval": [45810.2, 45995.1], "note": None},
-            "p_infer_core": {"value": 46387.2, "unit": "tokens/s", "interval": [46301.8, 46472.6], "note": None},
+            "p_infer_whole": {
+                "value": 45902.7,
+                "unit": "tokens/s",
+                "interval": [45810.2, 45995.1],
+                "note": None,
+            },
+            "p_infer_core": {
+                "value": 46387.2,
+                "unit": "tokens/s",
+                "interval": [46301.8, 46472.6],
+                "note": None,
+            },
             "mfu": {"value": 0.6206, "unit": "fraction", "interval": None, "note": "causal"},
-            "acc": {"value": 0.4583, "unit": "fraction", "interval": [0.4501, 0.4665], "note": None},
+            "acc": {
+                "value": 0.4583,
+                "unit": "fraction",
+                "interval": [0.4501, 0.4665],
+                "note": None,
+            },
             "mem": {"value": 31.26, "unit": "GiB", "interval": None, "note": None},
             "mem_total": {"value": 139.81, "unit": "GiB", "interval": None, "note": None},
             "e2e_time": {"value": 412.6, "unit": "s", "interval": None, "note": None},
@@ -71,10 +90,18 @@ def test_cases_have_runs_with_every_metric_and_the_published_rows() -> None:
         *("llama2-7b-mmlu", "full", "mmlu", "score"),
         [],
     )
-    assert [(run["number"], run["id"]) for run in same["runs"]] == [(1, "0f3c9a7e5b21"), (2, "1a" * 6)]
+    assert [(run["number"], run["id"]) for run in same["runs"]] == [
+        (1, "0f3c9a7e5b21"),
+        (2, "1a" * 6),
+    ]
     assert list(same["runs"][0]["metrics"])[:3] == ["e2e_time", "p_val_whole", "p_val_core"]
     assert set(same["runs"][0]["metrics"]) == set(made.METRICS)
-    assert same["runs"][1]["metrics"]["mfu"] == {"value": None, "unit": "fraction", "interval": None, "note": "no peak"}
+    assert same["runs"][1]["metrics"]["mfu"] == {
+        "value": None,
+        "unit": "fraction",
+        "interval": None,
+        "note": "no peak",
+    }
     assert same["runs"][0]["sha256"] == "ee" * 32
     assert same["runs"][0]["explain"] is None
     assert [row["values"]["p_infer_core"] for row in same["published"]] == [10052.2, 5951.8]
@@ -84,10 +111,16 @@ def test_cases_have_runs_with_every_metric_and_the_published_rows() -> None:
 def test_groups_are_those_of_run() -> None:
     pair = [made.training(times=((2.0, 1.0, 1.0, 1.0),), id=name * 6) for name in ("0a", "0b")]
     two = made.training(times=((2.0, 1.0, 1.0, 1.0), (2.0, 1.0, 1.0, 1.0)), id="0c" * 6)
-    other = made.training(times=((2.0, 0.5, 0.5, 0.5),), id="0d" * 6, engine={"name": "megatron", "details": {}})
+    other = made.training(
+        times=((2.0, 0.5, 0.5, 0.5),), id="0d" * 6, engine={"name": "megatron", "details": {}}
+    )
     found = told(*pair, two, other)
     [repeats] = found["repeats"]
-    assert (repeats["records"], repeats["not_valid"], repeats["config"]) == ([one.id for one in pair], [], "1x1")
+    assert (repeats["records"], repeats["not_valid"], repeats["config"]) == (
+        [one.id for one in pair],
+        [],
+        "1x1",
+    )
     assert repeats["metrics"]["rate"]["mean"] == 100.0
     [engines] = found["engines"]
     assert [(row["engine"], row["base"], row["rate"], row["ratio"]) for row in engines["rows"]] == [
@@ -95,10 +128,9 @@ def test_groups_are_those_of_run() -> None:
         ("megatron", False, 200.0, 2.0),
     ]
     [scaling] = found["scaling"]
-    assert [(row["config"], row["rate"], row["speedup"], row["efficiency"]) for row in scaling["rows"]] == [
-        ("1x1", 100.0, 1.0, 1.0),
-        ("1x2", 200.0, 2.0, 1.0),
-    ]
+    assert [
+        (row["config"], row["rate"], row["speedup"], row["efficiency"]) for row in scaling["rows"]
+    ] == [("1x1", 100.0, 1.0, 1.0), ("1x2", 200.0, 2.0, 1.0)]
 
 
 def test_explained_where_asked() -> None:
@@ -115,7 +147,10 @@ def test_no_number_is_text() -> None:
     for run in case["runs"]:
         for value in run["metrics"].values():
             assert isinstance(value["value"], int | float | None)
-            assert value["interval"] is None or [type(end) for end in value["interval"]] == [float, float]
+            assert value["interval"] is None or [type(end) for end in value["interval"]] == [
+                float,
+                float,
+            ]
         assert all(isinstance(time_s, float) for time_s in run["budget"].values())
 
 
@@ -127,4 +162,7 @@ def test_of_spec_records() -> None:
     [told] = found["specs"]
     assert (told["id"], len(told["ceilings"])) == (record.id, len(record.benches))
     first = told["ceilings"][0]
-    assert (first["name"], first["ceiling"]["value"]) == (record.benches[0].name, record.ceilings[0].value)
+    assert (first["name"], first["ceiling"]["value"]) == (
+        record.benches[0].name,
+        record.ceilings[0].value,
+    )

@@ -10,7 +10,17 @@ from steelyard import report
 from steelyard.record.record import Record
 from steelyard.report.document import Heading, Page, Paragraph, Table
 
-HEADS = ["engine", "other answers", "acc, difference", "acc", "rate", "against torch", "MFU", "mem", "runs"]
+HEADS = [
+    "engine",
+    "other answers",
+    "acc, difference",
+    "acc",
+    "rate",
+    "against torch",
+    "MFU",
+    "mem",
+    "runs",
+]
 
 
 def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
@@ -28,10 +38,22 @@ def test_differences_of_the_answers_come_first() -> None:
     busy = [{"code": "busy", "text": "others used 20 % of the cores"}]
     other = scored("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
     page, table = shown([scored("torch", "ABCDABCD"), other])
-    assert page.blocks[0] == Paragraph("Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong")
+    assert page.blocks[0] == Paragraph(
+        "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong"
+    )
     assert [column.title for column in table.columns] == HEADS
     base, other = cells(table)
-    assert [text for text, _ in base] == ["torch", "/", "/", "50.0%", "100.0", "1.000", "25.0%", "10.0", "1"]
+    assert [text for text, _ in base] == [
+        "torch",
+        "/",
+        "/",
+        "50.0%",
+        "100.0",
+        "1.000",
+        "25.0%",
+        "10.0",
+        "1",
+    ]
     assert [text for text, _ in other] == [
         "other",
         "2 of 8",
@@ -77,16 +99,25 @@ def test_valid_runs_have_the_rate_where_others_are_not_valid() -> None:
 
 
 def test_likeliest_tokens_have_a_column_where_they_are_kept() -> None:
-    records = [with_tokens("torch", "ABCDABCD", [90, 91]), with_tokens("other", "ABCDBBCD", [90, 92])]
+    records = [
+        with_tokens("torch", "ABCDABCD", [90, 91]),
+        with_tokens("other", "ABCDBBCD", [90, 92]),
+    ]
     _, table = shown(records)
-    assert [column.title for column in table.columns][:3] == ["engine", "other answers", "other likeliest tokens"]
+    assert [column.title for column in table.columns][:3] == [
+        "engine",
+        "other answers",
+        "other likeliest tokens",
+    ]
     assert cells(table)[1][1:3] == [("1 of 8", "12.5%"), ("2 of 8", "25.0%")]
     _, table = shown(records, "zh")
     assert table.columns[2].title == "最可能 token 不同数"
 
 
 def test_training_has_losses_and_norms_with_their_steps() -> None:
-    _, table = shown([trained("torch", [9.0, 8.0, 7.0, 6.0]), trained("other", [9.0, 8.5, 7.0, 6.0])])
+    _, table = shown(
+        [trained("torch", [9.0, 8.0, 7.0, 6.0]), trained("other", [9.0, 8.5, 7.0, 6.0])]
+    )
     titles = [column.title for column in table.columns]
     assert titles[:5] == [
         "engine",
@@ -127,7 +158,9 @@ def test_a_page_has_the_section_where_there_are_two_engines() -> None:
 
 @pytest.mark.parametrize("format", ["text", "md", "html"])
 def test_every_format_shows_it(format: str) -> None:
-    assert "2 of 8" in report.render([scored("torch", "A" * 8), scored("other", "A" * 6 + "BB")], format, "en")
+    assert "2 of 8" in report.render(
+        [scored("torch", "A" * 8), scored("other", "A" * 6 + "BB")], format, "en"
+    )
 
 
 def test_nothing_to_compare_is_no_page() -> None:

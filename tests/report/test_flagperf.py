@@ -1,4 +1,6 @@
-"""Pages in the form of FlagPerf's published ones: the same headings, labels, lists and columns, and cells from records."""
+"""Pages in the form of FlagPerf's published ones: the same headings, labels, lists and columns, and
+cells from records.
+"""
 
 import re
 from dataclasses import dataclass
@@ -51,7 +53,10 @@ TRAIN = {
     "mem": (75.04, "GiB"),
     "mem_total": (80.0, "GiB"),
 }
-DEVICES = [{"name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{n}", "memory_bytes": 80 << 30} for n in range(8)]
+DEVICES = [
+    {"name": "NVIDIA A100-SXM4-80GB", "uuid": f"GPU-{n}", "memory_bytes": 80 << 30}
+    for n in range(8)
+]
 
 
 def run(name: str, **changes: Any) -> Record:
@@ -59,7 +64,11 @@ def run(name: str, **changes: Any) -> Record:
     resolved = fixed(name)
     case = resolved.case
     kind = case.question.kind
-    plan = {"nodes": 1, "devices": 8, "tp": 8, "pp": 1, "dp": 1} if kind == "score" else {"nodes": 1, "devices": 8, "tp": 2}
+    plan = (
+        {"nodes": 1, "devices": 8, "tp": 8, "pp": 1, "dp": 1}
+        if kind == "score"
+        else {"nodes": 1, "devices": 8, "tp": 2}
+    )
     values = SCORE if kind == "score" else TRAIN
     metric = case.gate.metric if case.gate else "acc"
     base = {
@@ -102,9 +111,14 @@ class Skeleton:
 def skeleton(text: str, device: str, case: str) -> Skeleton:
     plain = text.replace(device, "DEVICE").replace(case, "CASE").replace("\\*", "*")
     lines = [line.rstrip() for line in plain.partition("\n> 注")[0].splitlines()]
-    rows = [[cell.strip().strip("*").strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+    rows = [
+        [cell.strip().strip("*").strip() for cell in line.strip().strip("|").split("|")]
+        for line in lines
+    ]
     is_row = [line.lstrip().startswith("|") for line in lines]
-    heads = [n for n in range(len(lines) - 1) if is_row[n] and re.fullmatch(r"[|\s:-]+", lines[n + 1])]
+    heads = [
+        n for n in range(len(lines) - 1) if is_row[n] and re.fullmatch(r"[|\s:-]+", lines[n + 1])
+    ]
     lists = [n for n in heads if len(rows[n]) == 3]
     entries = []
     for start in lists:
@@ -120,7 +134,9 @@ def skeleton(text: str, device: str, case: str) -> Skeleton:
 
 
 def _label(line: str) -> str:
-    """A bullet's own words: what is before its colon, or all of it at the top level. A sentence is no label."""
+    """A bullet's own words: what is before its colon, or all of it at the top level. A sentence is
+    no label.
+    """
     if found := re.match(r"\s*\d\. ((?:[a-z]+_[a-z_]+|seqlength)(?:\([a-z_]+\))?)", line):
         return found[1]
     found = re.match(r"(\s*)(?:[-*>]|\d\.) (?!#)(.*)", line)
@@ -140,11 +156,26 @@ def published(number: str) -> str:
     return found[0].read_text()
 
 
-NAMES = {"000": "Nvidia A100", "001": "Nvidia A100", "002": "Nvidia GPU", "003": "Nvidia GPU", "004": "Nvidia GPU"}
+NAMES = {
+    "000": "Nvidia A100",
+    "001": "Nvidia A100",
+    "002": "Nvidia GPU",
+    "003": "Nvidia GPU",
+    "004": "Nvidia GPU",
+}
 # Labels that stand for values of that page alone: what it reads, and what it had to say.
 OTHERS = {"data", "tokenizer", "ckpts", "Llama-2-7b-hf"}
 # Second cells of lists that are values: names of models and data sets.
-VALUES = {"aquila2_7b", "llama1", "openwebtext", "amp", "nvidia A800", "GLM", "superglue", "nvidia A100"}
+VALUES = {
+    "aquila2_7b",
+    "llama1",
+    "openwebtext",
+    "amp",
+    "nvidia A800",
+    "GLM",
+    "superglue",
+    "nvidia A100",
+}
 
 
 @pytest.mark.parametrize("number", PUBLISHED)
@@ -153,7 +184,9 @@ def test_the_form_is_that_of_the_published_page(number: str) -> None:
     name = PUBLISHED[number]
     ours = skeleton(page(run(name)), "NVIDIA A100-SXM4-80GB", name)
     assert ours.headings == theirs.headings
-    assert [label for label in ours.labels if label not in OTHERS] == [one for one in theirs.labels if "运行自动" not in one]
+    assert [label for label in ours.labels if label not in OTHERS] == [
+        one for one in theirs.labels if "运行自动" not in one
+    ]
     assert ours.heads == theirs.heads
     assert ours.names == theirs.names
     own = {"aquila2-7b", "llama1-7b", "glm-large", "bf16", "DEVICE", "None", *VALUES}
@@ -163,9 +196,14 @@ def test_the_form_is_that_of_the_published_page(number: str) -> None:
 
 
 HEADS = {
-    "llama2-7b-mmlu": "推理工具 precision e2e_time p_val_whole p_val_core p_infer_whole \\*p_infer_core \\*MFU acc mem",
-    "aquila2-34b-lambada": "推理工具 precision e2e_time p_val_whole \\*p_val_core p_infer_whole \\*p_infer_core "
-    "\\*MFU loss mem",
+    "llama2-7b-mmlu": (
+        "推理工具 precision e2e_time p_val_whole p_val_core p_infer_whole \\*p_infer_core \\*MFU"
+        " acc mem"
+    ),
+    "aquila2-34b-lambada": (
+        "推理工具 precision e2e_time p_val_whole \\*p_val_core p_infer_whole \\*p_infer_core "
+        "\\*MFU loss mem"
+    ),
     "aquila2-7b-alpaca": "配置 parallel fix_hp token/p/s loss mem MFU",
     "llama1-7b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
     "llama1-13b-openwebtext": "配置 config precision fix_hp parallel_strategy throughput memory",
@@ -175,20 +213,32 @@ DEVICE = "NVIDIA A100-SXM4-80GB"
 CELLS = {
     "llama2-7b-mmlu": "torch|bf16|2480|/|/|8711|8724|23.8%|45.8%/45.8%|12.3/40.0",
     "aquila2-34b-lambada": "torch|bf16|2480|/|/|8711|8724|23.8%|3.0075|12.3/40.0",
-    "aquila2-7b-alpaca": f"{DEVICE}单机8卡（1x8）|TP2PP1DP4|micro_batch=1|4319|2.900|75.0/80.0|58.1%",
-    "llama1-7b-openwebtext": f"{DEVICE}单机8卡（1x8\\*80G）|llama1-7b-openwebtext|bf16|"
-    "per_device_bs=2, accumulate=16, (global bs = 4194304 tokens)|"
-    "attention=flash, compile=true, recompute=none, tensor_parallel_degree=2, data_parallel_degree=4"
-    "|4319 tokens/s|75.0 \\* 8 GiB",
-    "glm-large-record": f"{DEVICE}单机8卡（1x8）|bf16|batch_tokens=65536, micro_batch=8|"
-    "2763|36.50|42.40|42.45|0.8080|75.0/80.0|0.5814",
+    "aquila2-7b-alpaca": (
+        f"{DEVICE}单机8卡（1x8）|TP2PP1DP4|micro_batch=1|4319|2.900|75.0/80.0|58.1%"
+    ),
+    "llama1-7b-openwebtext": (
+        f"{DEVICE}单机8卡（1x8\\*80G）|llama1-7b-openwebtext|bf16|per_device_bs=2, accumulate=16,"
+        " (global bs = 4194304 tokens)|attention=flash, compile=true, recompute=none,"
+        " tensor_parallel_degree=2, data_parallel_degree=4|4319 tokens/s|75.0 \\* 8 GiB"
+    ),
+    "glm-large-record": (
+        f"{DEVICE}单机8卡（1x8）|bf16|batch_tokens=65536, micro_batch=8|"
+        "2763|36.50|42.40|42.45|0.8080|75.0/80.0|0.5814"
+    ),
 }
 
 
 def table(text: str) -> list[str]:
     """The lines of its last table."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    return rows[max(n for n, line in enumerate(rows) if set(line) <= set("| -") and "---" in line and line[2] == "-") - 1 :]
+    return rows[
+        max(
+            n
+            for n, line in enumerate(rows)
+            if set(line) <= set("| -") and "---" in line and line[2] == "-"
+        )
+        - 1 :
+    ]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -207,9 +257,17 @@ def test_rows_of_training_stand_below_their_model() -> None:
 
 def test_what_a_record_does_not_know_is_a_slash() -> None:
     empty = {"os": None, "kernel": None, "driver": None, "cuda": None, "packages": {}}
-    found = page(run("llama2-7b-mmlu", environment__software=empty, site={}, metrics={})).splitlines()
+    found = page(
+        run("llama2-7b-mmlu", environment__software=empty, site={}, metrics={})
+    ).splitlines()
     assert found[found.index("- ##### 软件环境") + 1 :][:8] == [
-        *("   - OS版本：/", "   - OS kernel版本: /", "   - 加速卡驱动版本：/", "   - Docker 版本：/", "   - 训练框架版本：/"),
+        *(
+            "   - OS版本：/",
+            "   - OS kernel版本: /",
+            "   - 加速卡驱动版本：/",
+            "   - Docker 版本：/",
+            "   - 训练框架版本：/",
+        ),
         *("   - 依赖软件版本：", "     - /", ""),
     ]
     assert "    - 多机网络类型、带宽: /" in found
@@ -245,20 +303,40 @@ def test_values_of_the_page() -> None:
 
 
 def test_nodes_and_devices_are_told_as_there() -> None:
-    two = run("glm-large-record", plan={"nodes": 2, "devices": 8, "tp": 1, "pp": 1, "dp": 16, "launcher": "ssh"})
+    two = run(
+        "glm-large-record",
+        plan={"nodes": 2, "devices": 8, "tp": 1, "pp": 1, "dp": 16, "launcher": "ssh"},
+    )
     assert table(page(two))[-1].startswith(f"| {DEVICE}两机16卡（2x8） |")
     assert table(page(two, lang="en"))[-1].startswith(f"| {DEVICE}, 2 nodes, 16 devices (2x8) |")
-    four = run("glm-large-record", plan={"nodes": 4, "devices": 8, "tp": 1, "pp": 1, "dp": 32, "launcher": "ssh"})
+    four = run(
+        "glm-large-record",
+        plan={"nodes": 4, "devices": 8, "tp": 1, "pp": 1, "dp": 32, "launcher": "ssh"},
+    )
     assert table(page(four))[-1].startswith(f"| {DEVICE}4机32卡（4x8） |")
-    one = run("glm-large-record", plan={"nodes": 1, "devices": 1, "tp": 1, "pp": 1, "dp": 1, "launcher": "local"})
+    one = run(
+        "glm-large-record",
+        plan={"nodes": 1, "devices": 1, "tp": 1, "pp": 1, "dp": 1, "launcher": "local"},
+    )
     assert table(page(one))[-1].startswith(f"| {DEVICE}单机单卡（1x1） |")
 
 
 def test_a_window_with_random_weights_gives_no_quality() -> None:
-    quality = {"metric": "acc", "value": 0.25, "gate": None, "evaluated": False, "note": "the weights are random"}
-    window = run("llama2-7b-mmlu", id="ab" * 6, scope={"kind": "window", "sample": 1404}, quality=quality)
+    quality = {
+        "metric": "acc",
+        "value": 0.25,
+        "gate": None,
+        "evaluated": False,
+        "note": "the weights are random",
+    }
+    window = run(
+        "llama2-7b-mmlu", id="ab" * 6, scope={"kind": "window", "sample": 1404}, quality=quality
+    )
     found = page(run("llama2-7b-mmlu"), window).splitlines()
-    assert [line.split(" | ")[-2] for line in found if line.startswith("| torch")] == ["45.8%/45.8%", "/"]
+    assert [line.split(" | ")[-2] for line in found if line.startswith("| torch")] == [
+        "45.8%/45.8%",
+        "/",
+    ]
     assert found[-4:] == [
         "> 注：",
         "> 1. 第2行：窗口：1404 个样本",
@@ -269,7 +347,13 @@ def test_a_window_with_random_weights_gives_no_quality() -> None:
 
 def test_a_run_that_is_not_valid_has_no_row_and_is_named() -> None:
     reasons = [{"code": "quality", "text": "too low"}, {"code": "interval", "text": "too wide"}]
-    bad = run("llama2-7b-mmlu", id="cd" * 6, status="invalid", reasons=reasons, engine={"name": "other", "details": {}})
+    bad = run(
+        "llama2-7b-mmlu",
+        id="cd" * 6,
+        status="invalid",
+        reasons=reasons,
+        engine={"name": "other", "details": {}},
+    )
     found = page(run("llama2-7b-mmlu"), bad, lang="en")
     assert len(table(found)) == 3
     assert golden("not-in-the-table-because-not") in found
@@ -309,7 +393,9 @@ def test_lambada_says_what_it_is_with_padding_counted() -> None:
 
 
 def test_made_data_are_not_the_published_set() -> None:
-    smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(mode="json")
+    smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(
+        mode="json"
+    )
     change = {"case__size": "smoke", "case__question": smoke}
     found = page(run("llama1-7b-openwebtext", **change, data__source="made"), lang="en")
     assert "wget" not in found
@@ -342,7 +428,12 @@ def test_one_page_for_each_case_and_accelerator() -> None:
 
 def test_a_record_brings_no_markup() -> None:
     hostile = "# <script>|`x`\n- y"
-    bad = run("glm-large-record", weights={"source": hostile}, site={"machine": hostile}, engine={"name": "|a|", "details": {}})
+    bad = run(
+        "glm-large-record",
+        weights={"source": hostile},
+        site={"machine": hostile},
+        engine={"name": "|a|", "details": {}},
+    )
     lines = page(bad).splitlines()
     assert lines[1] == "\\# &lt;script&gt;\\|\\`x\\` - y"
     assert "<script>" not in page(bad)
@@ -362,7 +453,10 @@ def test_both_languages_have_one_structure(name: str) -> None:
     for block in flagperf.LAYOUTS[name].blocks:
         match block:
             case Lines(en, zh):
-                marks = [[re.match(r"[\s>*#-]*", line)[0] for line in text.strip("\n").split("\n")] for text in (en, zh)]
+                marks = [
+                    [re.match(r"[\s>*#-]*", line)[0] for line in text.strip("\n").split("\n")]
+                    for text in (en, zh)
+                ]
                 assert marks[0] == marks[1], en
                 assert re.findall(r"\{\w+\}", en) == re.findall(r"\{\w+\}", zh)
             case MetricList(heads, entries):

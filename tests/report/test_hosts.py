@@ -19,7 +19,11 @@ def host(name: str, *numbers: int, **clock: float) -> dict[str, Any]:
 
 def readings(where: str, device: str, used_gib: int, joules: float) -> dict[str, Any]:
     times = [float(second) for second in range(1001)]
-    columns = {"t_s": times, "memory_bytes": [used_gib * GIB] * 1001, "energy_j": [joules * t / 1000 for t in times]}
+    columns = {
+        "t_s": times,
+        "memory_bytes": [used_gib * GIB] * 1001,
+        "energy_j": [joules * t / 1000 for t in times],
+    }
     return {"device": device, "host": where, "period_s": 1.0, "columns": columns}
 
 
@@ -38,7 +42,10 @@ def run(**changes: Any) -> Record:
             host("south", 2, 3, clock_offset_s=5.25, clock_uncertainty_s=0.0005),
         ],
         "ranks": told,
-        "telemetry": [readings(where, name, 10 + r, 1000.0 * (r + 1)) for r, (where, name) in enumerate(places)],
+        "telemetry": [
+            readings(where, name, 10 + r, 1000.0 * (r + 1))
+            for r, (where, name) in enumerate(places)
+        ],
     }
     return training([[2.0] * 3] * 4, **(base | changes))
 
@@ -57,7 +64,12 @@ def test_hosts() -> None:
 
 def test_devices_of_the_same_name_are_told_apart() -> None:
     found = run()
-    assert [row[1] for row in texts(ranks(found, EN))] == ["north cuda:0", "north cuda:1", "south cuda:0", "south cuda:1"]
+    assert [row[1] for row in texts(ranks(found, EN))] == [
+        "north cuda:0",
+        "north cuda:1",
+        "south cuda:0",
+        "south cuda:1",
+    ]
     assert [row[-1] for row in texts(ranks(found, EN))] == ["1.000", "2.000", "3.000", "4.000"]
     # Each rank's own device: 1000 to 4000 J over 1000 s.
     a, b = (float(row[6].replace(",", "")) for row in texts(hosts(found, EN)))

@@ -16,7 +16,11 @@ WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"
 
 def run(number: int, rate: float, **changes: Any) -> Record:
     metrics = {
-        "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": (rate - 5, rate + 5)},
+        "tokens_per_device_s": {
+            "value": rate,
+            "unit": "tokens/s/device",
+            "interval": (rate - 5, rate + 5),
+        },
         "acc": {"value": 0.5, "unit": "fraction"},
         "mem": {"value": 10.0, "unit": "GiB"},
     }
@@ -50,28 +54,63 @@ def test_a_row_a_metric() -> None:
         ("98.00", ""),
         ("102.0", ""),
     ]
-    assert mem == [("mem", "GiB"), ("3", ""), ("10.0", ""), ("10.0 – 10.0", ""), runs, ("0.0%", ""), ("10.0", ""), ("10.0", "")]
-    assert [text for text, _ in acc] == ["acc", "3", "50.0%", "50.0% – 50.0%", "spread of the runs", "0.0%", "50.0%", "50.0%"]
-    assert page.blocks[2] == Paragraph(f"Not valid, and not in these numbers: #3 {3:032x} (interval).")
+    assert mem == [
+        ("mem", "GiB"),
+        ("3", ""),
+        ("10.0", ""),
+        ("10.0 – 10.0", ""),
+        runs,
+        ("0.0%", ""),
+        ("10.0", ""),
+        ("10.0", ""),
+    ]
+    assert [text for text, _ in acc] == [
+        "acc",
+        "3",
+        "50.0%",
+        "50.0% – 50.0%",
+        "spread of the runs",
+        "0.0%",
+        "50.0%",
+        "50.0%",
+    ]
+    assert page.blocks[2] == Paragraph(
+        f"Not valid, and not in these numbers: #3 {3:032x} (interval)."
+    )
 
 
 def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
     rate, *_ = shown(report.repeats([RUNS[0], RUNS[2]]))
     texts = [text for text, _ in rate]
-    assert texts == ["rate", "1", "98.00", "93.00 – 103.0", "the run's steps", "/", "98.00", "98.00"]
+    assert texts == [
+        "rate",
+        "1",
+        "98.00",
+        "93.00 – 103.0",
+        "the run's steps",
+        "/",
+        "98.00",
+        "98.00",
+    ]
 
 
 def test_no_valid_run_is_named_without_a_table() -> None:
     page = report.repeats([RUNS[2], run(5, 1.0, **WIDE)])
     assert page is not None
     assert [block for block in page.blocks if isinstance(block, Table)] == []
-    assert page.blocks[1] == Paragraph(f"Not valid, and not in these numbers: #1 {3:032x} (interval), #2 {5:032x} (interval).")
+    assert page.blocks[1] == Paragraph(
+        f"Not valid, and not in these numbers: #1 {3:032x} (interval), #2 {5:032x} (interval)."
+    )
 
 
 def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     def sections(records: list[Record], lang: Any) -> list[Any]:
         blocks = walk(report.page(records, lang).blocks)
-        return [block for block in blocks if isinstance(block, Heading) and block.text in ("Repeats", "重复运行")]
+        return [
+            block
+            for block in blocks
+            if isinstance(block, Heading) and block.text in ("Repeats", "重复运行")
+        ]
 
     assert sections(RUNS, "en") == [Heading(3, "Repeats")]
     assert sections(RUNS, "zh") == [Heading(3, "重复运行")]
@@ -99,6 +138,12 @@ def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -
     assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]
     assert found["not_valid"] == [{"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}]
     assert (found["interval_only"], found["engine"], found["scope"]["kind"]) == (1, "torch", "full")
-    mem = {"unit": "GiB", "runs": 3, "mean": 10.0, "interval": [10.0, 10.0], "interval_from": "runs"}
+    mem = {
+        "unit": "GiB",
+        "runs": 3,
+        "mean": 10.0,
+        "interval": [10.0, 10.0],
+        "interval_from": "runs",
+    }
     assert found["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
     assert [*groups.repeats(RUNS[:1])] == []

@@ -47,14 +47,45 @@ def test_rows_in_text() -> None:
     text = report.render([make()], "text", "en")
     rates = ["p_val_whole", "p_val_core", "p_infer_whole", "*p_infer_core"]
     assert line_with(text, "tool").split() == (
-        ["tool", "precision", "division", "e2e_time", *rates, "*MFU", "acc(infer/val)", "mem(used/total)", "energy"]
+        [
+            "tool",
+            "precision",
+            "division",
+            "e2e_time",
+            *rates,
+            "*MFU",
+            "acc(infer/val)",
+            "mem(used/total)",
+            "energy",
+        ]
     )
-    assert line_with(text, "#1 torch").split() == ["#1", "torch", "bf16", "closed", "412.6", *VALUES]
+    assert line_with(text, "#1 torch").split() == [
+        "#1",
+        "torch",
+        "bf16",
+        "closed",
+        "412.6",
+        *VALUES,
+    ]
     assert line_with(text, "valid, full") == "valid, full"
     name = ["NVIDIA", "A100-SXM4-40GB", "×", "1"]
     assert line_with(text, "NVIDIA A100-SXM4-40GB").split()[:4] == name
-    published = ["fp32", "/", "4,143", "5,455", "5,469", "5,676", "5,952", "53.4%", "45.8%/45.8%", "35.0/40.0", "/"]
-    assert [line.split()[2:] for line in text.splitlines() if line.startswith("published [2] ")][1] == published
+    published = [
+        "fp32",
+        "/",
+        "4,143",
+        "5,455",
+        "5,469",
+        "5,676",
+        "5,952",
+        "53.4%",
+        "45.8%/45.8%",
+        "35.0/40.0",
+        "/",
+    ]
+    assert [line.split()[2:] for line in text.splitlines() if line.startswith("published [2] ")][
+        1
+    ] == published
     assert golden("2-published-not-measured-here-1") in text
     assert "Published as fp32, ran as tf32." in text
     assert "- Accelerator:             NVIDIA H200 (139.8 GiB)\n" in text
@@ -68,7 +99,10 @@ def test_rows_in_markdown() -> None:
     assert "| #1 torch<br>valid, full | bf16 | closed | 412.6 | 38,120<br>tokens/s |" in en
     assert "| #2 torch<br>valid, window: 1404 samples | bf16 | open | 412.6 |" in en
     assert "| **371.9**<br>questions/s | **/** | 45.8%/45.8%<br>not evaluated | 31.3/139.8 |" in en
-    assert "| **#4 torch**<br>failed, full | fp32 | closed | / | / | / | / | **/** | **/** | / | / |" in en
+    assert (
+        "| **#4 torch**<br>failed, full | fp32 | closed | / | / | / | / | **/** | **/** | / | / |"
+        in en
+    )
     assert "| _published \\[1\\]_ | _fp16_ | _/_ | _2,558_ | _8,597_<br>tokens/s |" in en
     assert golden("2-torch-br-1404-bf-16", language="zh") in zh
     assert golden("p_infer_core-io", language="zh") in zh
@@ -80,8 +114,22 @@ def test_rows_in_markdown() -> None:
 def test_rows_in_html() -> None:
     rows = html_text(report.render([make()], "html", "en")).rows
     assert ["#1 torch valid, full", "bf16", "closed", "412.6", *VALUES] in rows
-    assert ["#1 NVIDIA H200 × 1 · torch · bf16 · closed", "62.1%", "62.7%", "81.2%", "66.3%", "65.0%"] in rows
-    assert ["Inference rate, core", "p_infer_core", "46,387", "tokens/s", "46,302 – 46,473", ""] in rows
+    assert [
+        "#1 NVIDIA H200 × 1 · torch · bf16 · closed",
+        "62.1%",
+        "62.7%",
+        "81.2%",
+        "66.3%",
+        "65.0%",
+    ] in rows
+    assert [
+        "Inference rate, core",
+        "p_infer_core",
+        "46,387",
+        "tokens/s",
+        "46,302 – 46,473",
+        "",
+    ] in rows
     assert [
         "Harness overhead",
         "harness_overhead",
@@ -99,15 +147,22 @@ def test_html_is_whole_and_loads_nothing(lang: str) -> None:
     page = html_text(text)
     assert page.open == []
     assert page.tags.isdisjoint({"img", "link", "iframe", "object", "base", "form"})
-    assert {name for name, _ in page.attributes}.isdisjoint({"src", "xlink:href", "srcset", "onload", "onerror", "style"})
+    assert {name for name, _ in page.attributes}.isdisjoint(
+        {"src", "xlink:href", "srcset", "onload", "onerror", "style"}
+    )
     ids = [value for name, value in page.attributes if name == "id"]
     links = {value for name, value in page.attributes if name == "href"}
     assert len(ids) == len(set(ids))
     assert links == {f"#{one}" for one in ids if one != "open-all"}
     assert scripts(text) == [own("page.js")]
-    policy = next(value for name, value in page.attributes if name == "content" and value and "default-src" in value)
+    policy = next(
+        value
+        for name, value in page.attributes
+        if name == "content" and value and "default-src" in value
+    )
     assert policy.startswith(
-        f"default-src 'none'; style-src '{sha256(own('style.css'))}'; script-src '{sha256(own('page.js'))}';"
+        f"default-src 'none'; style-src '{sha256(own('style.css'))}'; script-src"
+        f" '{sha256(own('page.js'))}';"
     )
     assert "@import" not in text
     assert "url(" not in text
@@ -131,18 +186,29 @@ def test_hostile_text_stays_text(lang: str) -> None:
     assert len(fenced.findall(md)) == 1
     assert set(re.findall(r"<[^>]*>", outside)) == {"<br>"}
     assert not re.search(r"(?<!\\)`", outside)
-    columns = {len(re.findall(r"(?<!\\)\|", line)) for line in outside.splitlines() if line.startswith("| ")}
+    columns = {
+        len(re.findall(r"(?<!\\)\|", line))
+        for line in outside.splitlines()
+        if line.startswith("| ")
+    }
     assert columns <= {3, 4, 5, 7, 11, 12, 13}
-    text = report.render(records, "text", lang) + report.text(report.table(records, "zh" if lang == "zh" else "en"))
+    text = report.render(records, "text", lang) + report.text(
+        report.table(records, "zh" if lang == "zh" else "en")
+    )
     for out in (html, md, text):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
 
 
 def test_clean() -> None:
-    assert clean("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00") == "ared b cd\ue000"
+    assert (
+        clean("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00") == "ared b cd\ue000"
+    )
     assert lines("a\tb\r\nc\rd\u2028e") == "a    b\nc\nd\ne"
     assert clean("\ud800x\x1b") == "x"
-    assert escape("a|b<c>`d`*e* _f_ g_h [i](j) \\") == "a\\|b&lt;c&gt;\\`d\\`\\*e\\* \\_f\\_ g_h \\[i\\](j) \\\\"
+    assert (
+        escape("a|b<c>`d`*e* _f_ g_h [i](j) \\")
+        == "a\\|b&lt;c&gt;\\`d\\`\\*e\\* \\_f\\_ g_h \\[i\\](j) \\\\"
+    )
 
 
 def test_wide_characters_align() -> None:
@@ -150,18 +216,37 @@ def test_wide_characters_align() -> None:
     assert width("e\u0301") == 1
     assert wrap("推理计算，吞吐", 8) == ["推理计", "算，吞吐"]
     assert wrap("abcdefghij kl", 4) == ["abcd", "efgh", "ij", "kl"]
-    rows = (TableRow((Cell("推理"), Cell("1"), Cell("x"))), TableRow((Cell("ab"), Cell("22,000"), Cell("y"))))
+    rows = (
+        TableRow((Cell("推理"), Cell("1"), Cell("x"))),
+        TableRow((Cell("ab"), Cell("22,000"), Cell("y"))),
+    )
     columns = (Column("名"), Column("n", align="right"), Column("z"))
-    assert report.text(Page("", "zh", (Table(columns, rows),))) == (golden("1-ab-22-000", language="zh"))
+    assert report.text(Page("", "zh", (Table(columns, rows),))) == (
+        golden("1-ab-22-000", language="zh")
+    )
 
 
 def test_numbers() -> None:
-    said = {0.6206: "62.1%", 0.99964: "99.96%", 0.00421: "0.42%", 0.0: "0.0%", 1.0: "100.0%", 1.0402: "104.0%", 1e-9: "0.000%"}
+    said = {
+        0.6206: "62.1%",
+        0.99964: "99.96%",
+        0.00421: "0.42%",
+        0.0: "0.0%",
+        1.0: "100.0%",
+        1.0402: "104.0%",
+        1e-9: "0.000%",
+    }
     assert {value: formed("percent", value) for value in said} == said
-    assert [formed("number", v) for v in (46387.2, 371.94, 59.38, 0.014577, 1.4529e17, 0, None, math.nan, math.inf)] == (
-        ["46,387", "371.9", "59.38", "0.01458", "1.453e17", "0", "/", "/", "/"]
-    )
-    assert [formed("seconds", v) for v in (2558, 412.6, 9.1, 0.0312)] == ["2,558", "412.6", "9.10", "0.031"]
+    assert [
+        formed("number", v)
+        for v in (46387.2, 371.94, 59.38, 0.014577, 1.4529e17, 0, None, math.nan, math.inf)
+    ] == (["46,387", "371.9", "59.38", "0.01458", "1.453e17", "0", "/", "/", "/"])
+    assert [formed("seconds", v) for v in (2558, 412.6, 9.1, 0.0312)] == [
+        "2,558",
+        "412.6",
+        "9.10",
+        "0.031",
+    ]
     assert (counted(10854627), counted(True), spelled({"a": 1e-5, "b": None, "c": [1, 2]})) == (
         "10,854,627",
         "true",
@@ -170,8 +255,14 @@ def test_numbers() -> None:
 
 
 def test_no_number_but_the_records() -> None:
-    """With every metric, part and reference replaced by one number, only that one and those of the setting are left."""
-    other = make(metrics={name: {"value": 7.0, "unit": "u"} for name in METRICS}, budget={"all": 7.0}, case__reference=[])
+    """With every metric, part and reference replaced by one number, only that one and those of the
+    setting are left.
+    """
+    other = make(
+        metrics={name: {"value": 7.0, "unit": "u"} for name in METRICS},
+        budget={"all": 7.0},
+        case__reference=[],
+    )
     tokens = re.split(r"[\s,;()]+(?!\d{3})", report.render([other], "text", "en"))
     decimals = {token for token in tokens if re.fullmatch(r"[\d,]*\d[.,]\d[\d,]*%?", token)}
     setting = {
@@ -189,7 +280,19 @@ def test_no_number_but_the_records() -> None:
         "0.458",
         "0.01",
     }
-    assert decimals - setting == {"7.0", "7.00", "7.000", "7.0/7.0", "100.0%", "700.0%", "45.8%"} & decimals
+    assert (
+        decimals - setting
+        == {
+            "7.0",
+            "7.00",
+            "7.000",
+            "7.0/7.0",
+            "100.0%",
+            "700.0%",
+            "45.8%",
+        }
+        & decimals
+    )
     assert decimals & {"46,387", "62.1%", "412.6"} == set()
 
 
@@ -220,24 +323,39 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     assert text.count("- Driver: 999.1") == 1
     first, second = text.partition("## llama2-7b-mmlu · smoke")[::2]
     alone = "The published rows are of size full; runs of size smoke cannot be compared with them."
-    assert (first.count(alone), second.partition("## What")[0].count(alone)) == (0, 2)  # below both tables of its values
+    # below both tables of its values
+    assert (first.count(alone), second.partition("## What")[0].count(alone)) == (0, 2)
     assert "| NVIDIA H200 × 1<br>#1 |" in first
     assert "| NVIDIA H200 × 1<br>#1, #2 |" in second
     assert golden("nvidia-200-1-amd-epyc-9454") in text
 
 
 def test_a_bare_record_is_shown() -> None:
-    nothing: dict[str, Any] = {"site": {}, "data": {}, "budget": {}, "metrics": {}, "samples": [], "telemetry": [], "tune": {}}
+    nothing: dict[str, Any] = {
+        "site": {},
+        "data": {},
+        "budget": {},
+        "metrics": {},
+        "samples": [],
+        "telemetry": [],
+        "tune": {},
+    }
     published = {"source": "", "config": "", "published_as": "", "ran_as": "", "values": {}}
     environment = {"hardware": {"devices": []}, "software": {}, "source": {}}
-    bare = make(environment=environment, weights={"source": None}, case__reference=[published], **nothing)
+    bare = make(
+        environment=environment, weights={"source": None}, case__reference=[published], **nothing
+    )
     for name in report.FORMATS:
         assert "/" in report.render([bare], name, "en")
 
 
 def test_absurd_numbers_do_not_stop_a_page() -> None:
     telemetry = [
-        {"device": "GPU-0", "period_s": 0.0, "columns": {"t_s": [0, 1e30, -1e30, 1], "power_w": [1e30, 1, None, -2]}},
+        {
+            "device": "GPU-0",
+            "period_s": 0.0,
+            "columns": {"t_s": [0, 1e30, -1e30, 1], "power_w": [1e30, 1, None, -2]},
+        },
         {"device": "GPU-1", "period_s": -1.0, "columns": {"t_s": []}},
     ]
     metrics = {
@@ -245,17 +363,31 @@ def test_absurd_numbers_do_not_stop_a_page() -> None:
         "p_infer_core": {"value": 5e300, "unit": "tokens/s"},
     }
     budget = {"a": 1e9, "b": -1e9, "c": 1e-300}
-    record = make(telemetry=telemetry, metrics=metrics, budget=budget, environment__hardware__memory_bytes=10**18)
+    record = make(
+        telemetry=telemetry,
+        metrics=metrics,
+        budget=budget,
+        environment__hardware__memory_bytes=10**18,
+    )
     assert "5.000e300" in report.render([record], "html", "en")
 
 
 ABSURD: list[tuple[str, Any]] = [
     ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [10**400]}}]),
     ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": ["x"]}}]),
-    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [math.inf]}}]),
-    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [5e300]}}]),
+    (
+        "telemetry",
+        [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [math.inf]}}],
+    ),
+    (
+        "telemetry",
+        [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [5e300]}}],
+    ),
     ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "sm_clock_mhz": 3}}]),
-    ("telemetry", [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [1.0, 2.0]}}]),
+    (
+        "telemetry",
+        [{"device": "a", "period_s": 1.0, "columns": {"t_s": [1.0], "power_w": [1.0, 2.0]}}],
+    ),
     ("metrics", {"mfu": {"value": math.inf, "unit": ""}}),
     ("budget", {"a": math.nan}),
     ("environment__hardware__memory_bytes", 10**400),
@@ -271,28 +403,45 @@ def test_what_no_machine_says_is_no_record(place: str, value: Any) -> None:
 def test_charts() -> None:
     blocks = list(walk(report.page([make()], "en").blocks))
     charts = [block for block in blocks if isinstance(block, Lines)]
-    assert [chart.title for chart in charts] == ["Rate of each batch, infer pass", "Device power", "Device clock"]
+    assert [chart.title for chart in charts] == [
+        "Rate of each batch, infer pass",
+        "Device power",
+        "Device clock",
+    ]
     first = make().samples[0]
     assert charts[0].series[0].points[0] == (first.end_s / 2, 32768 / first.end_s)
     assert (charts[0].level, charts[0].level_label) == (46387.2, "p_infer_core")
     assert charts[1].series[0].points[50] == (25.0, None)
     [stack] = [block for block in blocks if isinstance(block, Stack)]
-    assert [part.name for part in stack.parts] == ["val", "infer", "compile", "load", "import", "harness"]
-    drawn = plot(Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)))
+    assert [part.name for part in stack.parts] == [
+        "val",
+        "infer",
+        "compile",
+        "load",
+        "import",
+        "harness",
+    ]
+    drawn = plot(
+        Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),))
+    )
     assert drawn.paths[0] == "M0.0 180.0h0L500.0 90.0M1000.0 3.6h0"
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
 
 
 def test_many_samples_are_put_together_as_totals() -> None:
     record = make(samples=samples(count=1000))
-    [chart, *_] = [block for block in walk(report.page([record], "en").blocks) if isinstance(block, Lines)]
+    [chart, *_] = [
+        block for block in walk(report.page([record], "en").blocks) if isinstance(block, Lines)
+    ]
     points = chart.series[0].points
     assert len(points) == 334
     three = record.samples[:3]
     assert points[0][1] == pytest.approx(3 * 32768 / three[2].end_s)
 
 
-@pytest.mark.parametrize(("format", "lang", "said"), [("pdf", "en", "text, md, html"), ("md", "fr", "en, zh")])
+@pytest.mark.parametrize(
+    ("format", "lang", "said"), [("pdf", "en", "text, md, html"), ("md", "fr", "en, zh")]
+)
 def test_unknown_requests(format: str, lang: str, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         report.render([make()], format, lang)
@@ -303,8 +452,16 @@ def test_unknown_requests(format: str, lang: str, said: str) -> None:
 def test_steps_without_work_are_not_drawn() -> None:
     steps = [{**step, "pass": "val"} for step in samples(count=3)]
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
-    [chart, *_] = [block for block in walk(report.page([make(samples=steps)], "en").blocks) if isinstance(block, Lines)]
-    assert (chart.title, len(chart.series[0].points), chart.level) == ("Rate of each batch, val pass", 3, None)
+    [chart, *_] = [
+        block
+        for block in walk(report.page([make(samples=steps)], "en").blocks)
+        if isinstance(block, Lines)
+    ]
+    assert (chart.title, len(chart.series[0].points), chart.level) == (
+        "Rate of each batch, val pass",
+        3,
+        None,
+    )
 
 
 def test_config_is_written_as_published_pages_do() -> None:
@@ -313,6 +470,15 @@ def test_config_is_written_as_published_pages_do() -> None:
     text = report.render([record], "text", "en")
     assert "#1 NVIDIA H200 × 16 · torch · bf16 · closed · 2x8 TP2PP1DP8" in text
     assert "2x8 (nodes x devices), TP2PP1DP8, launcher local" in text
-    assert line_with(text, "#1 torch  ").split()[:6] == ["#1", "torch", "bf16", "closed", "2x8", "TP2PP1DP8"]
+    assert line_with(text, "#1 torch  ").split()[:6] == [
+        "#1",
+        "torch",
+        "bf16",
+        "closed",
+        "2x8",
+        "TP2PP1DP8",
+    ]
     assert "torch · plan 2x8 TP2DP8" in report.text(report.table([record]))
-    assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render([record], "text", "zh")
+    assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render(
+        [record], "text", "zh"
+    )

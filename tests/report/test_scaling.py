@@ -1,4 +1,6 @@
-"""Scaling over devices on the page: speed-up and efficiency, where there are two numbers of devices."""
+"""Scaling over devices on the page: speed-up and efficiency, where there are two numbers of
+devices.
+"""
 
 from typing import Any
 
@@ -9,27 +11,61 @@ from steelyard import report
 from steelyard.record.record import Record
 
 
-def scaled(devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any) -> Record:
+def scaled(
+    devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any
+) -> Record:
     """A run on so many devices of one node, each of which does so many tokens a second."""
     metrics = {"tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends}}
     plan = {"nodes": 1, "devices": devices, "tp": 1, "pp": 1, "dp": devices, "launcher": "local"}
     return make(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)
 
 
-SCALED = [scaled(1, 1000.0, (970.0, 1040.0)), scaled(8, 800.0, (776.0, 840.0)), scaled(8, 820.0), scaled(2, 950.0)]
+SCALED = [
+    scaled(1, 1000.0, (970.0, 1040.0)),
+    scaled(8, 800.0, (776.0, 840.0)),
+    scaled(8, 820.0),
+    scaled(2, 950.0),
+]
 
 
 def test_scaling_in_html() -> None:
     rows = html_text(report.render(SCALED[:2], "html", "en")).rows
     ends = ["6.080 – 6.773", "76.0% – 84.7%"]
-    assert ["config", "plan", "runs", "rate tokens/s", "speed-up", "efficiency", "interval from"] in rows
-    assert ["1x1", "TP1PP1DP1", "1", "1,000 970.0 – 1,040", "1.000 base", "100.0%", "the run's steps"] in rows
-    assert ["1x8", "TP1PP1DP8", "1", "6,400 6,208 – 6,720", f"6.400 {ends[0]}", f"80.0% {ends[1]}", "the run's steps"] in rows
+    assert [
+        "config",
+        "plan",
+        "runs",
+        "rate tokens/s",
+        "speed-up",
+        "efficiency",
+        "interval from",
+    ] in rows
+    assert [
+        "1x1",
+        "TP1PP1DP1",
+        "1",
+        "1,000 970.0 – 1,040",
+        "1.000 base",
+        "100.0%",
+        "the run's steps",
+    ] in rows
+    assert [
+        "1x8",
+        "TP1PP1DP8",
+        "1",
+        "6,400 6,208 – 6,720",
+        f"6.400 {ends[0]}",
+        f"80.0% {ends[1]}",
+        "the run's steps",
+    ] in rows
 
 
 def test_scaling_in_markdown() -> None:
     en, zh = (report.render(SCALED, "md", lang) for lang in report.LANGS)
-    assert "\n### Scaling\n\n**Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200**\n" in en
+    assert (
+        "\n### Scaling\n\n**Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200**\n"
+        in en
+    )
     assert "| 1x2 | TP1PP1DP2 | 1 | 1,900 | 1.900 | 95.0% | / |" in en
     half = 12.706 * 80  # of 6,400 and 6,560: t of one degree of freedom, standard error 80
     assert f"| 1x8 | TP1PP1DP8 | 2 | 6,480<br>{6480 - half:,.0f} – {6480 + half:,.0f} |" in en
@@ -39,7 +75,11 @@ def test_scaling_in_markdown() -> None:
 
 
 def test_scaling_is_shown_where_there_are_two_numbers_of_devices() -> None:
-    for records in ([SCALED[1], SCALED[2]], [SCALED[0], scaled(8, 800.0, status="invalid")], [make()]):
+    for records in (
+        [SCALED[1], SCALED[2]],
+        [SCALED[0], scaled(8, 800.0, status="invalid")],
+        [make()],
+    ):
         assert "Scaling" not in report.render(records, "text", "en")
         assert report.scaling(records) is None
 
@@ -49,6 +89,12 @@ def test_groups_of_a_sweep_say_in_what_they_differ() -> None:
     page = report.scaling(records, "en")
     assert page is not None
     text = report.text(page)
-    start = "Scaling: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200 · batch_tokens="
-    assert [line for line in text.splitlines() if line.startswith("Scaling")] == [f"{start}64", f"{start}128"]
+    start = (
+        "Scaling: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200 ·"
+        " batch_tokens="
+    )
+    assert [line for line in text.splitlines() if line.startswith("Scaling")] == [
+        f"{start}64",
+        f"{start}128",
+    ]
     assert text.count("Config: nodes x devices.") == 1

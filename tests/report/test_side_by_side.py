@@ -11,7 +11,19 @@ from steelyard.record.record import Record
 from steelyard.report import charts, plot
 from steelyard.report.build import machines, measured
 from steelyard.report.case_tables import side_by_side
-from steelyard.report.document import Bars, Contents, Fact, Facts, Fold, Heading, Link, Panel, Paragraph, Reference, Table
+from steelyard.report.document import (
+    Bars,
+    Contents,
+    Fact,
+    Facts,
+    Fold,
+    Heading,
+    Link,
+    Panel,
+    Paragraph,
+    Reference,
+    Table,
+)
 from steelyard.report.runs import by_case
 from steelyard.words import Words
 
@@ -31,7 +43,11 @@ def kinds(page: report.Page) -> list[str]:
 
 
 def said(records: list[Record], lang: Any = "en") -> str:
-    [text] = [one.text for one in report.page(records, lang).blocks if isinstance(one, Paragraph) and one.tone == "lead"]
+    [text] = [
+        one.text
+        for one in report.page(records, lang).blocks
+        if isinstance(one, Paragraph) and one.tone == "lead"
+    ]
     return text
 
 
@@ -62,7 +78,9 @@ def test_the_comparison_comes_first() -> None:
     assert [link.anchor for link in contents.items] == anchors
     runs = [block for block in page.blocks if isinstance(block, Fold) and block.heading.anchor]
     assert page.blocks[-5:] == tuple(runs)
-    assert runs[0].heading == Heading(3, "#1 NVIDIA H200 × 1 · torch · bf16 · closed", "run-00000001")
+    assert runs[0].heading == Heading(
+        3, "#1 NVIDIA H200 × 1 · torch · bf16 · closed", "run-00000001"
+    )
     assert (runs[2].note, runs[2].tone) == ("invalid: interval", "bad")
 
 
@@ -72,7 +90,10 @@ def test_runs_of_one_id_have_anchors_of_their_own() -> None:
 
 
 def test_a_day_is_a_day() -> None:
-    assert measured([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text == "Measured 2026-01-02 to 2026-03-01"
+    assert (
+        measured([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text
+        == "Measured 2026-01-02 to 2026-03-01"
+    )
     assert measured([make(created="<script>")], EN).text == "Measured /"
 
 
@@ -82,19 +103,24 @@ def test_machines_are_one_line_each() -> None:
         (Fact("NVIDIA H200 × 1", f"{host} · 3 runs"), Fact("NVIDIA A100 × 1", f"{host} · 2 runs"))
     )
     named = make(site={"machine": "rack 7"})
-    assert machines([make(), named], EN) == Facts((Fact("NVIDIA H200 × 1", f"{host} · rack 7 · 2 runs"),))
+    assert machines([make(), named], EN) == Facts(
+        (Fact("NVIDIA H200 × 1", f"{host} · rack 7 · 2 runs"),)
+    )
 
 
 def test_the_summary_compares_accelerators() -> None:
     assert said(two_accelerators()) == (golden("5-runs-of-1-case-on"))
     chinese = (
-        "在 llama2-7b-mmlu（bf16，closed） 上，NVIDIA H200 的单卡速度是 NVIDIA A100 的 2.000 倍（95 % 区间 1.933 – 2.067）。"
+        "在 llama2-7b-mmlu（bf16，closed） 上，NVIDIA H200 的单卡速度是 NVIDIA A100 的 2.000 倍（95"
+        " % 区间 1.933 – 2.067）。"
     )
     assert chinese in said(two_accelerators(), "zh")
 
 
 def test_the_summary_of_one_accelerator() -> None:
-    text = said([rated(1, 40000.0), rated(2, None, status="failed", reasons=[{"code": "oom", "text": "x"}])])
+    text = said(
+        [rated(1, 40000.0), rated(2, None, status="failed", reasons=[{"code": "oom", "text": "x"}])]
+    )
     assert text == (golden("2-runs-of-1-case-on"))
     assert said([failed()]).startswith(golden("1-run-of-1-case-on"))
     assert said([rated(1, 1.0)]).endswith("All runs are valid.")
@@ -123,7 +149,16 @@ def test_rows_of_the_table() -> None:
     ]
     fast, torch, other, *rest = shown(found)
     asked = ["transformers TP1PP1DP1", "bf16 closed", "order=1 full"]
-    assert fast == ["NVIDIA H200 × 1 #2", *asked, "42,000 41,000 – 43,000", "42.0%", "/", "22.0", "0.01429", "valid"]
+    assert fast == [
+        "NVIDIA H200 × 1 #2",
+        *asked,
+        "42,000 41,000 – 43,000",
+        "42.0%",
+        "/",
+        "22.0",
+        "0.01429",
+        "valid",
+    ]
     assert (torch[0], torch[4], torch[-1]) == (
         "NVIDIA H200 × 1 #1, #3",  # asked the same: one row, of which only the valid run counts
         "40,000 39,000 – 41,000",
@@ -150,22 +185,41 @@ def test_bars_have_intervals_and_published_lines() -> None:
     chart = only_chart(
         [
             rated(1, 40000.0, (39000.0, 41000.0), case__reference=[PUBLISHED]),
-            rated(2, 20000.0, status="invalid", case__precision="fp16", case__reference=[PUBLISHED]),
+            rated(
+                2, 20000.0, status="invalid", case__precision="fp16", case__reference=[PUBLISHED]
+            ),
         ]
     )
     rate, mfu, energy = chart.panels
     assert [row.text for row in chart.rows] == ["NVIDIA H200 × 1 · torch"] * 2
-    assert [(row.sub, row.valid) for row in chart.rows] == [("bf16 · closed", True), ("fp16 · closed · invalid", False)]
+    assert [(row.sub, row.valid) for row in chart.rows] == [
+        ("bf16 · closed", True),
+        ("fp16 · closed · invalid", False),
+    ]
     assert (rate.bars[0].value, rate.bars[0].interval) == (40000.0, (39000.0, 41000.0))
-    assert rate.bars[0].text == "Throughput per device: 40,000 tokens/s, 95 % interval 39,000 – 41,000"
-    assert rate.references == (Reference(10000.0, "1", "published [1]: 10,000, NVIDIA A100-SXM4-40GB"),)
-    assert mfu.references == (Reference(0.5, "1", "published [1]: 50.0%, nominal convention, NVIDIA A100-SXM4-40GB"),)
-    assert (rate.low, rate.high, rate.note, energy.references) == (0.0, pytest.approx(41820.0), "", ())
+    assert (
+        rate.bars[0].text == "Throughput per device: 40,000 tokens/s, 95 % interval 39,000 – 41,000"
+    )
+    assert rate.references == (
+        Reference(10000.0, "1", "published [1]: 10,000, NVIDIA A100-SXM4-40GB"),
+    )
+    assert mfu.references == (
+        Reference(0.5, "1", "published [1]: 50.0%, nominal convention, NVIDIA A100-SXM4-40GB"),
+    )
+    assert (rate.low, rate.high, rate.note, energy.references) == (
+        0.0,
+        pytest.approx(41820.0),
+        "",
+        (),
+    )
 
 
 def test_an_axis_is_cut_where_nothing_could_be_seen_and_says_so() -> None:
     first, *_ = only_chart(
-        [rated(1, 40000.0, case__reference=[]), rated(2, 39000.0, case__precision="fp16", case__reference=[])]
+        [
+            rated(1, 40000.0, case__reference=[]),
+            rated(2, 39000.0, case__precision="fp16", case__reference=[]),
+        ]
     ).panels
     assert (first.low, first.high) == (37000.0, 40800.0)
     assert first.note == golden("the-axis-starts-at-37-000")
@@ -180,19 +234,34 @@ def test_a_smoke_run_has_no_published_line() -> None:
 
 def test_units_of_rates_have_charts_of_their_own() -> None:
     per_s = {"samples_per_s": {"value": 300.0, "unit": "questions/s"}}
-    [runs] = by_case([rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]).values()
+    [runs] = by_case(
+        [rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]
+    ).values()
     found = charts.of_case(runs, "c", EN)
-    assert [chart.panels[0].unit for chart in found if isinstance(chart, Bars)] == ["tokens/s", "questions/s"]
+    assert [chart.panels[0].unit for chart in found if isinstance(chart, Bars)] == [
+        "tokens/s",
+        "questions/s",
+    ]
     assert [row[4] for row in shown(side_by_side(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
 
 
 def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
-    """The slowest of 14 are alone in their engine and in their precision: others like the best give way."""
-    many = [rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number) for number in range(1, 13)]
-    others = [rated(13, 900.0, engine__name="transformers"), rated(14, 800.0, case__precision="fp32")]
+    """The slowest of 14 are alone in their engine and in their precision: others like the best give
+    way.
+    """
+    many = [
+        rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number)
+        for number in range(1, 13)
+    ]
+    others = [
+        rated(13, 900.0, engine__name="transformers"),
+        rated(14, 800.0, case__precision="fp32"),
+    ]
     chart = only_chart([*many, *others])
     assert len(chart.rows) == charts.MOST == 10
-    assert [bar.value for bar in chart.panels[0].bars] == [50000.0 - 100 * number for number in range(1, 9)] + [900.0, 800.0]
+    assert [bar.value for bar in chart.panels[0].bars] == [
+        50000.0 - 100 * number for number in range(1, 9)
+    ] + [900.0, 800.0]
 
 
 def test_nothing_to_draw_is_no_chart() -> None:
@@ -206,9 +275,15 @@ def test_places_are_shares_of_the_width() -> None:
     chart = only_chart([rated(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])])
     panel = chart.panels[0]
     [bar], [reference] = panel.bars, panel.references
-    assert [plot.share(value, panel) for value in (bar.value, *bar.interval)] == ["78.43%", "58.82%", "98.04%"]
+    assert [plot.share(value, panel) for value in (bar.value, *bar.interval)] == [
+        "78.43%",
+        "58.82%",
+        "98.04%",
+    ]
     assert plot.share(reference.value, panel) == "19.61%"
-    close = tuple(Reference(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3")))
+    close = tuple(
+        Reference(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3"))
+    )
     assert [(mark.at, mark.text) for mark in plot.marks(Panel("", "", (), close, 0.0, 100.0))] == [
         ("10.00%", "[1, 2]"),
         ("90.00%", "[3]"),
@@ -220,7 +295,14 @@ def test_places_are_shares_of_the_width() -> None:
 def test_every_format_has_the_same_order(format: str, lang: str) -> None:
     text = report.render(everything(), format, lang)
     words = Words("zh" if lang == "zh" else "en")
-    marks = ["llama2-7b-mmlu", "2026-01-02", "NVIDIA H200 × 1", words("side.tune"), words("page.meanings"), words("setup")]
+    marks = [
+        "llama2-7b-mmlu",
+        "2026-01-02",
+        "NVIDIA H200 × 1",
+        words("side.tune"),
+        words("page.meanings"),
+        words("setup"),
+    ]
     body = text[text.index("<main>") :] if format == "html" else text
     places = [body.index(mark) for mark in marks[:4]] + [body.rindex(mark) for mark in marks[4:]]
     assert places == sorted(places)

@@ -22,9 +22,21 @@ BENCHES = (
 @pytest.mark.parametrize("format_", ["text", "md", "html"])
 def test_every_number_is_on_the_page(format_: str, lang: str):
     page = report.render_spec([record(*BENCHES)], format_, lang)
-    for text in ("NVIDIA Chip", "square 512", "25.0%", "1,600", "650.0", "nothing to copy", "allocated until refused", "3.000"):
+    for text in (
+        "NVIDIA Chip",
+        "square 512",
+        "25.0%",
+        "1,600",
+        "650.0",
+        "nothing to copy",
+        "allocated until refused",
+        "3.000",
+    ):
         assert text in page, text
-    said = {"en": "its result is wrong: 0.5 from fp64; 0.04 is allowed", "zh": "其结果有误：与 fp64 相差 0.5，允许 0.04"}
+    said = {
+        "en": "its result is wrong: 0.5 from fp64; 0.04 is allowed",
+        "zh": "其结果有误：与 fp64 相差 0.5，允许 0.04",
+    }
     assert said[lang] in page
     assert {"en": "Memory bandwidth", "zh": "内存带宽"}[lang] in page
     assert {"en": "Not measured", "zh": "未测得"}[lang] in page
@@ -54,7 +66,9 @@ def test_what_failed_says_why():
         reasons=[Reason(code="killed", text="rank 0 was ended by SIGKILL")],
         failure=Failure(rank=0, exit_code=-9, error="rank 0 was ended by SIGKILL", stderr_tail=""),
     )
-    assert golden("killed-worker-ended-without-result-rank") in report.render_spec([failed], "text", "en")
+    assert golden("killed-worker-ended-without-result-rank") in report.render_spec(
+        [failed], "text", "en"
+    )
 
 
 def test_strings_of_strangers_are_escaped():

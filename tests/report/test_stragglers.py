@@ -18,11 +18,28 @@ def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: i
     samples = []
     for rank, time_s in enumerate(own_s):
         for step in range(3):
-            at = {"start_s": step * step_s, "end_s": (step + 1) * step_s, "host_start_s": 0.0, "host_end_s": 0.0}
+            at = {
+                "start_s": step * step_s,
+                "end_s": (step + 1) * step_s,
+                "host_start_s": 0.0,
+                "host_end_s": 0.0,
+            }
             phases = {"data": 0.25, "exchange": step_s - time_s, "compute": time_s - 0.25}
             counts = COUNTS | {"tokens": tokens if rank else 100}
-            samples.append({"pass": "train", "rank": rank, "step": step, **at, "phases": phases, "counts": counts})
-    ranks = [{"rank": r, "device": f"cuda:{r % 2}", "host": host and host.format(r // 2)} for r in range(len(own_s))]
+            samples.append(
+                {
+                    "pass": "train",
+                    "rank": rank,
+                    "step": step,
+                    **at,
+                    "phases": phases,
+                    "counts": counts,
+                }
+            )
+    ranks = [
+        {"rank": r, "device": f"cuda:{r % 2}", "host": host and host.format(r // 2)}
+        for r in range(len(own_s))
+    ]
     return training([[step_s] * 3] * len(own_s), samples=samples, ranks=ranks)
 
 
@@ -56,7 +73,12 @@ def test_the_slowest_rank_comes_first_and_is_named():
         ["1", "fh0", "cuda:1", "1.250", "0.7500", "0.0%", "200"],
         ["2", "fh1", "cuda:0", "1.250", "0.7500", "0.0%", "200"],
     ]
-    assert [cell.tone for row in found.rows for cell in row.cells[:1]] == ["strong", "plain", "plain", "plain"]
+    assert [cell.tone for row in found.rows for cell in row.cells[:1]] == [
+        "strong",
+        "plain",
+        "plain",
+        "plain",
+    ]
     assert len(found.footnotes) == 1
 
 

@@ -6,7 +6,17 @@ from fixtures.golden import golden
 from fixtures.report import everything, failed, make
 from steelyard import report
 from steelyard.report.as_text import fit
-from steelyard.report.document import Cell, Code, Column, Heading, Page, Paragraph, Priority, Table, TableRow
+from steelyard.report.document import (
+    Cell,
+    Code,
+    Column,
+    Heading,
+    Page,
+    Paragraph,
+    Priority,
+    Table,
+    TableRow,
+)
 from steelyard.report.plain import width
 
 AFTER_RUNS = """\
@@ -58,8 +68,24 @@ def test_one_screen_a_case() -> None:
 
 
 def test_wide_shows_every_column() -> None:
-    [head, *_] = [line for line in report.text(report.table(everything())).splitlines() if line.startswith("case")]
-    names = ["case", "precision", "scope", "status", "rate", "MFU", "acc", "p_infer_whole", "p_infer_core", "mem", "e2e_time"]
+    [head, *_] = [
+        line
+        for line in report.text(report.table(everything())).splitlines()
+        if line.startswith("case")
+    ]
+    names = [
+        "case",
+        "precision",
+        "scope",
+        "status",
+        "rate",
+        "MFU",
+        "acc",
+        "p_infer_whole",
+        "p_infer_core",
+        "mem",
+        "e2e_time",
+    ]
     assert head.split() == names
     assert "window: 1404 samples" in report.text(report.table(everything()))
     assert "Not shown" not in report.text(report.table(everything()))
@@ -68,19 +94,36 @@ def test_wide_shows_every_column() -> None:
 def test_what_all_runs_have_in_common_is_said_once() -> None:
     said = report.text(report.table([make(), make()]), 120).splitlines()
     assert said[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
-    assert said[2].split() == ["status", "rate", "MFU", "acc", "p_infer_whole", "p_infer_core", "mem", "e2e_time"]
+    assert said[2].split() == [
+        "status",
+        "rate",
+        "MFU",
+        "acc",
+        "p_infer_whole",
+        "p_infer_core",
+        "mem",
+        "e2e_time",
+    ]
     assert said[5:7] == [said[5]] * 2
     assert said[5].split()[:4] == ["valid", "45,903", "62.1%", "45.8%"]
 
 
 def test_a_column_that_no_run_has_goes_and_says_why() -> None:
-    metrics = {"tokens_per_device_s": {"value": 1000.0, "unit": "tokens/s/device", "interval": [980.0, 1020.0]}}
+    metrics = {
+        "tokens_per_device_s": {
+            "value": 1000.0,
+            "unit": "tokens/s/device",
+            "interval": [980.0, 1020.0],
+        }
+    }
     metrics["mfu"] = {"value": None, "unit": "", "note": "no row"}
     said = report.text(report.brief([make(metrics=metrics)]), 80)
     assert golden("no-mfu-the-infer-pass-did") in said
     heads = next(line for line in said.splitlines() if line.startswith("run"))
     assert heads.split() == ["run", "status", "rate", "±", "acc"]
-    assert [line.split() for line in said.splitlines() if line.startswith("#1")] == [["#1", "valid", "1,000", "2.0%", "/"]]
+    assert [line.split() for line in said.splitlines() if line.startswith("#1")] == [
+        ["#1", "valid", "1,000", "2.0%", "/"]
+    ]
 
 
 def test_plans_leave_out_degrees_of_one() -> None:
@@ -89,8 +132,16 @@ def test_plans_leave_out_degrees_of_one() -> None:
 
 
 def test_points_of_a_sweep_begin_their_rows() -> None:
-    out = report.text(report.table([make(), failed()], points=["devices=1", "devices=2"])).splitlines()
-    assert [line.split()[0] for line in out[2:]] == ["point", "tokens/s", "---------", "devices=1", "devices=2"]
+    out = report.text(
+        report.table([make(), failed()], points=["devices=1", "devices=2"])
+    ).splitlines()
+    assert [line.split()[0] for line in out[2:]] == [
+        "point",
+        "tokens/s",
+        "---------",
+        "devices=1",
+        "devices=2",
+    ]
 
 
 def table(*columns: tuple[str, Priority, str]) -> Table:
@@ -114,7 +165,9 @@ THREE = table(("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 
         (5, "a", "bcd"),
     ],
 )
-def test_columns_go_by_priority_and_of_equals_the_last_first(columns: int | None, kept: str, left_out: str) -> None:
+def test_columns_go_by_priority_and_of_equals_the_last_first(
+    columns: int | None, kept: str, left_out: str
+) -> None:
     found = fit(THREE, columns)
     assert "".join(one.title for one in found.columns) == kept
     assert "".join(one.title for one in found.left_out) == left_out

@@ -1,4 +1,6 @@
-"""Runs of training on the page: their columns, published rows and charts, in every format and language."""
+"""Runs of training on the page: their columns, published rows and charts, in every format and
+language.
+"""
 
 import re
 from typing import Any
@@ -14,20 +16,50 @@ from steelyard.report.document import Lines, walk
 
 
 def test_training_has_its_own_columns() -> None:
-    values = {"p_core": 42.4, "p_train": 42.4, "p_whole": 36.5, "loss": 2.9, "mfu": 0.035, "e2e_time": 2763.0}
-    metrics = {name: {"value": value, "unit": "samples/s" if name[0] == "p" else ""} for name, value in values.items()}
-    origins = {"tune.compile": "case", "tune.env.NCCL_ALGO": "command line", "tune.warmup": "default"}
+    values = {
+        "p_core": 42.4,
+        "p_train": 42.4,
+        "p_whole": 36.5,
+        "loss": 2.9,
+        "mfu": 0.035,
+        "e2e_time": 2763.0,
+    }
+    metrics = {
+        name: {"value": value, "unit": "samples/s" if name[0] == "p" else ""}
+        for name, value in values.items()
+    }
+    origins = {
+        "tune.compile": "case",
+        "tune.env.NCCL_ALGO": "command line",
+        "tune.warmup": "default",
+    }
     tune = {"compile": True, "env": {"NCCL_ALGO": "ring"}, "warmup": 2}
-    record = make(case__question=question(), metrics=metrics, case__reference=[], case__origins=origins, tune=tune)
+    record = make(
+        case__question=question(),
+        metrics=metrics,
+        case__reference=[],
+        case__origins=origins,
+        tune=tune,
+    )
     rows = html_text(report.render([record], "html", "en")).rows
     tuned = "compile=true, env={NCCL_ALGO=ring}"
     measured = ["2,763", "36.50", "42.40", "42.40", "3.5%", "2.900", "/"]
     assert ["#1 torch valid, full", "bf16", "1x1", "TP1PP1DP1", tuned, *measured] in rows
 
 
-PUBLISHED = {"source": "page", "config": "8x A100, TP2PP4DP1 SH1", "published_as": "fp16 O2", "ran_as": "fp16", "note": None}
-STAGED = PUBLISHED | {"values": {"config": "1x8", "tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}}
-PADDED = PUBLISHED | {"values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}}
+PUBLISHED = {
+    "source": "page",
+    "config": "8x A100, TP2PP4DP1 SH1",
+    "published_as": "fp16 O2",
+    "ran_as": "fp16",
+    "note": None,
+}
+STAGED = PUBLISHED | {
+    "values": {"config": "1x8", "tokens_per_device_s": 3722, "mem_stages": "46.80*2 + 38.93*2"}
+}
+PADDED = PUBLISHED | {
+    "values": {"tokens_per_device_s_padded": 4318.9, "loss": 2.9, "mem": 75.0, "mem_total": 80.0}
+}
 
 
 def trained(**changes: Any) -> Record:
@@ -40,24 +72,90 @@ def test_a_run_of_training() -> None:
     [head] = [row for row in rows if row[0] == "tool"]
     names = ["tool", "precision", "config", "parallel", "fix_hp", "e2e_time s"]
     names += ["p_whole tokens/s", "p_train tokens/s", "*p_core tokens/s"]
-    names += ["token/p/s tokens/s/device", "*MFU", "loss nats", "held-out loss(before/after) nats", "mem(used/total) GiB"]
-    assert head == [*names, "mem_predicted GiB", "mem_stages", "energy J", "tokens_per_joule tokens/J"]
+    names += [
+        "token/p/s tokens/s/device",
+        "*MFU",
+        "loss nats",
+        "held-out loss(before/after) nats",
+        "mem(used/total) GiB",
+    ]
+    assert head == [
+        *names,
+        "mem_predicted GiB",
+        "mem_stages",
+        "energy J",
+        "tokens_per_joule tokens/J",
+    ]
     settings = ["#1 torch valid, full", "bf16", "1x2", "TP1PP2DP1 SH1", "sharding=1", "412.6"]
-    rates = ["61.54", "61.54", "88.89", "33.33", "11.6%", "6.000", "9.000/6.000", "40.0/139.8", "0.0", "40.00*1 + 39.00*1"]
+    rates = [
+        "61.54",
+        "61.54",
+        "88.89",
+        "33.33",
+        "11.6%",
+        "6.000",
+        "9.000/6.000",
+        "40.0/139.8",
+        "0.0",
+        "40.00*1 + 39.00*1",
+    ]
     assert [*settings, *rates, "750.0", "0.4000"] in rows
     unknown = ["/"] * 6
-    published = ["fp16 O2 ran fp16", "1x8", *unknown, "3,722", *unknown[1:], "46.80*2 + 38.93*2", "/", "/"]
+    published = [
+        "fp16 O2 ran fp16",
+        "1x8",
+        *unknown,
+        "3,722",
+        *unknown[1:],
+        "46.80*2 + 38.93*2",
+        "/",
+        "/",
+    ]
     assert ["published [1]", *published] in rows
-    padded = ["/"] * 7 + ["4,319 padding counted", "/", "2.900", "/", "75.0/80.0", "/", "/", "/", "/"]
+    padded = ["/"] * 7 + [
+        "4,319 padding counted",
+        "/",
+        "2.900",
+        "/",
+        "75.0/80.0",
+        "/",
+        "/",
+        "/",
+        "/",
+    ]
     assert ["published [2]", "fp16 O2 ran fp16", *padded] in rows
-    assert ["0", "cuda:0", "PP 1 of 2", "40.0", "3.0", "4.0", "5.00", "1.00", "1.00", "2.000e-6"] in rows
-    assert ["1", "cuda:1", "PP 2 of 2", "39.0", "3.0", "4.0", "6.50", "1.50", "2.00", "2.000e-6"] in rows
+    assert [
+        "0",
+        "cuda:0",
+        "PP 1 of 2",
+        "40.0",
+        "3.0",
+        "4.0",
+        "5.00",
+        "1.00",
+        "1.00",
+        "2.000e-6",
+    ] in rows
+    assert [
+        "1",
+        "cuda:1",
+        "PP 2 of 2",
+        "39.0",
+        "3.0",
+        "4.0",
+        "6.50",
+        "1.50",
+        "2.00",
+        "2.000e-6",
+    ] in rows
 
 
 @pytest.mark.parametrize("lang", report.LANGS)
 @pytest.mark.parametrize("format", report.FORMATS)
 def test_training_in_every_format(format: str, lang: str) -> None:
-    text = report.render([trained(case__reference=[STAGED, PADDED]), trained(status="invalid")], format, lang)
+    text = report.render(
+        [trained(case__reference=[STAGED, PADDED]), trained(status="invalid")], format, lang
+    )
     said = {
         "en": (
             "Training data set",
@@ -67,7 +165,14 @@ def test_training_in_every_format(format: str, lang: str) -> None:
             "Memory predicted",
             "schedule=cosine",
         ),
-        "zh": ("训练数据集", "训练工具", "最慢步时", "训练前留出集损失", "预测显存", "schedule=cosine"),
+        "zh": (
+            "训练数据集",
+            "训练工具",
+            "最慢步时",
+            "训练前留出集损失",
+            "预测显存",
+            "schedule=cosine",
+        ),
     }[lang]
     assert [one for one in said if one not in text] == []
     assert re.search(r"40\.00\\?\*1 \+ 39\.00\\?\*1", text)
@@ -76,15 +181,25 @@ def test_training_in_every_format(format: str, lang: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lang", "titles"), [("en", ["Loss of each step", "Rate of each step"]), ("zh", ["每步损失", "每步速率"])]
+    ("lang", "titles"),
+    [("en", ["Loss of each step", "Rate of each step"]), ("zh", ["每步损失", "每步速率"])],
 )
 def test_charts_of_training(lang: Any, titles: list[str]) -> None:
     record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
-    loss, rate = [block for block in walk(report.page([record], lang).blocks) if isinstance(block, Lines)]
+    loss, rate = [
+        block for block in walk(report.page([record], lang).blocks) if isinstance(block, Lines)
+    ]
     assert [loss.title, rate.title] == titles
-    assert [one.points for one in loss.series] == [((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))]
-    assert [[y for _, y in one.points] for one in rate.series] == [[50.0, 100.0, 100.0, 100.0], [50.0, 100 / 1.5, 100.0, 50.0]]
-    [alone, level] = [block for block in walk(report.page([training()], lang).blocks) if isinstance(block, Lines)]
+    assert [one.points for one in loss.series] == [
+        ((0.0, 9.0), (1.0, None), (2.0, 7.0), (3.0, 6.0))
+    ]
+    assert [[y for _, y in one.points] for one in rate.series] == [
+        [50.0, 100.0, 100.0, 100.0],
+        [50.0, 100 / 1.5, 100.0, 50.0],
+    ]
+    [alone, level] = [
+        block for block in walk(report.page([training()], lang).blocks) if isinstance(block, Lines)
+    ]
     assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
 
 

@@ -13,13 +13,20 @@ from steelyard.words import Words
     ("name", "shown"),
     [
         (
-            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, "
-            "std::array<char*, 3ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)",
+            (
+                "void at::native::vectorized_elementwise_kernel<8,"
+                " at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul> >(int,"
+                " at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3ul>)"
+            ),
             "vectorized_elementwise_kernel<8, CUDAFunctor_add<BFloat16>, array<char*, 3ul> >",
         ),
         (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
-            "FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<c10::B",
+            (
+                "void at::native::(anonymous"
+                " namespace)::multi_tensor_apply_kernel<at::native::(anonymous"
+                " namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous"
+                " namespace)::FusedAdamMathFunctor<c10::B"
+            ),
             "multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFun…",
         ),
         ("void (anonymous namespace)::spin(int*, int)", "spin"),
@@ -31,7 +38,9 @@ def test_names_without_what_cpp_puts_around_them(name: str, shown: str) -> None:
     assert plain_name(name) == shown
 
 
-@pytest.mark.parametrize(("size_bytes", "shown"), [(200, ["200.0", "20.0%"]), (1001, [UNKNOWN, UNKNOWN])])
+@pytest.mark.parametrize(
+    ("size_bytes", "shown"), [(200, ["200.0", "20.0%"]), (1001, [UNKNOWN, UNKNOWN])]
+)
 def test_a_rate_above_the_bandwidth_is_none(size_bytes: int, shown: list[str]) -> None:
     found = Waterfall(0, 1, 2.0, (), None, 1000e9)
     kernel = KernelFacts(name="gather", kind="other", calls=1, time_s=1e-9, size_bytes=size_bytes)

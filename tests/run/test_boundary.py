@@ -49,7 +49,9 @@ def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
     path.write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "steelyard.run.worker", str(path)]
     # Its stdin stays open, as long as its agent is there.
-    with subprocess.Popen(command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
     found: dict[str, Any] = json.loads((spec.host.folder / messages.rank_name(0)).read_text())
     return found
@@ -63,7 +65,13 @@ def test_a_spec_survives_its_file(spec: WorkerSpec) -> None:
 
 
 def test_a_rank_file_survives_its_file() -> None:
-    timed = {"start_s": 0.0, "end_s": 1.5, "host_start_s": 0.0, "host_end_s": 0.5, "phases": {"compute": 1.5}}
+    timed = {
+        "start_s": 0.0,
+        "end_s": 1.5,
+        "host_start_s": 0.0,
+        "host_end_s": 0.5,
+        "phases": {"compute": 1.5},
+    }
     before = RankFile(
         rank=1,
         device="cpu:1",
@@ -71,8 +79,19 @@ def test_a_rank_file_survives_its_file() -> None:
         error=None,
         ended_s=2.5,
         budget={"val": 1.5},
-        windows=[Window(pass_name="val", rank=1, start_s=0.5, wall_s=1.5, allocated_bytes=None, reserved_bytes=7)],
-        samples=[Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **timed)],
+        windows=[
+            Window(
+                pass_name="val",
+                rank=1,
+                start_s=0.5,
+                wall_s=1.5,
+                allocated_bytes=None,
+                reserved_bytes=7,
+            )
+        ],
+        samples=[
+            Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **timed)
+        ],
         outputs={"val": {"items": [0]}},
         weights=Weights(source="random", seed=3),
         data=DataFacts(source="made", rows=4, fingerprint="f", published=None, shortened=2),
@@ -84,7 +103,9 @@ def test_a_rank_file_survives_its_file() -> None:
     assert again.data.model_dump()["shortened"] == 2
 
 
-@pytest.mark.parametrize("change", [{"hurry": True}, {"passes": "val"}, {"origin_s": None}, {"case": {"name": "x"}}])
+@pytest.mark.parametrize(
+    "change", [{"hurry": True}, {"passes": "val"}, {"origin_s": None}, {"case": {"name": "x"}}]
+)
 def test_a_spec_with_something_else_is_refused(spec: WorkerSpec, change: dict[str, Any]) -> None:
     table = json.loads(spec.model_dump_json())
     part = "host" if "origin_s" in change else "run"
@@ -100,7 +121,9 @@ def schema(shell: Shell, of: str) -> Any:
 
 
 @pytest.mark.full
-def test_schemas_accept_what_is_real(spec: WorkerSpec, left: dict[str, Any], shell: Shell, smoke: dict[str, Path]) -> None:
+def test_schemas_accept_what_is_real(
+    spec: WorkerSpec, left: dict[str, Any], shell: Shell, smoke: dict[str, Path]
+) -> None:
     told = json.loads(spec.model_dump_json())
     real = {"worker": told, "rank": left, "record": json.loads(smoke["closed"].read_text())}
     for name, table in real.items():

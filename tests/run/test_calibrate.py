@@ -28,7 +28,11 @@ class Abacus:
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         self.asked.append(shape)
         rate = 64.0 if shape.m < 4 else 128.0
-        return None if shape.name == self.cannot else (lambda: self._spend(shape.flops / rate), shape.flops)
+        return (
+            None
+            if shape.name == self.cannot
+            else (lambda: self._spend(shape.flops / rate), shape.flops)
+        )
 
     def event(self) -> "Mark":
         return Mark(self.now)
@@ -45,7 +49,10 @@ class Mark:
 
 
 def shapes(smaller: int) -> tuple[Matmul, ...]:
-    return (Matmul(name="up", m=4, n=2, k=1, count=3), Matmul(name="down", layout="tn", m=2, n=1, k=1))
+    return (
+        Matmul(name="up", m=4, n=2, k=1, count=3),
+        Matmul(name="down", layout="tn", m=2, n=1, k=1),
+    )
 
 
 def test_each_shape_has_its_rate(monkeypatch):
@@ -69,12 +76,15 @@ def test_a_batch_too_large_for_the_time_is_halved():
         return (Matmul(name="up", m=max(1, 64 // smaller), n=1, k=1),)
 
     (one,) = calibrate(device, "bf16", of, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
-    assert (asked, one.m) == ([1, 2, 4, 8], 8)  # seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s; of 2·16, 1.75 s
+    # seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s; of 2·16, 1.75 s
+    assert (asked, one.m) == ([1, 2, 4, 8], 8)
 
 
 def test_one_token_is_the_least():
     device = Abacus()
-    (one,) = calibrate(device, "bf16", lambda smaller: (Matmul(name="up", m=1, n=100, k=1),), lambda: device.now)["matmuls"]  # type: ignore[arg-type]
+    (one,) = calibrate(
+        device, "bf16", lambda smaller: (Matmul(name="up", m=1, n=100, k=1),), lambda: device.now
+    )["matmuls"]  # type: ignore[arg-type]
     assert (one.m, one.flops_per_s) == (1, 64.0)
 
 

@@ -1,4 +1,6 @@
-"""Holding a row under an injected clock: how often it is called, when it ends, and what has no rate."""
+"""Holding a row under an injected clock: how often it is called, when it ends, and what has no
+rate.
+"""
 
 from collections.abc import Callable
 
@@ -44,7 +46,9 @@ def held(device: Device, limits: Limits = LIMITS) -> list[Stretch]:
 
 
 def test_stretches_are_as_long_as_asked():
-    """One call to warm up, one to know its time: 0.5 s, so that four fill a stretch of 2 s. Three agree at once."""
+    """One call to warm up, one to know its time: 0.5 s, so that four fill a stretch of 2 s. Three
+    agree at once.
+    """
     device = Device(5.0, 0.5)
     assert held(device) == [Stretch(start_s=29.5 + 2 * i, time_s=2.0, calls=4) for i in range(3)]
     assert device.calls == 2 + 12
@@ -56,7 +60,9 @@ def test_it_is_held_until_the_last_agree():
 
 
 def test_it_ends_when_its_time_is_over():
-    """Calls that never agree: every other takes twice as long. 64 s are over after 22 stretches of 2 and 4 s."""
+    """Calls that never agree: every other takes twice as long. 64 s are over after 22 stretches of
+    2 and 4 s.
+    """
     device = Device(2.0, 2.0, *[2.0, 4.0] * 50)
     times = [one.time_s for one in held(device)]
     assert times == [2.0, 4.0] * 11
@@ -64,11 +70,20 @@ def test_it_ends_when_its_time_is_over():
 
 
 def test_a_call_too_short_for_the_clock_is_called_once():
-    assert [(one.time_s, one.calls) for one in held(Device(0.0), LIMITS.model_copy(update={"limit_s": 0.0}))] == [(0.0, 1)] * 3
+    assert [
+        (one.time_s, one.calls)
+        for one in held(Device(0.0), LIMITS.model_copy(update={"limit_s": 0.0}))
+    ] == [(0.0, 1)] * 3
 
 
 def row(make: Callable[[Budgeted], Made], **over) -> Row:
-    told = {"group": "matmul", "name": "square", "precision": "bf16", "unit": "FLOP/s", "make": make}
+    told = {
+        "group": "matmul",
+        "name": "square",
+        "precision": "bf16",
+        "unit": "FLOP/s",
+        "make": make,
+    }
     return Row(**{**told, **over})
 
 
@@ -84,8 +99,15 @@ def value(bench: Bench) -> tuple[float | None, Message | str | None]:
 
 def test_a_right_kernel_has_its_rate():
     device = Device(2.0)
-    bench = holder(device).take(row(lambda budget: Made(device.work, 64.0, lambda: (0.001, 0.04), {"m": 4})))
-    assert (bench.amount, bench.detail, bench.checked.error, bench.reason) == (64.0, {"m": 4}, 0.001, None)
+    bench = holder(device).take(
+        row(lambda budget: Made(device.work, 64.0, lambda: (0.001, 0.04), {"m": 4}))
+    )
+    assert (bench.amount, bench.detail, bench.checked.error, bench.reason) == (
+        64.0,
+        {"m": 4},
+        0.001,
+        None,
+    )
     assert value(bench) == (32.0, None)
 
 
@@ -111,12 +133,17 @@ def test_what_a_device_lacks_says_why():
     take = holder(device).take
     assert take(row(lacking)).reason == "no such unit"
     assert take(row(broken)).reason == "NotImplementedError: no kernel for it"
-    assert take(row(lambda budget: Made(lambda: 1 / 0, 1.0))).reason == "ZeroDivisionError: division by zero"
+    assert (
+        take(row(lambda budget: Made(lambda: 1 / 0, 1.0))).reason
+        == "ZeroDivisionError: division by zero"
+    )
     assert take(row(lacking, lacks="known before")).reason == "known before"
 
 
 def test_a_row_knows_how_fast_others_like_it_were():
-    """32 FLOP/s: a call of a fifth of 64 s may have 409.6 FLOPs. Of the first attention a tenth of the matmuls is expected."""
+    """32 FLOP/s: a call of a fifth of 64 s may have 409.6 FLOPs. Of the first attention a tenth of
+    the matmuls is expected.
+    """
     device, seen = Device(2.0), []
 
     def make(budget: Budgeted) -> Made:
@@ -124,10 +151,20 @@ def test_a_row_knows_how_fast_others_like_it_were():
         return Made(device.work, 64.0)
 
     one = holder(device)
-    for over in ({}, {}, {"precision": "fp32"}, {"group": "attention", "like": "flash"}, {"group": "memory", "unit": "B/s"}):
+    for over in (
+        {},
+        {},
+        {"precision": "fp32"},
+        {"group": "attention", "like": "flash"},
+        {"group": "memory", "unit": "B/s"},
+    ):
         one.take(row(make, **over))
     assert [budget.rate for budget in seen] == [None, 32.0, None, 3.2, None]
-    assert (seen[1].call_s, seen[1].most, seen[0].most) == (CALL_SHARE * 64.0, CALL_SHARE * 64.0 * 32.0, None)
+    assert (seen[1].call_s, seen[1].most, seen[0].most) == (
+        CALL_SHARE * 64.0,
+        CALL_SHARE * 64.0 * 32.0,
+        None,
+    )
 
 
 def test_rows_that_begin_too_late_are_not_tried():
@@ -135,14 +172,20 @@ def test_rows_that_begin_too_late_are_not_tried():
     one = holder(device)
     one.take(row(lambda budget: Made(device.work, 64.0)))
     calls = device.calls
-    assert one.take(row(lambda budget: Made(device.work, 64.0))).reason == "not tried: 1000 s were over"
+    assert (
+        one.take(row(lambda budget: Made(device.work, 64.0))).reason
+        == "not tried: 1000 s were over"
+    )
     assert device.calls == calls
 
 
 def test_ranks_that_work_together_agree():
-    """Another rank finds a call slower, must go on once more than this one, and so both do the same."""
+    """Another rank finds a call slower, must go on once more than this one, and so both do the
+    same.
+    """
     device, said = Device(0.5), []
-    others = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))  # late, failed, wrong, a call's time, go on three times, enough
+    # late, failed, wrong, a call's time, go on three times, enough
+    others = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
 
     def agree(mine: float) -> float:
         said.append(mine)
@@ -158,7 +201,9 @@ def test_what_is_wrong_on_another_rank_is_wrong():
     device = Device(0.5)
     others = iter((0.0, 0.0, 1.0))
     made = Made(device.work, 64.0, lambda: (0.0, 0.0))
-    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(row(lambda budget: made, together=True))
+    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(
+        row(lambda budget: made, together=True)
+    )
     assert (bench.reason, bench.stretches) == ("its result is wrong on another rank", [])
 
 

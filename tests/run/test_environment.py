@@ -24,14 +24,21 @@ H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
 A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 
 
-def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+def of_host(
+    accelerator: Accelerator, found: list[Found], variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """As a record has it."""
     return environment.of_host(accelerator, found, variables or {}).model_dump(mode="json")
 
 
 def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_PROTO", "LL")  # what the workers do not get is not told
-    variables = {"NCCL_ALGO": "Ring", "TORCH_HOME": "/somewhere", "OMP_NUM_THREADS": "1", "PYTHONPATH": "/elsewhere"}
+    variables = {
+        "NCCL_ALGO": "Ring",
+        "TORCH_HOME": "/somewhere",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": "/elsewhere",
+    }
     got = of_host(CUDA, [H200, H200], variables)
     assert json.loads(json.dumps(got)) == got
     hardware, software = got["hardware"], got["software"]
@@ -74,11 +81,17 @@ def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
 def test_the_cpu_has_no_driver() -> None:
     got = of_host(CPU, CPU.find())
     assert got["software"]["driver"] is None
-    assert got["hardware"]["devices"] == [{"name": model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}]
+    assert got["hardware"]["devices"] == [
+        {"name": model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}
+    ]
 
 
 def test_os_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"})
+    monkeypatch.setattr(
+        platform,
+        "freedesktop_os_release",
+        lambda: {"PRETTY_NAME": "Debian GNU/Linux 12 (bookworm)"},
+    )
     assert of_host(CPU, [])["software"]["os"] == "Debian GNU/Linux 12 (bookworm)"
 
     def absent() -> dict[str, str]:
@@ -96,7 +109,11 @@ print(json.dumps([environment.packages(), list(sys.modules)]))
 """
     root = Path(accelerators.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found, modules = json.loads(done.stdout)
     assert found["pydantic"] == version("pydantic")
@@ -142,7 +159,13 @@ def test_container(tmp_path: Path, name: str, text: str, expected: str | None) -
 def git(folder: Path, *arguments: str) -> str:
     who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    done = subprocess.run(["git", *who, "-C", str(folder), *arguments], env=clean, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", *who, "-C", str(folder), *arguments],
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return done.stdout.strip()
 
 
@@ -173,7 +196,9 @@ def test_revision_of_a_clean_and_a_changed_tree(tree: Path) -> None:
     assert environment.source(package) == {**clean, "dirty": True}
 
 
-def test_another_repository_in_the_environment_is_not_asked(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_repository_in_the_environment_is_not_asked(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert environment.source(tree / "src/steelyard")["revision"] == git(tree, "rev-parse", "HEAD")
 

@@ -1,4 +1,6 @@
-"""A stretch under the profiler: how it is taken, what it must not touch, and real runs of it on the CPU."""
+"""A stretch under the profiler: how it is taken, what it must not touch, and real runs of it on the
+CPU.
+"""
 
 import gzip
 import json
@@ -47,18 +49,26 @@ def test_a_stretch_follows_one_step_that_warms(there: int, wanted: int, taken: l
         (CORPUS, "full", 8, 16, 4),
     ],
 )
-def test_steps_of_a_stretch(case: str, size: str, devices: int, sample: int | None, count: int) -> None:
+def test_steps_of_a_stretch(
+    case: str, size: str, devices: int, sample: int | None, count: int
+) -> None:
     asked = resolve.resolve(case, size).case
-    assert explain.steps_of(asked, degrees.make(asked, 1, devices, sample, "local"), sample) == count
+    assert (
+        explain.steps_of(asked, degrees.make(asked, 1, devices, sample, "local"), sample) == count
+    )
 
 
 def asked(engine: str, **options: Any) -> Request:
-    return Request(resolve.resolve(CORPUS, "smoke"), engine=engine, accelerator="cpu", explain=True, **options)
+    return Request(
+        resolve.resolve(CORPUS, "smoke"), engine=engine, accelerator="cpu", explain=True, **options
+    )
 
 
 def test_what_has_no_profiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steelyard.plugins.installed", lambda module: True)
-    with pytest.raises(RequestError, match="--explain: engine paddle has no profiler; allowed: engines on torch"):
+    with pytest.raises(
+        RequestError, match="--explain: engine paddle has no profiler; allowed: engines on torch"
+    ):
         ready(asked("paddle"))
 
 
@@ -75,7 +85,11 @@ def test_real_runs(case: str, devices: int, shell: Shell) -> None:
     assert {"matmul", "other"} <= kinds
     assert ("communication" in kinds) is (devices > 1)
     assert sum(kernel["time_s"] for kernel in profile["kernels"]) <= profile["wall_s"]
-    headline = [s for s in record["samples"] if s["pass"] == profile["pass"] and s["rank"] == 0 and s["counts"]]
+    headline = [
+        s
+        for s in record["samples"]
+        if s["pass"] == profile["pass"] and s["rank"] == 0 and s["counts"]
+    ]
     assert profile["counts"]["tokens"] <= 4 * max(sample["counts"]["tokens"] for sample in headline)
     assert "explain" in record["budget"]
     trace = json.loads(gzip.decompress((shell.out / profile["trace"]).read_bytes()))

@@ -1,4 +1,6 @@
-"""Workers in another Python: what is known of it before anything is started, and what a record keeps."""
+"""Workers in another Python: what is known of it before anything is started, and what a record
+keeps.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ def script(folder: Path, text: str) -> str:
 def answer(folder: Path, **other: Any) -> str:
     """A Python that says this of itself."""
     told = {"python": "3.12.1", "packages": {"numpy": "2.0"}, "version": __version__, "lacking": []}
-    return script(folder, f"echo '{json.dumps({**told, 'package': environment.package_hash(), **other})}'")
+    return script(
+        folder, f"echo '{json.dumps({**told, 'package': environment.package_hash(), **other})}'"
+    )
 
 
 def refusal(path: str) -> str:
@@ -52,7 +56,9 @@ def test_one_that_fits(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_this_one_is_seen_from_outside_as_from_inside() -> None:
     found = environment.look_at_interpreter(
-        sys.executable, ["json"], {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        sys.executable,
+        ["json"],
+        {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert found == environment.this_interpreter(["json"])
     assert found.python == platform.python_version()
@@ -66,13 +72,24 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
     assert refusal(path) == golden("cannot-be-started-no-such-file", named)
     said = refusal(script(tmp_path, "echo 'No module named steelyard' >&2; exit 3"))
     assert said == golden("ended-with-exit-code-3-no", named, install)
-    assert refusal(script(tmp_path, "echo hello")) == golden("has-another-steelyard-install-this-one", named, install)
+    assert refusal(script(tmp_path, "echo hello")) == golden(
+        "has-another-steelyard-install-this-one", named, install
+    )
     said = refusal(answer(tmp_path, version="0.0.1"))
-    assert said == f"{named} has steelyard 0.0.1, here is {__version__}; install this version there: {install}"
+    assert (
+        said == f"{named} has steelyard 0.0.1, here is {__version__}; install this version there:"
+        f" {install}"
+    )
     said = refusal(answer(tmp_path, package="0123"))
     here = environment.package_hash()
-    assert said == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this one there"
-    assert refusal(answer(tmp_path, lacking=["paddle"])) == golden("has-no-paddle-and-the-engine", named)
+    assert (
+        said
+        == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this"
+        " one there"
+    )
+    assert refusal(answer(tmp_path, lacking=["paddle"])) == golden(
+        "has-no-paddle-and-the-engine", named
+    )
 
 
 @pytest.fixture
@@ -90,7 +107,9 @@ def package(folder: Path, name: str, source: str) -> None:
 
 def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> None:
     package(packages, "whole_package", "")
-    assert environment.lacking_modules(["json", "whole_package.part", "no_such_package.part"]) == ["no_such_package.part"]
+    assert environment.lacking_modules(["json", "whole_package.part", "no_such_package.part"]) == [
+        "no_such_package.part"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,12 +117,17 @@ def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> Non
     [
         (
             "raise MemoryError",
-            "importing it ran out of memory (MemoryError); free memory, or raise its limit (ulimit -v), then run again",
+            (
+                "importing it ran out of memory (MemoryError); free memory, or raise its limit"
+                " (ulimit -v), then run again"
+            ),
         ),
         (
             "raise ImportError('libx.so: failed to map segment from shared object')",
-            "importing it ran out of memory (libx.so: failed to map segment from shared object); free memory, or raise its "
-            "limit (ulimit -v), then run again",
+            (
+                "importing it ran out of memory (libx.so: failed to map segment from shared"
+                " object); free memory, or raise its limit (ulimit -v), then run again"
+            ),
         ),
         (
             "raise ImportError('libx.so: undefined symbol: f')",
@@ -111,10 +135,15 @@ def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> Non
         ),
     ],
 )
-def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path, source: str, said: str) -> None:
+def test_a_package_that_cannot_be_imported_is_not_told_as_missing(
+    packages: Path, source: str, said: str
+) -> None:
     package(packages, "broken_package", source)
     needs = ("broken_package.part",)
-    for look in (lambda: environment.lacking_modules(needs), replace(engine_rows.TORCH, needs=needs).missing):
+    for look in (
+        lambda: environment.lacking_modules(needs),
+        replace(engine_rows.TORCH, needs=needs).missing,
+    ):
         with pytest.raises(RequestError) as caught:
             look()
         assert str(caught.value) == f"broken_package is installed, but {said}"
@@ -123,8 +152,21 @@ def test_a_package_that_cannot_be_imported_is_not_told_as_missing(packages: Path
 @pytest.mark.process
 def test_a_host_says_so(packages: Path) -> None:
     package(packages, "starved_package", "raise MemoryError")
-    asked = {"token": "t" * 32, "mark": "m", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
-    asked |= {"peer": None, "environment": {}, "variables": {}, "needs": ["starved_package.part"], "paths": []}
+    asked = {
+        "token": "t" * 32,
+        "mark": "m",
+        "accelerator": "cpu",
+        "devices": 1,
+        "matmul": "fp32",
+        "interface": None,
+    }
+    asked |= {
+        "peer": None,
+        "environment": {},
+        "variables": {},
+        "needs": ["starved_package.part"],
+        "paths": [],
+    }
     hello = Host(Open.model_validate(asked)).hello()
     assert str(hello.problem).startswith(golden("starved_package-is-installed-but-importing-it"))
 
@@ -132,7 +174,10 @@ def test_a_host_says_so(packages: Path) -> None:
 @pytest.mark.process
 def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
     path = script(tmp_path, "echo MemoryError >&2; exit 1")
-    said = f"engine.python '{path}' ran out of memory: MemoryError; free memory, or raise its limit (ulimit -v), then run again"
+    said = (
+        f"engine.python '{path}' ran out of memory: MemoryError; free memory, or raise its limit"
+        " (ulimit -v), then run again"
+    )
     assert refusal(path) == said
 
 
@@ -141,11 +186,15 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
     package(tmp_path, "starved_package", "raise MemoryError")
     with pytest.raises(RequestError) as caught:
         environment.look_at_interpreter(
-            sys.executable, ["starved_package.part"], {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"}
+            sys.executable,
+            ["starved_package.part"],
+            {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"},
         )
-    assert str(caught.value) == (
-        f"engine.python {sys.executable!r}: starved_package is installed, but importing it ran out of memory (MemoryError); "
-        "free memory, or raise its limit (ulimit -v), then run again"
+    assert (
+        str(caught.value)
+        == f"engine.python {sys.executable!r}: starved_package is installed, but importing it ran"
+        " out of memory (MemoryError); free memory, or raise its limit (ulimit -v), then run"
+        " again"
     )
 
 
@@ -166,7 +215,13 @@ def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
     ("setting", "said"),
     [
         ("engine.pyton=x", "--set: no key 'engine.pyton'; did you mean 'engine.python'?"),
-        ("engine.python", "--set 'engine.python' is not of the form key=value, such as engine.python=venv/bin/python"),
+        (
+            "engine.python",
+            (
+                "--set 'engine.python' is not of the form key=value, such as"
+                " engine.python=venv/bin/python"
+            ),
+        ),
         ("engine.python=", "--set engine.python: String should have at least 1 character"),
     ],
 )
@@ -181,7 +236,9 @@ def test_a_launchers_words_to_paddle_are_not_inherited() -> None:
 
 
 def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
-    """A link is another Python as far as anyone knows; the record says which version it is, and not where it lies."""
+    """A link is another Python as far as anyone knows; the record says which version it is, and not
+    where it lies.
+    """
     words = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--steps", "2")
     refused = shell(*words, "--set", f"engine.python={tmp_path / 'none'}", "--out", shell.out)
     assert refused.code == 2

@@ -17,7 +17,16 @@ from steelyard.run.launch import Allocation
 from steelyard.run.site import HostSettings, Site, SlurmSettings
 
 NODE = ["-P", "-m", "steelyard.run.node"]
-SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ClearAllForwardings=yes"]
+SSH = [
+    "ssh",
+    "-T",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "StrictHostKeyChecking=yes",
+    "-o",
+    "ClearAllForwardings=yes",
+]
 
 
 def test_local() -> None:
@@ -26,7 +35,13 @@ def test_local() -> None:
 
 def test_ssh() -> None:
     found = launch.ssh(Site(python="/opt/s/bin/python"), "north")
-    assert found == [*SSH, "-o", "ConnectTimeout=10", "north", "/opt/s/bin/python -P -m steelyard.run.node"]
+    assert found == [
+        *SSH,
+        "-o",
+        "ConnectTimeout=10",
+        "north",
+        "/opt/s/bin/python -P -m steelyard.run.node",
+    ]
 
 
 def test_ssh_quotes_every_word() -> None:
@@ -38,23 +53,53 @@ def test_ssh_quotes_every_word() -> None:
 
 @pytest.mark.process
 def test_a_prologue_runs_before_the_agent() -> None:
-    here = Site(prologue="module load cuda", host={"south": HostSettings(python="py", prologue="echo a; echo 'b c'")})
-    assert launch.ssh(here, "north")[-1] == shlex.join(["sh", "-c", 'module load cuda\nexec "$@"', "sh", "python3", *NODE])
+    here = Site(
+        prologue="module load cuda",
+        host={"south": HostSettings(python="py", prologue="echo a; echo 'b c'")},
+    )
+    assert launch.ssh(here, "north")[-1] == shlex.join(
+        ["sh", "-c", 'module load cuda\nexec "$@"', "sh", "python3", *NODE]
+    )
     words = shlex.split(launch.ssh(here, "south")[-1])
     assert words[3:] == ["sh", "py", *NODE]
-    done = subprocess.run([*words[:4], "printf", "%s|", "x y", "$z"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*words[:4], "printf", "%s|", "x y", "$z"], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "a\nb c\nx y|$z|"
 
 
 def test_srun() -> None:
-    common = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--unbuffered", "--quiet", "--nodelist=n1"]
-    assert launch.srun(Site(), "n1", Allocation("17", ("n1",))) == ["srun", "--jobid=17", *common, "python3", *NODE]
+    common = [
+        "--nodes=1",
+        "--ntasks=1",
+        "--overlap",
+        "--cpu-bind=none",
+        "--unbuffered",
+        "--quiet",
+        "--nodelist=n1",
+    ]
+    assert launch.srun(Site(), "n1", Allocation("17", ("n1",))) == [
+        "srun",
+        "--jobid=17",
+        *common,
+        "python3",
+        *NODE,
+    ]
 
 
 def test_salloc() -> None:
-    slurm = SlurmSettings(partition="gpu", account="lab", time="01:00:00", gpus_per_node=8, options=["--exclusive"])
+    slurm = SlurmSettings(
+        partition="gpu", account="lab", time="01:00:00", gpus_per_node=8, options=["--exclusive"]
+    )
     assert launch.salloc(Site(slurm=slurm), 2) == [
-        *("salloc", "--nodes=2", "--job-name=steelyard", "--partition=gpu", "--account=lab", "--time=01:00:00"),
+        *(
+            "salloc",
+            "--nodes=2",
+            "--job-name=steelyard",
+            "--partition=gpu",
+            "--account=lab",
+            "--time=01:00:00",
+        ),
         *("--gpus-per-node=8", "--exclusive", "sh", "-c", 'echo "$SLURM_JOB_ID"; exec cat'),
     ]
 
@@ -63,13 +108,21 @@ def test_hosts_of_a_run() -> None:
     rows = launch.table()
     assert launch.hosts(rows["local"], Site(), 1) == ["localhost"]
     assert launch.hosts(rows["ssh"], Site(hosts=["a", "b", "c"]), 2) == ["a", "b"]
-    assert launch.hosts(rows["slurm"], Site(hosts=["a"]), 2, Allocation("1", ("x", "y"))) == ["x", "y"]
+    assert launch.hosts(rows["slurm"], Site(hosts=["a"]), 2, Allocation("1", ("x", "y"))) == [
+        "x",
+        "y",
+    ]
 
 
 @pytest.mark.parametrize(
     "launcher,hosts,nodes,why",
     [
-        ("local", [], 2, "--nodes 2: launcher local has this host only; choose --launcher ssh or slurm"),
+        (
+            "local",
+            [],
+            2,
+            "--nodes 2: launcher local has this host only; choose --launcher ssh or slurm",
+        ),
         ("ssh", ["a"], 2, "--nodes 2: the site file names 1 host.s.; allowed: 1 to 1"),
         ("ssh", ["a", "a"], 2, "a host is listed twice in a, a"),
     ],
@@ -80,7 +133,9 @@ def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, w
 
 
 def test_an_unknown_launcher() -> None:
-    with pytest.raises(RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"):
+    with pytest.raises(
+        RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"
+    ):
         launch.named("pbs")
 
 
@@ -108,7 +163,12 @@ def test_a_site_file(tmp_path: Path) -> None:
     found = site.read(tmp_path / "site.toml")
     assert found.hosts == ["north", "me@south"]
     sha256 = hashlib.sha256(FULL.encode()).hexdigest()
-    assert found.about() == {"machine": "two boxes", "network": "25 GbE", "file": "site.toml", "file_sha256": sha256}
+    assert found.about() == {
+        "machine": "two boxes",
+        "network": "25 GbE",
+        "file": "site.toml",
+        "file_sha256": sha256,
+    }
     assert found.python_on("me@south") == "/opt/steelyard/bin/python"
     assert (found.prologue_on("north"), found.prologue_on("me@south")) == ("module load cuda", None)
     assert site.read(None) == Site()
@@ -137,8 +197,14 @@ LOADERS = [
         ('interface = "eth0; rm"', "interface"),
         ('[slurm]\noptions = ["; rm -rf"]', "slurm.options.0"),
         ('[environment]\n"A B" = "x"', "environment"),
-        *((f'[environment]\n{name} = "x"', f"'{name}' is not a variable that a site file may set") for name in LOADERS),
-        ('[environment]\nNCCL_IB_HAC = "x"', "did you mean 'NCCL_IB_HCA'.*export others in the prologue"),
+        *(
+            (f'[environment]\n{name} = "x"', f"'{name}' is not a variable that a site file may set")
+            for name in LOADERS
+        ),
+        (
+            '[environment]\nNCCL_IB_HAC = "x"',
+            "did you mean 'NCCL_IB_HCA'.*export others in the prologue",
+        ),
         ('file = "other.toml"', "file: "),
         ("a." * 5000 + "b = 1", "nested more than 16 deep"),
         ("a = " + "[" * 5000, "nested more than 16 deep"),
@@ -156,7 +222,9 @@ def test_a_bad_site_file(tmp_path: Path, text: str, why: str) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's own site file, in a configuration folder for this test; the working directory is another."""
+    """The user's own site file, in a configuration folder for this test; the working directory is
+    another.
+    """
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -184,7 +252,9 @@ def test_a_site_file_of_the_working_directory_is_not_taken(own: Path) -> None:
     assert site.unused(here) is None
 
 
-def test_a_relative_configuration_folder_is_not_taken(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_configuration_folder_is_not_taken(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", "config")
     (tmp_path / ".config").symlink_to("config")
@@ -198,14 +268,19 @@ def test_a_relative_configuration_folder_is_not_taken(own: Path, tmp_path: Path,
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_site_file_that_others_can_write_is_refused(own: Path, mode: int) -> None:
     own.chmod(mode)
-    with pytest.raises(RequestError, match=f": it can be written by other users; run: chmod go-w '{own}'"):
+    with pytest.raises(
+        RequestError, match=f": it can be written by other users; run: chmod go-w '{own}'"
+    ):
         site.find(None)
 
 
 def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> None:
     """They could replace it."""
     own.parent.chmod(0o777)
-    with pytest.raises(RequestError, match=f"its folder can be written by other users; run: chmod go-w '{own.parent}'"):
+    with pytest.raises(
+        RequestError,
+        match=f"its folder can be written by other users; run: chmod go-w '{own.parent}'",
+    ):
         site.find(None)
 
 
@@ -219,16 +294,22 @@ def test_a_packed_site_file_is_not_unpacked(tmp_path: Path) -> None:
 def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = os.stat_result((0o100600, 1, 1, 1, 4711, 0, 0, 0, 0, 0))
     monkeypatch.setattr(Path, "stat", lambda path: status)
-    with pytest.raises(RequestError, match="its folder belongs to user 4711; remove it, or name it with --site"):
+    with pytest.raises(
+        RequestError, match="its folder belongs to user 4711; remove it, or name it with --site"
+    ):
         site.find(None)
 
 
-def test_a_configuration_folder_that_cannot_be_read(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configuration_folder_that_cannot_be_read(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(path: Path) -> os.stat_result:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "stat", denied)
-    with pytest.raises(RequestError, match="cannot be read: Permission denied; name one with --site"):
+    with pytest.raises(
+        RequestError, match="cannot be read: Permission denied; name one with --site"
+    ):
         site.find(None)
 
 

@@ -1,4 +1,6 @@
-"""CPU time of a host from a made /proc and /sys, what is kept of it, and a real process that spins beside a real run."""
+"""CPU time of a host from a made /proc and /sys, what is kept of it, and a real process that spins
+beside a real run.
+"""
 
 import subprocess
 import sys
@@ -24,12 +26,18 @@ def put(root: Path, **files: str) -> None:
 
 
 def stat(root: Path, *cores: tuple[int, ...]) -> None:
-    """Of each core in seconds: user, nice, system, idle, iowait, irq, softirq, steal, guest, guest_nice."""
-    lines = [f"cpu{n} {' '.join(str(second * TICKS) for second in core)}" for n, core in enumerate(cores)]
+    """Of each core in seconds: user, nice, system, idle, iowait, irq, softirq, steal, guest,
+    guest_nice.
+    """
+    lines = [
+        f"cpu{n} {' '.join(str(second * TICKS) for second in core)}" for n, core in enumerate(cores)
+    ]
     put(root, **{"proc/stat": "\n".join(["cpu  9 9 9 9", *lines, "intr 5 cpu", "ctxt 7"]) + "\n"})
 
 
-def process(root: Path, pid: int, *seconds: int, name: str = "a (b) c", children: tuple[int, ...] = ()) -> None:
+def process(
+    root: Path, pid: int, *seconds: int, name: str = "a (b) c", children: tuple[int, ...] = ()
+) -> None:
     times = " ".join(str(second * TICKS) for second in seconds)
     put(root, **{f"proc/{pid}/stat": f"{pid} ({name}) S 1 2 3 4 5 6 7 8 9 10 {times} 0 0\n"})
     put(root, **{f"proc/{pid}/task/{pid}/children": " ".join(map(str, children))})
@@ -40,8 +48,12 @@ def reader(root: Path, cores: tuple[int, ...] = (0, 1)) -> Reader:
 
 
 def test_what_is_counted(tmp_path: Path) -> None:
-    """Not idle (100), waiting (50), guests (7, in user already), nor the core that the run may not use."""
-    stat(tmp_path, (1, 2, 3, 100, 50, 4, 5, 6, 7, 7), (10, 0, 0, 100, 50, 0, 0, 0, 0, 0), (99,) * 10)
+    """Not idle (100), waiting (50), guests (7, in user already), nor the core that the run may not
+    use.
+    """
+    stat(
+        tmp_path, (1, 2, 3, 100, 50, 4, 5, 6, 7, 7), (10, 0, 0, 100, 50, 0, 0, 0, 0, 0), (99,) * 10
+    )
     process(tmp_path, 10, 1, 1, 3, 0)
     process(tmp_path, 9, 2, 0, 0, 0)
     process(tmp_path, 20, 5, 1, 2, 1, children=(21,))
@@ -90,7 +102,13 @@ def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", f"{top}/pod/box/cpu.max": "max 100000\n"})
     assert load.tightest_group(tmp_path) is None
-    put(tmp_path, **{f"{top}/pod/cpu.max": "250000 100000\n", f"{top}/pod/cpu.stat": "usage_usec 3500000\nuser_usec 1\n"})
+    put(
+        tmp_path,
+        **{
+            f"{top}/pod/cpu.max": "250000 100000\n",
+            f"{top}/pod/cpu.stat": "usage_usec 3500000\nuser_usec 1\n",
+        },
+    )
     put(tmp_path, **{f"{top}/cpu.max": "400000 100000\n"})
     found = load.tightest_group(tmp_path)
     assert found is not None
@@ -103,15 +121,36 @@ def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
 def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "3:cpuset:/box\n2:cpuacct:/box\n1:cpu:/box\n"})
-    put(tmp_path, **{f"{top}/cpu/box/cpu.cfs_quota_us": "-1", f"{top}/cpu/box/cpu.cfs_period_us": "100000"})
+    put(
+        tmp_path,
+        **{f"{top}/cpu/box/cpu.cfs_quota_us": "-1", f"{top}/cpu/box/cpu.cfs_period_us": "100000"},
+    )
     assert load.tightest_group(tmp_path) is None
-    put(tmp_path, **{f"{top}/cpu/box/cpu.cfs_quota_us": "150000\n", f"{top}/cpuacct/box/cpuacct.usage": "2000000000\n"})
+    put(
+        tmp_path,
+        **{
+            f"{top}/cpu/box/cpu.cfs_quota_us": "150000\n",
+            f"{top}/cpuacct/box/cpuacct.usage": "2000000000\n",
+        },
+    )
     found = load.tightest_group(tmp_path)
     assert found is not None
     assert (found.quota, found.usage_s()) == (1.5, 2.0)
     joint = tmp_path / "joint"
-    put(joint, **{"proc/self/cgroup": "4:cpu,cpuacct:/not/mounted\n", f"{top}/cpu,cpuacct/cpu.cfs_quota_us": "100000"})
-    put(joint, **{f"{top}/cpu,cpuacct/cpu.cfs_period_us": "50000", f"{top}/cpu,cpuacct/cpuacct.usage": "1000000000"})
+    put(
+        joint,
+        **{
+            "proc/self/cgroup": "4:cpu,cpuacct:/not/mounted\n",
+            f"{top}/cpu,cpuacct/cpu.cfs_quota_us": "100000",
+        },
+    )
+    put(
+        joint,
+        **{
+            f"{top}/cpu,cpuacct/cpu.cfs_period_us": "50000",
+            f"{top}/cpu,cpuacct/cpuacct.usage": "1000000000",
+        },
+    )
     found = load.tightest_group(joint)
     assert found is not None
     assert (found.quota, found.usage_s()) == (2.0, 1.0)
@@ -119,13 +158,27 @@ def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
 
 def test_no_control_group_and_one_that_makes_no_sense(tmp_path: Path) -> None:
     assert load.tightest_group(tmp_path) is None
-    put(tmp_path, **{"proc/self/cgroup": "nonsense\n0::/../../etc\n", "sys/fs/cgroup/cpu.max": "ten 0"})
+    put(
+        tmp_path,
+        **{"proc/self/cgroup": "nonsense\n0::/../../etc\n", "sys/fs/cgroup/cpu.max": "ten 0"},
+    )
     assert load.tightest_group(tmp_path) is None
 
 
-def said(t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: float | None = None) -> LoadSaid:
+def said(
+    t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: float | None = None
+) -> LoadSaid:
     group = None if quota is None else 7.0 + t_s
-    return LoadSaid(token="t", allowed=4, quota=quota, t_s=t_s, busy_s=busy_s, own_s=own_s, agent_s=own_s / 10, group_s=group)
+    return LoadSaid(
+        token="t",
+        allowed=4,
+        quota=quota,
+        t_s=t_s,
+        busy_s=busy_s,
+        own_s=own_s,
+        agent_s=own_s / 10,
+        group_s=group,
+    )
 
 
 def test_what_is_kept_counts_from_the_first_reading() -> None:
@@ -176,8 +229,12 @@ def spinning() -> "Iterator[subprocess.Popen[str]]":
 
 
 @pytest.mark.full
-def test_a_process_that_spins_beside_a_run_is_seen(spinning: "subprocess.Popen[str]", shell: Shell) -> None:
-    """Judged by counted CPU time: whatever else this machine does, the spinning process alone is above the bound."""
+def test_a_process_that_spins_beside_a_run_is_seen(
+    spinning: "subprocess.Popen[str]", shell: Shell
+) -> None:
+    """Judged by counted CPU time: whatever else this machine does, the spinning process alone is
+    above the bound.
+    """
     done = shell(*SMOKE, "--out", shell.out)
     assert done.code == 0, done.err
     (found,) = shell.records()

@@ -46,8 +46,12 @@ class Device:
         self.clock.now = max(self.clock.now, self.free_at)
 
 
-def engine(clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0) -> Iterator[Phase | Work]:
-    """Each step: the host takes 0.25 s to make inputs, which the device copies in 0.5 s, then computes for 2 s."""
+def engine(
+    clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0
+) -> Iterator[Phase | Work]:
+    """Each step: the host takes 0.25 s to make inputs, which the device copies in 0.5 s, then
+    computes for 2 s.
+    """
     for step in range(steps):
         yield Phase("data")
         clock.now += 0.25
@@ -171,7 +175,11 @@ def test_budget_parts_add_up_and_time_between_them_is_named():
     parts = budget.parts()
     assert parts == {"imports": 4.0, "weights": 2.0, "harness": 0.5}
     assert sum(parts.values()) == 6.5
-    with budget.part("outer"), pytest.raises(RuntimeError, match="begins inside"), budget.part("inner"):
+    with (
+        budget.part("outer"),
+        pytest.raises(RuntimeError, match="begins inside"),
+        budget.part("inner"),
+    ):
         pass
 
 
@@ -210,13 +218,20 @@ def test_work_that_counts_too_little_is_refused():
     clock = Clock()
     device = Device(clock)
     assert measure(iter([Work({})]), device, clock=clock).samples("infer")[0].counts == {}
-    with pytest.raises(ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"):
+    with pytest.raises(
+        ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"
+    ):
         measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).samples("infer")
 
 
-@pytest.mark.parametrize(("kind", "device_s", "cpu_s"), [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)])
+@pytest.mark.parametrize(
+    ("kind", "device_s", "cpu_s"),
+    [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)],
+)
 def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | None):
-    """Of a program that reports its times, neither this process's CPU time nor a device's clock is known."""
+    """Of a program that reports its times, neither this process's CPU time nor a device's clock is
+    known.
+    """
     clock = Clock()
     events = {"device": Event, "reported": ReportedEvent, "host": lambda at_s: HostEvent(clock)}
 

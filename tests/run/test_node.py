@@ -38,7 +38,9 @@ class Agent:
 
     def send(self, message: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(messages.encode(message) if not isinstance(message, bytes) else message)
+        self.process.stdin.write(
+            messages.encode(message) if not isinstance(message, bytes) else message
+        )
         self.process.stdin.flush()
 
     def hear(self, kind: str) -> dict[str, Any]:
@@ -49,7 +51,9 @@ class Agent:
             assert table["token"] == TOKEN
             if table["kind"] == kind:
                 return table
-        raise AssertionError(f"no {kind}: {self.process.stderr.read() if self.process.stderr else b''!r}")
+        raise AssertionError(
+            f"no {kind}: {self.process.stderr.read() if self.process.stderr else b''!r}"
+        )
 
     def open(self, **over: Any) -> dict[str, Any]:
         self.send(opening(**over))
@@ -61,8 +65,21 @@ def failure(code: str, text: str) -> dict[str, Any]:
 
 
 def opening(**over: Any) -> Open:
-    base: dict[str, Any] = {"token": TOKEN, "mark": "m" * 16, "accelerator": "cpu", "devices": 1, "matmul": "fp32"}
-    more: dict[str, Any] = {"interface": None, "peer": None, "environment": {}, "variables": {}, "needs": [], "paths": []}
+    base: dict[str, Any] = {
+        "token": TOKEN,
+        "mark": "m" * 16,
+        "accelerator": "cpu",
+        "devices": 1,
+        "matmul": "fp32",
+    }
+    more: dict[str, Any] = {
+        "interface": None,
+        "peer": None,
+        "environment": {},
+        "variables": {},
+        "needs": [],
+        "paths": [],
+    }
     return Open(**(base | more | over))
 
 
@@ -76,7 +93,9 @@ def agent(shell: Shell) -> Iterator[Agent]:
 
 
 def test_hello(agent: Agent) -> None:
-    hello = agent.open(paths=[["/no/such/file", "/"], ["/no/such/file"]], needs=["pydantic", "no_such_module"])
+    hello = agent.open(
+        paths=[["/no/such/file", "/"], ["/no/such/file"]], needs=["pydantic", "no_such_module"]
+    )
     assert (hello["accelerator"], hello["divisible"], len(hello["devices"])) == ("cpu", True, 1)
     assert (hello["missing"], hello["lacking"]) == ([1], ["no_such_module"])
     assert (hello["interface"], hello["address"], hello["port"]) == ("lo", None, None)
@@ -86,12 +105,20 @@ def test_hello(agent: Agent) -> None:
 
 def test_with_another_host_it_listens_on_the_named_interface_alone(agent: Agent) -> None:
     hello = agent.open(peer="localhost", interface="lo")
-    (port,) = [one for one in psutil.Process(agent.process.pid).net_connections() if one.status == "LISTEN"]
-    assert (port.laddr.ip, port.laddr.port) == (hello["address"], hello["port"]) == ("127.0.0.1", hello["port"])
+    (port,) = [
+        one for one in psutil.Process(agent.process.pid).net_connections() if one.status == "LISTEN"
+    ]
+    assert (
+        (port.laddr.ip, port.laddr.port)
+        == (hello["address"], hello["port"])
+        == ("127.0.0.1", hello["port"])
+    )
 
 
 def test_an_interface_that_is_not_there(agent: Agent) -> None:
-    assert agent.open(peer="localhost", interface="ib7")["problem"].startswith("no interface 'ib7'; there are: lo")
+    assert agent.open(peer="localhost", interface="ib7")["problem"].startswith(
+        "no interface 'ib7'; there are: lo"
+    )
 
 
 def test_the_interface_of_the_route(agent: Agent) -> None:
@@ -140,7 +167,9 @@ def test_a_silent_parent_is_gone(agent: Agent) -> None:
 
 @pytest.mark.full
 def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
-    """A pipe has room for 64 KiB, and each answer has more than 80 bytes: the agent cannot say all it has to say."""
+    """A pipe has room for 64 KiB, and each answer has more than 80 bytes: the agent cannot say all
+    it has to say.
+    """
     agent.open(silence_s=0.5)
     agent.send(messages.encode(Ping(token=TOKEN, sent_s=0.0)) * 5000)
     assert agent.process.wait(300) == 0
@@ -159,13 +188,16 @@ def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None
     agent.open()
     agent.process.send_signal(number)
     bye = agent.hear("bye")
-    assert bye["failure"] == failure("agent_ended", f"the agent was ended by {signal.Signals(number).name}")
+    assert bye["failure"] == failure(
+        "agent_ended", f"the agent was ended by {signal.Signals(number).name}"
+    )
 
 
 def test_stop_before_start(agent: Agent) -> None:
     agent.open()
     agent.send(Stop(token=TOKEN))
-    assert (agent.hear("bye")["failure"], agent.process.wait(300)) == (None, 0)  # without it the parent would take it for lost
+    # without it the parent would take it for lost
+    assert (agent.hear("bye")["failure"], agent.process.wait(300)) == (None, 0)
 
 
 @pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
@@ -197,7 +229,9 @@ def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None
 
 
 def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
-    ours = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "m" * 16}, start_new_session=True)
+    ours = subprocess.Popen(
+        ["sleep", "300"], env={**shell.env(), messages.MARK: "m" * 16}, start_new_session=True
+    )
     other = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "n" * 16})
     try:
         for mark in "mn":
@@ -214,7 +248,9 @@ def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
 
 
 def test_sweep_ends_an_agent_that_is_stopped(agent: Agent, shell: Shell) -> None:
-    """As over ssh, where nobody else would: it is no child of the parent there, and its environment carries no mark."""
+    """As over ssh, where nobody else would: it is no child of the parent there, and its environment
+    carries no mark.
+    """
     lost = Agent(shell)
     lost.open(mark="m" * 16)
     lost.process.send_signal(signal.SIGSTOP)
@@ -227,7 +263,8 @@ def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:
     (shell.folder / "sitecustomize.py").write_text("print('hello from a plug-in')\n")
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     assert agent.process.stdout is not None
-    assert agent.process.stdout.readline() == b"hello from a plug-in\n"  # before it is there: the parent passes over it
+    # before it is there: the parent passes over it
+    assert agent.process.stdout.readline() == b"hello from a plug-in\n"
     assert agent.open()["kind"] == "hello"
     agent.process.kill()
     agent.process.wait()
@@ -302,10 +339,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
     return made, said
 
 
-STARVED = Failure("out_of_memory", "the agent ran out of memory; free memory, or raise its limit (ulimit -v)")
+STARVED = Failure(
+    "out_of_memory", "the agent ran out of memory; free memory, or raise its limit (ulimit -v)"
+)
 
 
-def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made, said = in_process(monkeypatch)
     made._ranks = ranks = Starved()
     made.run()
@@ -328,13 +369,14 @@ def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OSError) -> None:
     assert node._not_started(error) == Failure(
-        "out_of_memory",
-        golden("the-ranks-could-not-be-started"),
+        "out_of_memory", golden("the-ranks-could-not-be-started")
     )
 
 
 @pytest.mark.process
-def test_a_working_directory_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_working_directory_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Libraries of torch end a worker there without a word of why."""
     gone = tmp_path / "gone"
     gone.mkdir()

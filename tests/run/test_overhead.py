@@ -6,7 +6,8 @@ import pytest
 
 from fixtures.commands import SMOKE, Shell, faulty_engine
 
-MOST = 0.05  # of a core; less than 1 % is promised, and machines that tests run on are slow and busy
+# of a core; less than 1 % is promised, and machines that tests run on are slow and busy
+MOST = 0.05
 
 
 @pytest.mark.full

@@ -1,4 +1,6 @@
-"""Runs that go wrong, with real processes: whatever happens, one record says what it was, and nothing is left behind."""
+"""Runs that go wrong, with real processes: whatever happens, one record says what it was, and
+nothing is left behind.
+"""
 
 import os
 import signal
@@ -19,7 +21,9 @@ FAULTY = (*SMOKE, "--engine", "faulty")
 
 
 def sole_record(shell: Shell, done: Done) -> dict[str, Any]:
-    """What every ended run must leave: exit code 1, one sound record, no process, no temporary file."""
+    """What every ended run must leave: exit code 1, one sound record, no process, no temporary
+    file.
+    """
     assert done.code == 1, done.err
     (record,) = shell.records()
     assert shell.nothing_left(), [one.cmdline() for one in shell.processes()]
@@ -31,11 +35,19 @@ def sole_record(shell: Shell, done: Done) -> dict[str, Any]:
 
 
 def run_faulty(shell: Shell, fault: str, *options: str, **variables: str) -> dict[str, Any]:
-    done = shell(*FAULTY, "--out", shell.out, *options, FAULTY=fault, FAULTY_CHILDREN="1", **variables)
+    done = shell(
+        *FAULTY, "--out", shell.out, *options, FAULTY=fault, FAULTY_CHILDREN="1", **variables
+    )
     record = sole_record(shell, done)
-    status = f"{record['status']}: records" if not shell.out.is_absolute() else f"{record['status']}: {shell.out}"
+    status = (
+        f"{record['status']}: records"
+        if not shell.out.is_absolute()
+        else f"{record['status']}: {shell.out}"
+    )
     assert done.lines[0].startswith(status)
-    assert done.lines[1:] == [f"  {reason['code']}: {sentence(reason['text'])}" for reason in record["reasons"]]
+    assert done.lines[1:] == [
+        f"  {reason['code']}: {sentence(reason['text'])}" for reason in record["reasons"]
+    ]
     return record
 
 
@@ -65,11 +77,7 @@ def test_third_party_engine_runs_and_its_children_end(faulty: Shell) -> None:
             "out_of_memory",
             "rank 0: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
-        (
-            "kills@work",
-            "killed",
-            "rank 0 was ended by SIGKILL",
-        ),
+        ("kills@work", "killed", "rank 0 was ended by SIGKILL"),
         ("exits@work", "killed", "rank 0 left no result; exit code 0"),
     ],
 )
@@ -106,13 +114,17 @@ def test_a_flood_on_stderr_leaves_its_tail(faulty: Shell) -> None:
 
 @pytest.mark.full
 def test_hang(faulty: Shell) -> None:
-    record = run_faulty(faulty, "waits@work", "--hang-after", "10", FAULTY_MARK=str(faulty.folder / "mark"))
+    record = run_faulty(
+        faulty, "waits@work", "--hang-after", "10", FAULTY_MARK=str(faulty.folder / "mark")
+    )
     assert reason(record) == ("failed", "hang", golden("nothing-was-heard-of-the-workers"))
 
 
 @pytest.mark.full
 def test_time_limit(faulty: Shell) -> None:
-    record = run_faulty(faulty, "waits@prepare", "--time-limit", "12", FAULTY_MARK=str(faulty.folder / "mark"))
+    record = run_faulty(
+        faulty, "waits@prepare", "--time-limit", "12", FAULTY_MARK=str(faulty.folder / "mark")
+    )
     said = "the run took longer than its limit of 12 s, in phase 'warmup val'"
     assert reason(record) == ("failed", "time_limit", said)
 
@@ -120,7 +132,14 @@ def test_time_limit(faulty: Shell) -> None:
 def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
     mark = shell.folder / "mark"
     process = shell.start(
-        *FAULTY, "--repeat", "2", "--out", shell.out, FAULTY=fault, FAULTY_CHILDREN="1", FAULTY_MARK=str(mark)
+        *FAULTY,
+        "--repeat",
+        "2",
+        "--out",
+        shell.out,
+        FAULTY=fault,
+        FAULTY_CHILDREN="1",
+        FAULTY_MARK=str(mark),
     )
     assert wait_for(mark.exists)
     for number in numbers:
@@ -129,7 +148,9 @@ def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
     return finish(process)
 
 
-@pytest.mark.parametrize(("number", "who"), [(signal.SIGINT, "the user"), (signal.SIGTERM, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "who"), [(signal.SIGINT, "the user"), (signal.SIGTERM, "SIGTERM")]
+)
 def test_interrupt(faulty: Shell, number: int, who: str) -> None:
     record = sole_record(faulty, interrupted(faulty, "waits@work", number))
     status, code, text = reason(record)
@@ -163,7 +184,11 @@ def test_interrupt_again_and_again(faulty: Shell) -> None:
         ("nan", "nan", "val: 1 of 48 questions have logits that are not finite"),
         ("nan_value", "nan", "val: step 3 on rank 0 has a value that is not finite"),
         ("twice", "coverage", "val: of 48 questions, 1 have no answer and 1 have more than one"),
-        ("leaves_out", "coverage", "val: of 48 questions, 1 have no answer and 0 have more than one"),
+        (
+            "leaves_out",
+            "coverage",
+            "val: of 48 questions, 1 have no answer and 0 have more than one",
+        ),
         ("tokens", "tokens", None),
         ("hides", "unaccounted", None),
     ],
@@ -183,13 +208,18 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
         assert "of the pass; at least 95% is required" in said
 
 
-SLOW = [pytest.param(fault, marks=pytest.mark.full) for fault in ("no_such_letter", "lengths", "no_table", "no_numbers")]
+SLOW = [
+    pytest.param(fault, marks=pytest.mark.full)
+    for fault in ("no_such_letter", "lengths", "no_table", "no_numbers")
+]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["no_such_question", "odd_detail", *SLOW])
 def test_answers_that_make_no_sense(faulty: Shell, fault: str) -> None:
-    """An engine whose answers cannot be read has failed; its record says so, and the parent does not fall over it."""
+    """An engine whose answers cannot be read has failed; its record says so, and the parent does
+    not fall over it.
+    """
     record = run_faulty(faulty, fault)
     assert reason(record)[:2] == ("failed", "raised")
     assert "engine" in reason(record)[2]
@@ -203,12 +233,18 @@ def test_engine_that_counts_too_little(faulty: Shell) -> None:
 
 
 def test_parent_killed(faulty: Shell) -> None:
-    """The record of a run that has not ended lies there from the start. The agent hears that its parent is gone and ends the
-    workers and all they started, even while the dead parent is still a zombie, which it stays in containers whose first
-    process reaps nobody."""
+    """The record of a run that has not ended lies there from the start. The agent hears that its
+    parent is gone and ends the workers and all they started, even while the dead parent is still a
+    zombie, which it stays in containers whose first process reaps nobody."""
     mark = faulty.folder / "mark"
     process = faulty.start(
-        *FAULTY, "--out", faulty.out, pipes=False, FAULTY="waits@work", FAULTY_CHILDREN="1", FAULTY_MARK=str(mark)
+        *FAULTY,
+        "--out",
+        faulty.out,
+        pipes=False,
+        FAULTY="waits@work",
+        FAULTY_CHILDREN="1",
+        FAULTY_MARK=str(mark),
     )
     assert wait_for(mark.exists)
     kill_hard(process)
@@ -227,9 +263,7 @@ def test_bad_data_is_a_bad_request(shell: Shell) -> None:
         (data / split / f"physics_{split}.csv").write_text("only,three,columns\n")
     done = shell(*SMOKE, "--data", data, "--out", shell.out)
     assert (done.code, done.out) == (2, "")
-    assert done.lines == [
-        golden("error-dev-physics_dev-csv-row-1"),
-    ]
+    assert done.lines == [golden("error-dev-physics_dev-csv-row-1")]
     assert shell.records() == []
     assert shell.nothing_left()
 
@@ -245,9 +279,17 @@ def test_two_devices_answer_as_one(shell: Shell, smoke: dict[str, Path], divisio
     assert two["outputs"] == one["outputs"]
     assert two["case"]["key"] == one["case"]["key"]
     assert two["plan"] == {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
-    assert {(s["pass"], s["rank"]) for s in two["samples"]} == {("val", 0), ("val", 1), ("infer", 0), ("infer", 1)}
+    assert {(s["pass"], s["rank"]) for s in two["samples"]} == {
+        ("val", 0),
+        ("val", 1),
+        ("infer", 0),
+        ("infer", 1),
+    }
     assert [rank["device"] for rank in two["ranks"]] == ["cpu:0", "cpu:1"]
-    tokens = {n: sum(s["counts"].get("tokens", 0) for s in r["samples"] if s["pass"] == "val") for n, r in ((1, one), (2, two))}
+    tokens = {
+        n: sum(s["counts"].get("tokens", 0) for s in r["samples"] if s["pass"] == "val")
+        for n, r in ((1, one), (2, two))
+    }
     assert tokens[2] == tokens[1] or division == "open"
     assert shell("verify", shell.out).code == 0
     assert shell.nothing_left()
@@ -268,9 +310,15 @@ def test_two_devices_one_raises(faulty: Shell) -> None:
 
 
 def test_agent_killed(faulty: Shell) -> None:
-    """Its workers are in sessions of their own and have lost their agent; they end, and what they started with them."""
+    """Its workers are in sessions of their own and have lost their agent; they end, and what they
+    started with them.
+    """
     record = run_faulty(faulty, "kills_parent@work", "--devices", "2", FAULTY_RANK="1")
-    assert reason(record) == ("failed", "agent_killed", golden("host-localhost-its-agent-ended-without"))
+    assert reason(record) == (
+        "failed",
+        "agent_killed",
+        golden("host-localhost-its-agent-ended-without"),
+    )
 
 
 def test_folder_of_records_is_a_file(shell: Shell) -> None:
@@ -285,7 +333,9 @@ def test_folder_of_records_is_a_file(shell: Shell) -> None:
     assert list(shell.tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [("--nodes", "2"), ("--devices", "0"), ("--passes", "bare"), ("--hang-after", "0")])
+@pytest.mark.parametrize(
+    "options", [("--nodes", "2"), ("--devices", "0"), ("--passes", "bare"), ("--hang-after", "0")]
+)
 def test_wrong_requests_leave_nothing(shell: Shell, options: tuple[str, ...]) -> None:
     done = shell(*SMOKE, *options, "--out", shell.out)
     assert (done.code, len(done.lines)) == (2, 1)
@@ -297,7 +347,8 @@ def test_full_disk(shell: Shell, small_disk: Path) -> None:
     done = shell(*SMOKE, "--out", small_disk)
     assert (done.code, done.out) == (2, "")
     assert done.lines == [
-        f"error: output folder {str(small_disk)!r} cannot be written: No space left on device; choose another with --out"
+        f"error: output folder {str(small_disk)!r} cannot be written: No space left on device;"
+        " choose another with --out"
     ]
     assert list(small_disk.iterdir()) == []
     assert shell.nothing_left()
@@ -322,9 +373,15 @@ cli.main()
 def test_write_that_stops_half_way(shell: Shell, smoke: dict[str, Path]) -> None:
     shell.out.mkdir()
     command = [sys.executable, "-c", LIMITED, str(smoke["closed"]), *SMOKE, "--out", str(shell.out)]
-    done = subprocess.run(command, env=shell.env(), capture_output=True, text=True, check=False, cwd=shell.folder)
+    done = subprocess.run(
+        command, env=shell.env(), capture_output=True, text=True, check=False, cwd=shell.folder
+    )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"error: the record cannot be written to {str(shell.out)!r}: File too large; the record is lost\n"
+    assert (
+        done.stderr
+        == f"error: the record cannot be written to {str(shell.out)!r}: File too large; the record"
+        " is lost\n"
+    )
     assert list(shell.out.iterdir()) == []
 
 
@@ -338,14 +395,18 @@ def test_without_torch(tmp_path: Path, smoke: dict[str, Path]) -> None:
     hide += "importlib.machinery.PathFinder.find_spec = staticmethod(find_spec)\n"
     (site / "sitecustomize.py").write_text(hide)
     shell = Shell(tmp_path, (site,))
-    for verb in (("list",), ("show", CASE), ("report", smoke["closed"]), ("verify", smoke["closed"]), ("schema",)):
+    for verb in (
+        ("list",),
+        ("show", CASE),
+        ("report", smoke["closed"]),
+        ("verify", smoke["closed"]),
+        ("schema",),
+    ):
         done = shell(*verb)
         assert (done.code, done.err) == (0, ""), verb
     done = shell(*SMOKE, "--out", shell.out)
     assert (done.code, done.out) == (2, "")
-    assert done.lines == [
-        golden("error-torch-is-not-installed-and"),
-    ]
+    assert done.lines == [golden("error-torch-is-not-installed-and")]
     assert not shell.out.exists()
 
 
@@ -358,14 +419,27 @@ def test_files_beside_the_user_are_not_imported(shell: Shell) -> None:
 
 
 def test_names_cannot_leave_the_folder(faulty: Shell) -> None:
-    """A case file may come from a stranger, and a precision's name is part of the record's file name."""
+    """A case file may come from a stranger, and a precision's name is part of the record's file
+    name.
+    """
     from importlib import resources
 
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()
     odd = '[smoke.question.precision]\nname = "../../evil/x"\nmatmul = "fp32"\nweights = "fp32"\n'
     text = text.replace('[smoke.question]\nprecision = "fp32"\n', odd)
     (faulty.folder / "mine.toml").write_text(text)
-    done = faulty("run", "mine.toml", "--size", "smoke", "--accelerator", "cpu", "--engine", "faulty", "--out", faulty.out)
+    done = faulty(
+        "run",
+        "mine.toml",
+        "--size",
+        "smoke",
+        "--accelerator",
+        "cpu",
+        "--engine",
+        "faulty",
+        "--out",
+        faulty.out,
+    )
     assert done.code == 0, done.err
     (path,) = faulty.out.iterdir()
     assert path.name.startswith("20")
@@ -374,7 +448,11 @@ def test_names_cannot_leave_the_folder(faulty: Shell) -> None:
 @pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.full)])
 def test_a_worker_that_dies_of_an_illegal_instruction(faulty: Shell, devices: str) -> None:
     record = run_faulty(faulty, "illegal@work", "--devices", devices, FAULTY_RANK="0")
-    assert reason(record) == ("failed", "illegal_instruction", f"rank 0 was ended by SIGILL: {ILLEGAL_HINT}")
+    assert reason(record) == (
+        "failed",
+        "illegal_instruction",
+        f"rank 0 was ended by SIGILL: {ILLEGAL_HINT}",
+    )
     assert "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16" in ILLEGAL_HINT
 
 

@@ -15,7 +15,17 @@ from fixtures.commands import Shell, finish, wait_for
 from fixtures.sockets import listening
 
 ENDLESS = "--set=question.train.steps=1000000"
-RUN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--devices", "2", ENDLESS)
+RUN = (
+    "run",
+    "llama1-7b-openwebtext",
+    "--size",
+    "smoke",
+    "--accelerator",
+    "cpu",
+    "--devices",
+    "2",
+    ENDLESS,
+)
 TOKEN = re.compile(r"[0-9a-f]{32}")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets as Linux lists them")
@@ -27,21 +37,38 @@ def test_listening_sockets_are_found() -> None:
         stream.bind(("127.0.0.1", 0))
         stream.listen()
         datagram.bind(("::1", 0))
-        expected = {("tcp", "127.0.0.1", stream.getsockname()[1]), ("udp6", "::1", datagram.getsockname()[1])}
+        expected = {
+            ("tcp", "127.0.0.1", stream.getsockname()[1]),
+            ("udp6", "::1", datagram.getsockname()[1]),
+        }
         assert set(listening(os.getpid())) - before == expected
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["DP2", "PP2"])
 def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) -> None:
-    """Its parent, its agent and its ranks, once all have met and train, also where the user's environment names another
-    interface. None has the token on its command line."""
-    others = [name for name, known in psutil.net_if_addrs().items() if any(one.family == socket.AF_INET for one in known)]
-    process = shell.start(*RUN, "--parallel", plan, "--out", shell.out, GLOO_SOCKET_IFNAME=max(others, key=lambda n: n != "lo"))
+    """Its parent, its agent and its ranks, once all have met and train, also where the user's
+    environment names another interface. None has the token on its command line."""
+    others = [
+        name
+        for name, known in psutil.net_if_addrs().items()
+        if any(one.family == socket.AF_INET for one in known)
+    ]
+    process = shell.start(
+        *RUN,
+        "--parallel",
+        plan,
+        "--out",
+        shell.out,
+        GLOO_SOCKET_IFNAME=max(others, key=lambda n: n != "lo"),
+    )
     assert wait_for(lambda: _phase(shell) == "train", 120)
     ours = shell.processes()
     commands = [" ".join(one.cmdline()) for one in ours]
-    assert [sum(name in command for command in commands) for name in ("steelyard run", "run.node", "run.worker")] == [1, 1, 2]
+    assert [
+        sum(name in command for command in commands)
+        for name in ("steelyard run", "run.node", "run.worker")
+    ] == [1, 1, 2]
     found = [(one.pid, kind, address) for one in ours for kind, address, _ in listening(one.pid)]
     assert found  # gloo's
     assert [one for one in found if not ipaddress.ip_address(one[2]).is_loopback] == []

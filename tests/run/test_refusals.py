@@ -1,4 +1,6 @@
-"""What a stranger's files do to the command: one line and exit code 2, or a record that says what is wrong."""
+"""What a stranger's files do to the command: one line and exit code 2, or a record that says what
+is wrong.
+"""
 
 import json
 import shutil
@@ -21,10 +23,23 @@ SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
 
 
 def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "steelyard", "run", CASE, "--out", str(folder / "records"), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        "run",
+        CASE,
+        "--out",
+        str(folder / "records"),
+        *words,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     # Tests run side by side on one CPU, which every second run at full size warns of.
-    said = [line for line in done.stderr.splitlines(keepends=True) if "is also used by another run" not in line]
+    said = [
+        line
+        for line in done.stderr.splitlines(keepends=True)
+        if "is also used by another run" not in line
+    ]
     return subprocess.CompletedProcess(done.args, done.returncode, done.stdout, "".join(said))
 
 
@@ -75,7 +90,9 @@ def test_real_weights_are_loaded_and_named(copy, tmp_path):
 def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    name = next(path for path in copy.glob("*.safetensors") if "model.norm.weight" in load_file(path))
+    name = next(
+        path for path in copy.glob("*.safetensors") if "model.norm.weight" in load_file(path)
+    )
     tensors = load_file(name)
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, name, metadata={"format": "pt"})
@@ -86,24 +103,47 @@ def test_a_planted_nan_makes_the_result_invalid(copy, tmp_path):
     assert found["status"] == "invalid"
     assert {reason["code"] for reason in found["reasons"]} == {"nan"}
     told = found["reasons"][0]["text"]
-    assert (told["code"], told["values"]["bad"], told["values"]["items"]) == ("check.finite.bad", 48, 48)
+    assert (told["code"], told["values"]["bad"], told["values"]["items"]) == (
+        "check.finite.bad",
+        48,
+        48,
+    )
 
 
 def test_a_truncated_shard(copy, tmp_path):
     name = sorted(copy.glob("*.safetensors"))[1]
     name.write_bytes(name.read_bytes()[:-100])
-    refused(steelyard(tmp_path, *SMOKE, "--weights", str(copy)), tmp_path, name.name, "is not a whole safetensors file")
+    refused(
+        steelyard(tmp_path, *SMOKE, "--weights", str(copy)),
+        tmp_path,
+        name.name,
+        "is not a whole safetensors file",
+    )
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["torch", "transformers"])
 def test_a_checkpoint_of_another_shape(copy, tmp_path, engine):
-    done = steelyard(tmp_path, *SMOKE, "--weights", str(copy), "--engine", engine, "--set", "question.model.ffn=192")
+    done = steelyard(
+        tmp_path,
+        *SMOKE,
+        "--weights",
+        str(copy),
+        "--engine",
+        engine,
+        "--set",
+        "question.model.ffn=192",
+    )
     refused(done, tmp_path, "intermediate_size is 160, the case's ffn is 192")
 
 
 def test_a_missing_folder_of_weights(tmp_path):
-    refused(steelyard(tmp_path, *SMOKE, "--weights", str(tmp_path / "no")), tmp_path, "--weights", "does not exist")
+    refused(
+        steelyard(tmp_path, *SMOKE, "--weights", str(tmp_path / "no")),
+        tmp_path,
+        "--weights",
+        "does not exist",
+    )
 
 
 @pytest.fixture
@@ -115,7 +155,16 @@ def mmlu(data_dir, tmp_path):
 
 
 def full(data: Path, tokenizer: Path) -> list[str]:
-    return ["--data", str(data), "--tokenizer", str(tokenizer), "--accelerator", "cpu", "--sample", "5"]
+    return [
+        "--data",
+        str(data),
+        "--tokenizer",
+        str(tokenizer),
+        "--accelerator",
+        "cpu",
+        "--sample",
+        "5",
+    ]
 
 
 def test_a_missing_subject_file(mmlu, data_dir, tmp_path):
@@ -134,7 +183,9 @@ def test_a_row_of_five_columns(mmlu, data_dir, tmp_path):
 def test_a_tokenizer_of_another_vocabulary(data_dir, tmp_path):
     done = steelyard(
         tmp_path,
-        *full(data_dir / "mmlu" / "mmlu_data.tar.gz", data_dir / "tokenizers/llama/tokenizer.model"),
+        *full(
+            data_dir / "mmlu" / "mmlu_data.tar.gz", data_dir / "tokenizers/llama/tokenizer.model"
+        ),
         "--set",
         "question.model.vocab=50257",
     )
@@ -142,16 +193,32 @@ def test_a_tokenizer_of_another_vocabulary(data_dir, tmp_path):
 
 
 def test_no_tokenizer(data_dir, tmp_path):
-    done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--sample", "5")
+    done = steelyard(
+        tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--sample", "5"
+    )
     refused(done, tmp_path, "no tokenizer found", "--tokenizer")
 
 
 def test_full_size_without_data(tmp_path):
-    refused(steelyard(tmp_path, "--accelerator", "cpu"), tmp_path, "needs its data", "--data", "--size smoke")
+    refused(
+        steelyard(tmp_path, "--accelerator", "cpu"),
+        tmp_path,
+        "needs its data",
+        "--data",
+        "--size smoke",
+    )
 
 
 def test_weights_larger_than_the_device(data_dir, tmp_path):
-    done = steelyard(tmp_path, "--data", str(data_dir / "mmlu"), "--accelerator", "cpu", "--set", "question.model.layers=9000")
+    done = steelyard(
+        tmp_path,
+        "--data",
+        str(data_dir / "mmlu"),
+        "--accelerator",
+        "cpu",
+        "--set",
+        "question.model.layers=9000",
+    )
     refused(done, tmp_path, "GiB a device by its shapes", "and one has")
 
 
@@ -173,7 +240,17 @@ def test_all_requests_are_checked_before_the_first_is_run(tmp_path):
 
 
 def test_smoke_is_no_name_for_another_size(tmp_path):
-    command = [sys.executable, "-m", "steelyard", "run", "smoke", "--size", "full", "--out", str(tmp_path / "records")]
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        "run",
+        "smoke",
+        "--size",
+        "full",
+        "--out",
+        str(tmp_path / "records"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     refused(done, tmp_path, "smoke runs every case at size smoke")
 
@@ -187,8 +264,20 @@ def test_an_accelerator_that_is_not_there(tmp_path):
 
 @pytest.mark.full
 def test_smoke_with_an_engine_runs_the_divisions_that_it_has(tmp_path):
-    command = [sys.executable, "-m", "steelyard", "run", "smoke", "--engine", "transformers", "--accelerator", "cpu"]
-    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "steelyard",
+        "run",
+        "smoke",
+        "--engine",
+        "transformers",
+        "--accelerator",
+        "cpu",
+    ]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     assert all("-closed-" in path.name for path in tmp_path.glob("*.json"))
     assert list(tmp_path.glob("*-llama2-7b-mmlu-*.json"))
@@ -200,7 +289,10 @@ def test_no_page_of_a_record_that_does_not_verify(smoke, tmp_path):
     forged = tmp_path / "forged.json"
     forged.write_text(json.dumps(table))
     done = subprocess.run(
-        [sys.executable, "-m", "steelyard", "report", str(forged)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "steelyard", "report", str(forged)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "does not verify" in done.stderr
@@ -210,14 +302,24 @@ def test_one_bad_file_does_not_hide_the_others(smoke, tmp_path):
     shutil.copy(smoke["closed"], tmp_path / "a.json")
     (tmp_path / "b.json").write_bytes(smoke["closed"].read_bytes()[:1000])
     done = subprocess.run(
-        [sys.executable, "-m", "steelyard", "verify", str(tmp_path)], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "steelyard", "verify", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 1
-    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "not", "WRONG", f"{tmp_path}/b.json:"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "ok",
+        "not",
+        "WRONG",
+        f"{tmp_path}/b.json:",
+    ]
 
 
 def test_a_changed_question_stands_apart(smoke, tmp_path):
-    done = steelyard(tmp_path, "--size", "smoke", "--accelerator", "cpu", "--set", "question.model.layers=1")
+    done = steelyard(
+        tmp_path, "--size", "smoke", "--accelerator", "cpu", "--set", "question.model.layers=1"
+    )
     assert done.returncode == 0, done.stderr
     assert "valid, changed question" in done.stdout
     (path,) = (tmp_path / "records").glob("*.json")
@@ -233,8 +335,12 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
     assert golden("different-question-question-model-layers-changed") in " ".join(page.split())
 
 
-def test_an_interrupt_is_said_before_a_run_too(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> None:
-    """Ctrl-C while a request is worked out, or waits in a queue: nothing was started, and there is no record."""
+def test_an_interrupt_is_said_before_a_run_too(
+    monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    """Ctrl-C while a request is worked out, or waits in a queue: nothing was started, and there is
+    no record.
+    """
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt

@@ -47,13 +47,24 @@ def test_the_request_is_what_the_record_tells(smoke: Record) -> None:
     assert found.resolved.origins == smoke.case.origins
     assert (found.engine, found.accelerator, found.launcher) == ("torch", "cpu", None)
     assert (found.nodes, found.devices, found.passes) == (1, 1, ("val", "infer"))
-    assert (found.sample, found.steps, found.resume, found.weights, found.data) == (None, None, None, None, None)
+    assert (found.sample, found.steps, found.resume, found.weights, found.data) == (
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     made = ready(found)
     assert (made.plan, made.scope) == (smoke.plan, smoke.scope)
 
 
 def test_tune_scope_and_passes_are_the_records(tmp_path: Path) -> None:
-    found = with_changes(tmp_path, tune__batch_tokens=99, scope={"kind": "window", "steps": 3}, case__max_interval=0.2)
+    found = with_changes(
+        tmp_path,
+        tune__batch_tokens=99,
+        scope={"kind": "window", "steps": 3},
+        case__max_interval=0.2,
+    )
     asked = reproduce.request(found)
     assert asked.resolved.case.tune.batch_tokens == 99
     assert (asked.steps, asked.sample, asked.resolved.case.max_interval) == (3, None, 0.2)
@@ -62,7 +73,11 @@ def test_tune_scope_and_passes_are_the_records(tmp_path: Path) -> None:
 def test_a_case_that_does_not_ship_is_rebuilt_from_its_question() -> None:
     record = training()
     found = reproduce.case(record)
-    assert (found.name, found.question, found.tune) == ("made-7b-openwebtext", record.question, record.tune)
+    assert (found.name, found.question, found.tune) == (
+        "made-7b-openwebtext",
+        record.question,
+        record.tune,
+    )
     assert found.gate == Falling(metric="loss_after", below="loss_before")
     assert found.divisions == ["closed"]
     assert reproduce.remarks(record) == [golden("no-case-made-7-openwebtext-comes")]
@@ -92,8 +107,16 @@ REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
         ({}, {"weights": Path("w")}, "was made with random weights: leave --weights out"),
         ({}, {"data": Path("d")}, "was made with data that its task makes: leave --data out"),
         (REAL, {}, "was made with weights of source 'huggingface'; give them with --weights"),
-        ({"data__source": "mmlu"}, {}, "was made with data of source 'mmlu'; give them with --data"),
-        ({"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]}, {}, "resumed from a checkpoint"),
+        (
+            {"data__source": "mmlu"},
+            {},
+            "was made with data of source 'mmlu'; give them with --data",
+        ),
+        (
+            {"restarts": [{"record": None, "step": 1, "plan": "DP", "losses": []}]},
+            {},
+            "resumed from a checkpoint",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_starts(
@@ -115,10 +138,16 @@ def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
     reproduce.check_weights(found, "ab" * 32)
     with pytest.raises(RequestError) as caught:
         reproduce.check_weights(found, "cd" * 32)
-    assert str(caught.value) == (f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; give those of the record")
+    assert (
+        str(caught.value)
+        == f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; give those of the"
+        " record"
+    )
 
 
-def test_what_differs_here_is_known_before_the_run(smoke: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_here_is_known_before_the_run(
+    smoke: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = ready(reproduce.request(smoke))
     told = smoke.environment
     software = told.software.model_copy(update={"kernel": "9.9.9", "cudnn": "1.0"})
@@ -138,4 +167,6 @@ def test_after_the_run_other_data_and_other_weights_are_told(smoke: Record, tmp_
     other = with_changes(tmp_path, weights__seed=5)
     assert reproduce.differs(smoke, other) == (Field("weights.seed", (0,), (5,)),)
     read = smoke.model_copy(update={"data": smoke.data.model_copy(update={"fingerprint": "beef"})})
-    assert reproduce.differs(smoke, read) == (Field("question.data.fingerprint", (smoke.fingerprint,), ("beef",)),)
+    assert reproduce.differs(smoke, read) == (
+        Field("question.data.fingerprint", (smoke.fingerprint,), ("beef",)),
+    )

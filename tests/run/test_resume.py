@@ -1,4 +1,6 @@
-"""Checkpoints through the command line, with real processes and real kills: a run that died goes on as if it had not."""
+"""Checkpoints through the command line, with real processes and real kills: a run that died goes on
+as if it had not.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ from steelyard.training import checkpoints
 CASE = "llama1-7b-openwebtext"
 EVERY, STEPS = 3, 10
 # Large enough that a step and a checkpoint take time in which one can be killed.
-WIDE = [f"--set=question.model.{key}" for key in ("hidden=192", "ffn=768", "vocab=2048", "layers=4")]
+WIDE = [
+    f"--set=question.model.{key}" for key in ("hidden=192", "ffn=768", "vocab=2048", "layers=4")
+]
 RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--steps", str(STEPS), *WIDE)
 KEEP = ("--checkpoint-every", str(EVERY))
 
@@ -39,7 +43,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses(record: dict[str, Any]) -> list[float]:
-    own = [s["values"]["loss"] for s in record["samples"] if s["pass"] == "train" and s["rank"] == 0 and s["counts"]]
+    own = [
+        s["values"]["loss"]
+        for s in record["samples"]
+        if s["pass"] == "train" and s["rank"] == 0 and s["counts"]
+    ]
     return [*(record["restarts"][0]["losses"] if record["restarts"] else []), *own]
 
 
@@ -84,11 +92,17 @@ def resume(shell: Shell, out: Path, *more: str) -> Done:
 
 
 def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
-    """Start a run and kill its worker with SIGKILL once its folder of checkpoints looks so, and it is stopped there."""
+    """Start a run and kill its worker with SIGKILL once its folder of checkpoints looks so, and it
+    is stopped there.
+    """
     process = shell.start(*RUN, *KEEP, "--out", shell.out)
-    assert wait_for(lambda: (shell.out / "checkpoints").is_dir() and any((shell.out / "checkpoints").iterdir()))
+    assert wait_for(
+        lambda: (shell.out / "checkpoints").is_dir() and any((shell.out / "checkpoints").iterdir())
+    )
     folder = folder_of(shell.out)
-    worker = next(one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline()))
+    worker = next(
+        one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())
+    )
     _stop_when(worker, lambda: when(folder))
     worker.send_signal(signal.SIGKILL)
     done = finish(process)
@@ -123,7 +137,9 @@ def in_a_write(folder: Path) -> bool:
 
 @pytest.mark.full
 @pytest.mark.parametrize("when", [in_a_step, in_a_write])
-def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Callable[[Path], bool]) -> None:
+def test_a_killed_run_goes_on(
+    shell: Shell, unbroken: dict[str, Any], when: Callable[[Path], bool]
+) -> None:
     folder = killed(shell, when)
     [died] = records(shell.out)
     assert (died["status"], died["reasons"][0]["code"]) == ("failed", "killed")
@@ -144,7 +160,9 @@ def test_a_killed_run_goes_on(shell: Shell, unbroken: dict[str, Any], when: Call
     }
     for name in ("loss", "loss_first", "loss_before", "loss_after"):
         assert again["metrics"][name]["value"] == unbroken["metrics"][name]["value"]
-    assert len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
+    assert (
+        len([s for s in again["samples"] if s["pass"] == "train" and s["counts"]]) == STEPS - EVERY
+    )
     assert "resumed from record" in " ".join(map(sentence, again["notes"]))
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
@@ -157,9 +175,25 @@ def _resolved() -> Resolved:
 @pytest.fixture
 def draft(tmp_path: Path) -> tuple[Path, Path]:
     """The record that a run writes before its first step, and where its checkpoints will go."""
-    asked = {"token": "t" * 32, "mark": "resume", "accelerator": "cpu", "devices": 1, "matmul": "fp32", "interface": None}
-    asked |= {"peer": None, "environment": {}, "variables": {}, "needs": [], "paths": [], "silence_s": 60.0}
-    run = Run(ready(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)), None, None)
+    asked = {
+        "token": "t" * 32,
+        "mark": "resume",
+        "accelerator": "cpu",
+        "devices": 1,
+        "matmul": "fp32",
+        "interface": None,
+    }
+    asked |= {
+        "peer": None,
+        "environment": {},
+        "variables": {},
+        "needs": [],
+        "paths": [],
+        "silence_s": 60.0,
+    }
+    run = Run(
+        ready(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)), None, None
+    )
     run.hellos = {"localhost": Host(Open.model_validate(asked)).hello()}
     assert run.kept is not None
     return run._draft(), tmp_path / run.kept
@@ -178,12 +212,16 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
 
 
 @pytest.mark.process
-def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(draft: tuple[Path, Path]) -> None:
+def test_a_run_killed_before_it_made_its_folder_has_nothing_to_resume(
+    draft: tuple[Path, Path],
+) -> None:
     with pytest.raises(RequestError) as refused:
         find_checkpoint(Request(_resolved(), steps=STEPS, resume=draft[0]))
-    assert str(refused.value) == (
-        f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the record was moved, give that "
-        "folder itself, else the run did not get to its first checkpoint: run it again without --resume"
+    assert (
+        str(refused.value)
+        == f"--resume: {draft[0]} names the folder {str(draft[1])!r}, which is not there; if the"
+        " record was moved, give that folder itself, else the run did not get to its first"
+        " checkpoint: run it again without --resume"
     )
 
 
@@ -219,7 +257,14 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
     whole = Shell(shell.folder / "whole")
     whole.folder.mkdir()
     assert whole(*RUN, "--set=question.train.batch=8", "--out", whole.out).code == 0
-    changed = ("--devices", "4", "--parallel", "DP4", "--set=question.train.batch=8", "--set=tune.sharding=2")
+    changed = (
+        "--devices",
+        "4",
+        "--parallel",
+        "DP4",
+        "--set=question.train.batch=8",
+        "--set=tune.sharding=2",
+    )
     done = resume(shell, shell.out, *changed)
     assert done.code == 0, done.err
     [again], [one] = records(shell.folder / "again"), records(whole.out)
@@ -231,11 +276,17 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
 def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     record = records(kept)[0]
     folder = kept / record["checkpoints"]
-    assert sorted(path.name for path in folder.iterdir()) == ["before-0.json", "run.json", "step-00000006", "step-00000009"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "before-0.json",
+        "run.json",
+        "step-00000006",
+        "step-00000009",
+    ]
     state = checkpoints.read(folder / "step-00000006" / checkpoints.STATE, checkpoints.State)
     assert state.losses == losses(record)[:6]
     passed = [s for s in record["samples"] if s["pass"] == "train"]
-    assert [i for i, s in enumerate(passed) if not s["counts"]] == [3, 7, 11]  # a sample of their own
+    # a sample of their own
+    assert [i for i, s in enumerate(passed) if not s["counts"]] == [3, 7, 11]
     assert all(tuple(s["phases"]) == ("checkpoint",) for s in passed if not s["counts"])
     assert record["metrics"]["p_train"]["value"] > record["metrics"]["p_whole"]["value"]
 
@@ -270,7 +321,9 @@ def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_fro
     """Killed, and gone on from again; the page says where each began."""
     process = shell.start(*RUN, *KEEP[:1], "50", "--out", shell.out, "--resume", record_of(copy))
     assert wait_for(lambda: (shell.out / "checkpoints").is_dir())
-    next(one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())).kill()
+    next(
+        one for one in shell.processes() if "steelyard.run.worker" in " ".join(one.cmdline())
+    ).kill()
     assert finish(process).code == 1
     done = resume(shell, shell.out)
     assert done.code == 0, done.err
@@ -291,7 +344,9 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
             table = json.loads(path.read_text())
             del table[checkpoints.CHECKSUM]
             change(table)
-            path.write_text(json.dumps(table | {checkpoints.CHECKSUM: checkpoints._checksum(table)}))
+            path.write_text(
+                json.dumps(table | {checkpoints.CHECKSUM: checkpoints._checksum(table)})
+            )
 
     return edit
 
@@ -321,49 +376,111 @@ def _first(table: dict[str, Any]) -> Any:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "a flipped bit": (lambda folder: _flip(folder / "step-00000009" / "rank-0.bin"), "are damaged; move this checkpoint away"),
-    "nothing whole": (lambda folder: [shutil.rmtree(path) for path in folder.glob("step-*")], "holds no whole checkpoint"),
+    "a flipped bit": (
+        lambda folder: _flip(folder / "step-00000009" / "rank-0.bin"),
+        "are damaged; move this checkpoint away",
+    ),
+    "nothing whole": (
+        lambda folder: [shutil.rmtree(path) for path in folder.glob("step-*")],
+        "holds no whole checkpoint",
+    ),
     "only a part": (
         lambda folder: [path.rename(f"{path}.part") for path in folder.glob("step-*")],
         "holds no whole checkpoint",
     ),
-    "no run": (lambda folder: (folder / "run.json").unlink(), "no folder of checkpoints (no run.json in it)"),
+    "no run": (
+        lambda folder: (folder / "run.json").unlink(),
+        "no folder of checkpoints (no run.json in it)",
+    ),
     "no folder": (lambda folder: shutil.rmtree(folder), "no folder of checkpoints"),
-    "a pipe": (lambda folder: [_pipe(path / "state.json") for path in folder.glob("step-*")], "not a file"),
-    "a device": (lambda folder: [_device(path / "tensors.json") for path in folder.glob("step-*")], "not a file"),
+    "a pipe": (
+        lambda folder: [_pipe(path / "state.json") for path in folder.glob("step-*")],
+        "not a file",
+    ),
+    "a device": (
+        lambda folder: [_device(path / "tensors.json") for path in folder.glob("step-*")],
+        "not a file",
+    ),
     "not JSON": (
         lambda folder: [(p / "state.json").write_text("{") for p in folder.glob("step-*")],
         "not a checkpoint's table",
     ),
-    "deep": (lambda folder: (folder / "run.json").write_text("[" * 100_000), "not a checkpoint's table"),
-    "a path": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(file="../../x")), "not a checkpoint's table"),
-    "beyond": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(at=10**12)), "lies beyond the end"),
-    "another size": (_edit(checkpoints.TENSORS, lambda t: _turn(_first(t))), "the model has float32 of [2048, 192]"),
-    "another type": (_edit(checkpoints.TENSORS, lambda t: _first(t).update(dtype="float64")), "is float64 of [2048, 192]"),
+    "deep": (
+        lambda folder: (folder / "run.json").write_text("[" * 100_000),
+        "not a checkpoint's table",
+    ),
+    "a path": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(file="../../x")),
+        "not a checkpoint's table",
+    ),
+    "beyond": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(at=10**12)),
+        "lies beyond the end",
+    ),
+    "another size": (
+        _edit(checkpoints.TENSORS, lambda t: _turn(_first(t))),
+        "the model has float32 of [2048, 192]",
+    ),
+    "another type": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t).update(dtype="float64")),
+        "is float64 of [2048, 192]",
+    ),
     "one missing": (
         _edit(checkpoints.TENSORS, lambda t: t["tensors"].pop("exp_avg.embed.weight")),
         "is missing; the model has",
     ),
-    "a hole": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])), "do not add up to it"),
+    "a hole": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])),
+        "do not add up to it",
+    ),
     "twice": (_edit(checkpoints.TENSORS, lambda t: _halves(_first(t), 0)), "do not add up to it"),
-    "before it": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])), "do not add up to it"),
+    "before it": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])),
+        "do not add up to it",
+    ),
     "behind it": (
         _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[2**70, 0])),
         "do not add up to it",
     ),
-    "turned": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048])), "do not add up to it"),
+    "turned": (
+        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048])),
+        "do not add up to it",
+    ),
     "less than none": (
         _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[-2048, -192])),
         "do not add up to it",
     ),
-    "flat": (_edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216])), "do not add up"),
-    "huge losses": (_edit(checkpoints.STATE, lambda t: t.update(losses=[1e308] * 9)), "not a checkpoint's table: losses"),
-    "no numbers": (_edit(checkpoints.STATE, lambda t: t.update(numbers={})), "not a checkpoint's table: numbers.updates"),
-    "fewer than no updates": (_edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=-7)), "numbers.updates"),
-    "too many updates": (_edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=1e300)), "numbers.updates"),
+    "flat": (
+        _edit(
+            checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216])
+        ),
+        "do not add up",
+    ),
+    "huge losses": (
+        _edit(checkpoints.STATE, lambda t: t.update(losses=[1e308] * 9)),
+        "not a checkpoint's table: losses",
+    ),
+    "no numbers": (
+        _edit(checkpoints.STATE, lambda t: t.update(numbers={})),
+        "not a checkpoint's table: numbers.updates",
+    ),
+    "fewer than no updates": (
+        _edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=-7)),
+        "numbers.updates",
+    ),
+    "too many updates": (
+        _edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=1e300)),
+        "numbers.updates",
+    ),
     "fewer losses": (_edit(checkpoints.STATE, lambda t: t["losses"].pop()), "losses of"),
-    "no step": (_edit(checkpoints.STATE, lambda t: t.update(step=0)), "not a checkpoint's table: step"),
-    "other data": (_edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)), "the data or their tokens differ"),
+    "no step": (
+        _edit(checkpoints.STATE, lambda t: t.update(step=0)),
+        "not a checkpoint's table: step",
+    ),
+    "other data": (
+        _edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)),
+        "the data or their tokens differ",
+    ),
     "other weights": (
         _edit(checkpoints.RUN, lambda t: t["question"].update(seed=5)),
         "with seed=5, asked is llama1-7b-openwebtext with seed=0",
@@ -389,14 +506,21 @@ def test_a_bad_checkpoint_gets_one_line(shell: Shell, copy: Path, bad: str) -> N
         (("--precision", "bf16"), "asked is llama1-7b-openwebtext with precision."),
         (("--sample", "2"), "was made without --sample"),
         (("--steps", "9"), "nothing is left to do"),
-        (("--weights", "WEIGHTS"), "the checkpoint began with other weights; give the same, or leave --weights out"),
+        (
+            ("--weights", "WEIGHTS"),
+            "the checkpoint began with other weights; give the same, or leave --weights out",
+        ),
         (("--passes", "before,train"), "a resumed run has no pass before"),
         (("--engine", "transformers"), "of engine torch, asked is transformers"),
     ],
 )
-def test_another_question_is_refused(shell: Shell, kept: Path, more: tuple[str, ...], said: str) -> None:
+def test_another_question_is_refused(
+    shell: Shell, kept: Path, more: tuple[str, ...], said: str
+) -> None:
     if "WEIGHTS" in more:
-        shape = resolve(CASE, "smoke", settings=[one.removeprefix("--set=") for one in WIDE]).case.question.model
+        shape = resolve(
+            CASE, "smoke", settings=[one.removeprefix("--set=") for one in WIDE]
+        ).case.question.model
         LlamaForCausalLM(config(shape)).save_pretrained(shell.folder / "hf")
         more = ("--weights", str(shell.folder / "hf"))
     done = resume(shell, kept, *more)
@@ -418,24 +542,36 @@ def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
 
 def test_a_record_that_was_changed_is_refused(shell: Shell, copy: Path) -> None:
     path = record_of(copy)
-    path.write_text(path.read_text().replace('"checkpoints":"checkpoints/', '"checkpoints":"../copy/checkpoints/'))
+    path.write_text(
+        path.read_text().replace(
+            '"checkpoints":"checkpoints/', '"checkpoints":"../copy/checkpoints/'
+        )
+    )
     done = resume(shell, copy)
     assert (done.code, "does not verify" in done.lines[-1]) == (2, True)
 
 
 def test_where_checkpoints_cannot_be_is_said_before_anything_runs(shell: Shell) -> None:
     done = shell(*SMOKE, "--checkpoint-every", "5", "--out", shell.out)
-    assert (done.code, golden("is-an-inference-case-without-checkpoints") in done.lines[-1]) == (2, True)
+    assert (done.code, golden("is-an-inference-case-without-checkpoints") in done.lines[-1]) == (
+        2,
+        True,
+    )
     shell.out.mkdir()
     (shell.out / "checkpoints").write_text("in the way")
     done = shell(*RUN, *KEEP, "--out", shell.out)
     assert (done.code, "is a file, not a folder for checkpoints" in done.lines[-1]) == (2, True)
 
 
-def test_what_has_no_checkpoint_is_refused(shell: Shell, kept: Path, unbroken: dict[str, Any]) -> None:
+def test_what_has_no_checkpoint_is_refused(
+    shell: Shell, kept: Path, unbroken: dict[str, Any]
+) -> None:
     path = shell.folder / "unbroken.json"
     path.write_text(json.dumps(unbroken, separators=(",", ":"), ensure_ascii=False) + "\n")
     done = shell(*RUN, "--out", shell.out, "--resume", path)
-    assert (done.code, "has no checkpoints; train with --checkpoint-every" in done.lines[-1]) == (2, True)
+    assert (done.code, "has no checkpoints; train with --checkpoint-every" in done.lines[-1]) == (
+        2,
+        True,
+    )
     done = shell(*SMOKE, "--out", shell.out, "--resume", record_of(kept))
     assert (done.code, golden("is-an-inference-case-which-cannot") in done.lines[-1]) == (2, True)

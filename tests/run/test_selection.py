@@ -27,8 +27,14 @@ TRAINS = "trains on rows in its own order; use --sample N for a part of each bat
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ((*LAMBADA, "--subjects", "a"), "--subjects: task lambada has no such choice; allowed: --rows, --sample N"),
-        (("run", "llama1-7b-openwebtext", "--subjects", "a"), f"--subjects: task openwebtext {TRAINS}"),
+        (
+            (*LAMBADA, "--subjects", "a"),
+            "--subjects: task lambada has no such choice; allowed: --rows, --sample N",
+        ),
+        (
+            ("run", "llama1-7b-openwebtext", "--subjects", "a"),
+            f"--subjects: task openwebtext {TRAINS}",
+        ),
         (("run", "aquila2-7b-alpaca", "--rows", "ids"), f"--rows: task alpaca {TRAINS}"),
         (("run", "glm-large-record", "--rows", "ids"), f"--rows: task superglue_record {TRAINS}"),
         (
@@ -39,12 +45,17 @@ TRAINS = "trains on rows in its own order; use --sample N for a part of each bat
             (*MMLU, "--rows", "ids", "--sample", "2"),
             "--rows and --sample: the rows say which questions are asked; leave --sample out",
         ),
-        ((*MMLU, "--subjects", "a,"), "--subjects 'a,': names subjects with commas between, such as anatomy,virology"),
+        (
+            (*MMLU, "--subjects", "a,"),
+            "--subjects 'a,': names subjects with commas between, such as anatomy,virology",
+        ),
         ((*MMLU, "--rows", "none"), "none: cannot be read: No such file or directory"),
         (("run", "smoke", "--subjects", "a"), "--subjects: task"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_starts(shell: Shell, words: tuple[str, ...], line: str) -> None:
+def test_what_makes_no_sense_is_refused_before_anything_starts(
+    shell: Shell, words: tuple[str, ...], line: str
+) -> None:
     (shell.folder / "ids").write_text("3\n")
     size = () if "smoke" in words else ("--size", "smoke")
     done = shell.ask(*words, *size, "--accelerator", "cpu")
@@ -53,11 +64,14 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(shell: Shell, wor
 
 
 def asked(**changes: Any) -> Scope:
-    return ready(Request(resolve.resolve("llama2-7b-mmlu", "smoke"), accelerator="cpu", **changes)).scope
+    return ready(
+        Request(resolve.resolve("llama2-7b-mmlu", "smoke"), accelerator="cpu", **changes)
+    ).scope
 
 
 def test_the_scope_says_what_was_named() -> None:
-    assert asked().model_dump() == {"kind": "full", "sample": None, "steps": None}  # as records of before have it
+    # as records of before have it
+    assert asked().model_dump() == {"kind": "full", "sample": None, "steps": None}
     assert asked(subjects=("x",), sample=3) == Scope(kind="window", subjects=("x",), sample=3)
     assert asked(rows=("0-4", "x/2"), steps=1) == Scope(kind="window", rows=("0-4", "x/2"), steps=1)
 
@@ -81,7 +95,9 @@ def test_runs_of_other_questions_are_not_compared() -> None:
     assert str(caught.value) == (golden("the-questions-differ-scope-subjects-none"))
     across = compare.compare(base, compare.side("new", [other]), ["scope"], 0.01)
     assert [field.name for field in across.across] == ["scope.subjects", "scope.rows"]
-    with pytest.raises(RequestError, match=r"these records are not repeats of one run: scope\.subjects"):
+    with pytest.raises(
+        RequestError, match=r"these records are not repeats of one run: scope\.subjects"
+    ):
         compare.side("both", [one, other.model_copy(update={"id": "b"})])
 
 
@@ -138,7 +154,9 @@ def only(shell: Shell) -> tuple[Path, Record]:
 
 @pytest.mark.full
 def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
-    done = shell(*MMLU, *SMOKE, "--subjects", "made_tides_0,made_orchards_1", "--sample", "10", "--quiet")
+    done = shell(
+        *MMLU, *SMOKE, "--subjects", "made_tides_0,made_orchards_1", "--sample", "10", "--quiet"
+    )
     assert done.code == 0, done.err
     assert "p_val_whole" in done.out  # the rates of the one pass there is
     path, found = only(shell)
@@ -151,9 +169,16 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
     }
     assert table == to_table(found)
     outputs = table["outputs"]
-    assert {outputs["subjects"][one] for one in outputs["subject_of"]} == {"made_tides_0", "made_orchards_1"}
+    assert {outputs["subjects"][one] for one in outputs["subject_of"]} == {
+        "made_tides_0",
+        "made_orchards_1",
+    }
     answers = outputs["passes"]["val"]
-    assert (outputs["version"], len(answers["argmax"]), answers["argmax"].count("*")) == (2, 10, len(answers["others"]))
+    assert (outputs["version"], len(answers["argmax"]), answers["argmax"].count("*")) == (
+        2,
+        10,
+        len(answers["others"]),
+    )
     assert {"code": "note.selected", "values": {}} in table["notes"]
     assert found.data.model_dump()["rows_in_scope"] == 10
     wrong = shell(*MMLU, *SMOKE, "--subjects", "made_tide_0")
@@ -165,7 +190,16 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
 def test_rows_are_the_same_with_every_engine_and_run_again(shell: Shell) -> None:
     (shell.folder / "ids").write_text("# mine\n7\n1-3\n")
     for engine in ("torch", "transformers"):
-        done = shell(*LAMBADA, *SMOKE, "--rows", "ids", "--engine", engine, "--set", "question.precision=fp32")
+        done = shell(
+            *LAMBADA,
+            *SMOKE,
+            "--rows",
+            "ids",
+            "--engine",
+            engine,
+            "--set",
+            "question.precision=fp32",
+        )
         assert done.code == 0, done.err
     ours, theirs = (verify.read(path) for path in sorted(shell.out.glob("*.json")))
     assert ours.scope == theirs.scope == Scope(kind="window", rows=("1-3", "7"))

@@ -22,7 +22,9 @@ def session(*connections: Any) -> Session:
 
 def ended(said: str, code: int = 1) -> Any:
     """A connection that closed without a last message."""
-    return SimpleNamespace(name="localhost", bye=None, closed=True, exit_code=lambda: code, said=lambda: said)
+    return SimpleNamespace(
+        name="localhost", bye=None, closed=True, exit_code=lambda: code, said=lambda: said
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,10 +33,16 @@ def ended(said: str, code: int = 1) -> Any:
         (
             "Traceback (most recent call last):\nMemoryError",
             "out_of_memory",
-            "host localhost: its agent ran out of memory (exit code 1): MemoryError; free memory, or raise its limit "
-            "(ulimit -v)",
+            (
+                "host localhost: its agent ran out of memory (exit code 1): MemoryError; free"
+                " memory, or raise its limit (ulimit -v)"
+            ),
         ),
-        ("Killed", "agent_killed", "host localhost: its agent ended without a word (exit code 1): Killed"),
+        (
+            "Killed",
+            "agent_killed",
+            "host localhost: its agent ended without a word (exit code 1): Killed",
+        ),
     ],
 )
 def test_an_agent_that_ended_without_a_word(said: str, code: str, text: str) -> None:

@@ -21,7 +21,10 @@ def whole(root: Path) -> None:
         root,
         **{
             "proc/loadavg": "30.25 12.00 4.00 3/133 999\n",
-            "proc/meminfo": "MemTotal:  1000 kB\nMemAvailable: 600 kB\nSwapTotal: 80 kB\nSwapFree: 20 kB\nHuge: x\n",
+            "proc/meminfo": (
+                "MemTotal:  1000 kB\nMemAvailable: 600 kB\nSwapTotal: 80 kB\nSwapFree: 20"
+                " kB\nHuge: x\n"
+            ),
             "proc/self/cgroup": "0::/box\n",
             "sys/fs/cgroup/box/cpu.max": "150000 100000\n",
             f"{CPUS}/online": "0-3,8\n",
@@ -56,21 +59,35 @@ def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_governors_of_older_kernels(tmp_path: Path) -> None:
     put(
         tmp_path,
-        **{f"{CPUS}/cpu0/cpufreq/scaling_governor": "ondemand\n", f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand"},
+        **{
+            f"{CPUS}/cpu0/cpufreq/scaling_governor": "ondemand\n",
+            f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand",
+        },
     )
     assert host.state_of(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
 
 
 @pytest.mark.parametrize("text", ["", "what ever\n", "nan 1", "0-x,,"])
 def test_a_host_that_tells_nothing(text: str, tmp_path: Path) -> None:
-    for name in ("proc/loadavg", "proc/meminfo", f"{CPUS}/online", "sys/devices/system/node/online"):
+    for name in (
+        "proc/loadavg",
+        "proc/meminfo",
+        f"{CPUS}/online",
+        "sys/devices/system/node/online",
+    ):
         put(tmp_path, **{name: text})
     told = host.state_of(accelerators.CPU, [], tmp_path).model_dump()
     assert set(told) == {"cores", "allowed", "devices"}
 
 
 def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
-    put(tmp_path, **{"sys/bus/pci/devices/0001:3b:00.0/numa_node": "3\n", "sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1\n"})
+    put(
+        tmp_path,
+        **{
+            "sys/bus/pci/devices/0001:3b:00.0/numa_node": "3\n",
+            "sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1\n",
+        },
+    )
     assert nvml.numa_node("00000001:3B:00.0", tmp_path) == 3
     assert nvml.numa_node("00000000:5E:00.0", tmp_path) is None
     assert nvml.numa_node("00000000:FF:00.0", tmp_path) is None
@@ -97,7 +114,9 @@ def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert found > 0
 
 
-def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_does_not_answer_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def find() -> list[object]:
         raise RequestError("NVML: Unknown Error")
 
@@ -106,7 +125,11 @@ def test_a_driver_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fitness, "WATCH_S", 0.0)
     for asked in (None, "broken"):
         found = fitness.machine(asked, tmp_path)
-        assert (found.accelerator, found.problem, found.devices) == ("broken", "NVML: Unknown Error", ())
+        assert (found.accelerator, found.problem, found.devices) == (
+            "broken",
+            "NVML: Unknown Error",
+            (),
+        )
 
 
 def test_the_verb(shell: Shell) -> None:
@@ -118,15 +141,32 @@ def test_the_verb(shell: Shell) -> None:
     bad = [row["name"] for row in told["findings"] if row["level"] == "bad"]
     assert (done.code, told["fit"]) == ((1, False) if bad else (0, True))
     rows = {row["name"]: row for row in told["findings"]}
-    assert {"driver", "devices", "host load", "cores", "NUMA nodes", "CPU governor", "swap", "AMX", "clock source"} <= set(rows)
-    assert set(bad) <= {"host load", "free memory", "free disk for records", "free disk for temporary files"}
+    assert {
+        "driver",
+        "devices",
+        "host load",
+        "cores",
+        "NUMA nodes",
+        "CPU governor",
+        "swap",
+        "AMX",
+        "clock source",
+    } <= set(rows)
+    assert set(bad) <= {
+        "host load",
+        "free memory",
+        "free disk for records",
+        "free disk for temporary files",
+    }
     assert rows["devices"]["found"].startswith("1 cpu: ")
     done = shell.ask("check", "--accelerator", "nothing")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(golden("error-accelerator-nothing-is-not-known"))
 
 
-def test_a_machine_without_such_a_device_is_not_fit(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_such_a_device_is_not_fit(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = shell.ask("check", "--accelerator", "cuda")
     assert (done.code, done.err) == (1, "")

@@ -1,4 +1,6 @@
-"""Runs that run out of memory with a size that was chosen for them: once more, a size smaller, in the same record."""
+"""Runs that run out of memory with a size that was chosen for them: once more, a size smaller, in
+the same record.
+"""
 
 import json
 from typing import Any
@@ -11,11 +13,21 @@ from fixtures.golden import golden
 AUTO = (*SMOKE, "--engine", "faulty", "--passes", "infer", "--set", "tune.batch_tokens=auto")
 ERROR = "rank 0: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 TRIED = {"tried": ["batch_tokens=65536"], "ran": ["batch_tokens=32768"]}
-NOTE_ZH = "首次尝试以 batch_tokens=65536（auto）运行时内存不足；本结果为第二次尝试，batch_tokens=32768"
+NOTE_ZH = (
+    "首次尝试以 batch_tokens=65536（auto）运行时内存不足；本结果为第二次尝试，batch_tokens=32768"
+)
 
 
 def run(shell: Shell, where: str, most: int, *options: str) -> tuple[Done, dict[str, Any]]:
-    done = shell(*AUTO, "--out", shell.out, *options, FAULTY=f"above@{where}", FAULTY_ABOVE=str(most), FAULTY_CHILDREN="1")
+    done = shell(
+        *AUTO,
+        "--out",
+        shell.out,
+        *options,
+        FAULTY=f"above@{where}",
+        FAULTY_ABOVE=str(most),
+        FAULTY_CHILDREN="1",
+    )
     (record,) = shell.records()
     assert shell.nothing_left(), [one.cmdline() for one in shell.processes()]
     assert list(shell.tmp.iterdir()) == []
@@ -55,7 +67,11 @@ def test_it_steps_down_only_once(faulty: Shell) -> None:
 
 def test_a_size_that_was_typed_does_not(faulty: Shell) -> None:
     done, record = run(faulty, "prepare", 1, "--set", "tune.batch_tokens=2048")
-    assert (done.code, record["status"], record["reasons"][0]["code"]) == (1, "failed", "out_of_memory")
+    assert (done.code, record["status"], record["reasons"][0]["code"]) == (
+        1,
+        "failed",
+        "out_of_memory",
+    )
     assert "stepped_down" not in record
     assert "first_attempt" not in record["budget"]
 
@@ -71,8 +87,16 @@ def test_nor_does_another_failure(faulty: Shell) -> None:
 def test_a_reproduced_run_has_the_number(faulty: Shell) -> None:
     run(faulty, "prepare", 32768)
     (path,) = faulty.out.glob("*.json")
-    again = faulty("reproduce", path, "--out", faulty.folder / "again", FAULTY="above@prepare", FAULTY_ABOVE="32768")
-    assert again.code in (0, 1), again.err  # which of two runs of milliseconds is faster is not asked
+    again = faulty(
+        "reproduce",
+        path,
+        "--out",
+        faulty.folder / "again",
+        FAULTY="above@prepare",
+        FAULTY_ABOVE="32768",
+    )
+    # which of two runs of milliseconds is faster is not asked
+    assert again.code in (0, 1), again.err
     (found,) = (faulty.folder / "again").glob("*.json")
     made = json.loads(found.read_text())
     assert made["tune"]["batch_tokens"] == 32768
@@ -82,10 +106,22 @@ def test_a_reproduced_run_has_the_number(faulty: Shell) -> None:
 
 @pytest.mark.full
 def test_a_sweep_tells_auto_from_the_number_it_stands_for(faulty: Shell) -> None:
-    sweep = (*SMOKE, "--engine", "faulty", "--passes", "infer", "--sweep", "tune.batch_tokens=auto,8192,65536")
+    sweep = (
+        *SMOKE,
+        "--engine",
+        "faulty",
+        "--passes",
+        "infer",
+        "--sweep",
+        "tune.batch_tokens=auto,8192,65536",
+    )
     first = faulty(*sweep, "--out", faulty.out)
     assert first.code == 0, first.err
-    assert sorted(record["tune"]["batch_tokens"] for record in faulty.records()) == [8192, 65536, 65536]
+    assert sorted(record["tune"]["batch_tokens"] for record in faulty.records()) == [
+        8192,
+        65536,
+        65536,
+    ]
     again = faulty(*sweep, "--out", faulty.out)
     assert (again.code, again.err.count("already there: ")) == (0, 3)
     assert len(faulty.records()) == 3

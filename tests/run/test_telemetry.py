@@ -50,7 +50,9 @@ def plain(one: Series) -> dict[str, Any]:
 def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     rows: list[Reading] = [{"memory_bytes": 5, "processes": 2}, {"memory_bytes": 6, "processes": 1}]
     seen = iter(rows)
-    sampler = Sampler([Source("cuda:0", lambda _: next(seen))], origin_s=90.0, clock=ticking(), period_s=NEVER_S)
+    sampler = Sampler(
+        [Source("cuda:0", lambda _: next(seen))], origin_s=90.0, clock=ticking(), period_s=NEVER_S
+    )
     sampler.start()
     sampler.stop()
     got = [plain(one) for one in collect(sampler, "here", {})]
@@ -84,7 +86,10 @@ def test_the_thread_samples_until_stop() -> None:
     columns = plain(collect(sampler, "here", {})[0])["columns"]
     rows = len(columns["t_s"])
     assert rows >= 6
-    assert columns == {"t_s": [float(i) for i in range(rows)], "memory_bytes": list(range(1, rows + 1))}
+    assert columns == {
+        "t_s": [float(i) for i in range(rows)],
+        "memory_bytes": list(range(1, rows + 1)),
+    }
 
 
 def test_watch_says_which_processes() -> None:
@@ -124,7 +129,9 @@ def test_long_runs_are_thinned() -> None:
     def read(_: tuple[int, ...]) -> Reading:
         return {"power_w": float(next(reads))}
 
-    sampler = Sampler([Source("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4)
+    sampler = Sampler(
+        [Source("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4
+    )
     kept = DeviceReadings("here", "a", {})
     lengths = []
     for _ in range(12):
@@ -161,7 +168,10 @@ def test_halving_keeps_what_must_not_vanish() -> None:
         "processes": [1, 2, 1],
         "reasons": [["a", "b"], ["c"], []],
     }
-    assert telemetry.halve({"t_s": [0.0, 1.0], "memory_bytes": [1, 2]}) == {"t_s": [0.0], "memory_bytes": [2]}
+    assert telemetry.halve({"t_s": [0.0, 1.0], "memory_bytes": [1, 2]}) == {
+        "t_s": [0.0],
+        "memory_bytes": [2],
+    }
 
 
 def test_the_limit_is_4096_rows_at_five_a_second() -> None:
@@ -228,11 +238,18 @@ def test_energy_without_a_counter() -> None:
 
 
 def test_energy_over_a_missed_reading() -> None:
-    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0) == 40.0
+    assert (
+        readings.energy_j(
+            series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0
+        )
+        == 40.0
+    )
 
 
 def test_slowdowns() -> None:
-    seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None])
+    seen = series(
+        t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None]
+    )
     assert readings.slowdowns(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
     assert readings.slowdowns(seen, 3.0, 3.0) == {}
     assert readings.slowdowns(seen, 5.0, 6.0) == {}

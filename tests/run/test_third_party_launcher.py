@@ -16,7 +16,9 @@ PACKAGE = Path(__file__).parent.parent / "fixtures" / "packages" / "shell_launch
 
 def test_a_launcher_from_another_package(tmp_path: Path) -> None:
     shell = Shell(tmp_path, (PACKAGE,))
-    (tmp_path / "site.toml").write_text(f'launcher = "shell"\nhosts = ["attic"]\npython = "{sys.executable}"\n')
+    (tmp_path / "site.toml").write_text(
+        f'launcher = "shell"\nhosts = ["attic"]\npython = "{sys.executable}"\n'
+    )
     done = shell(*SMOKE, "--out", shell.out, "--site", "site.toml")
     assert done.code == 0, done.err
     (record,) = shell.records()

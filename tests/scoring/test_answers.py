@@ -42,11 +42,15 @@ def logits_of(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def literal(hidden: torch.Tensor, output: torch.Tensor) -> list[tuple[float, float, int]]:
-    """Loss of each passage, of its last word, and whether greedy decoding finds that word: row by row, token by token."""
+    """Loss of each passage, of its last word, and whether greedy decoding finds that word: row by
+    row, token by token.
+    """
     out, at = [], 0
     for row, last in zip(ROWS, LAST, strict=True):
         logits = hidden[at : at + len(row)].double() @ output.double().T
-        losses = [float(F.cross_entropy(logits[i], torch.tensor(row[i + 1]))) for i in range(len(row) - 1)]
+        losses = [
+            float(F.cross_entropy(logits[i], torch.tensor(row[i + 1]))) for i in range(len(row) - 1)
+        ]
         word = range(len(row) - 2 - last, len(row) - 2)
         right = all(int(logits[i].argmax()) == row[i + 1] for i in word)
         out.append((sum(losses), sum(losses[i] for i in word), int(right)))
@@ -68,7 +72,9 @@ def ends() -> np.ndarray:
     return np.cumsum([len(row) for row in ROWS]) - 1
 
 
-def answered(group: TensorParallelGroup, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False) -> dict:
+def answered(
+    group: TensorParallelGroup, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False
+) -> dict:
     reader = LossReader(TEXTS, VOCAB, group.share, group.gather, CPU)
     items = [0, 1, 2, 3]
     asked: Picked = reader.ask(items, ends(), partial(send, device=CPU))
@@ -91,7 +97,9 @@ def test_losses_equal_the_long_way(chunk, monkeypatch):
 
 
 def test_a_word_is_hit_only_whole():
-    """An output whose likeliest next token is right everywhere, then wrong at one token of a last word of three."""
+    """An output whose likeliest next token is right everywhere, then wrong at one token of a last
+    word of three.
+    """
     hidden = torch.zeros(sum(map(len, ROWS)), VOCAB)
     at = 0
     for row in ROWS:
@@ -125,8 +133,16 @@ def test_likeliest_tokens_of_very_long_words_are_not_kept(monkeypatch):
 
 
 def test_a_rank_without_passages_has_no_answers():
-    reader = LossReader(TEXTS, VOCAB, TensorParallelGroup().share, TensorParallelGroup().gather, CPU)
-    assert reader.table([], torch.zeros(0)) == {"items": [], "nll": [], "last_nll": [], "hit": [], "argmax": []}
+    reader = LossReader(
+        TEXTS, VOCAB, TensorParallelGroup().share, TensorParallelGroup().gather, CPU
+    )
+    assert reader.table([], torch.zeros(0)) == {
+        "items": [],
+        "nll": [],
+        "last_nll": [],
+        "hit": [],
+        "argmax": [],
+    }
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -135,7 +151,8 @@ def test_a_divided_vocabulary_gives_the_same(count):
     whole = answered(TensorParallelGroup(), hidden, output)
     rows = vocab_rows(VOCAB, count)
     assert rows * count > VOCAB  # the last share is padded, and at 8 some hold nothing but padding
-    padded = torch.full((rows * count, HIDDEN), 100.0)  # padding that would win if it were looked at
+    # padding that would win if it were looked at
+    padded = torch.full((rows * count, HIDDEN), 100.0)
     padded[:VOCAB] = output
     parts = []
     for i in range(count):
@@ -143,7 +160,9 @@ def test_a_divided_vocabulary_gives_the_same(count):
         answered(group, hidden, padded[i * rows : (i + 1) * rows])
         parts += group.sent
     for i in range(count):
-        found = answered(Recorded(Shard(i, count), parts), hidden, padded[i * rows : (i + 1) * rows])
+        found = answered(
+            Recorded(Shard(i, count), parts), hidden, padded[i * rows : (i + 1) * rows]
+        )
         assert (found["hit"], found["argmax"]) == (whole["hit"], whole["argmax"])
         assert found["nll"] == pytest.approx(whole["nll"], abs=1e-5)
         assert found["last_nll"] == pytest.approx(whole["last_nll"], abs=1e-5)
@@ -171,8 +190,12 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
     padded[:VOCAB] = output
     parts = [hidden @ padded[i * rows : (i + 1) * rows].T for i in range(2)]
     for i in range(2):
-        shared = readers.ChoiceReader(texts, VOCAB, Shard(i, 2), Recorded(Shard(i, 2), parts).gather, CPU)
-        again = shared.answer(lambda x, i=i: x @ padded[i * rows : (i + 1) * rows].T, hidden, asked, False)
+        shared = readers.ChoiceReader(
+            texts, VOCAB, Shard(i, 2), Recorded(Shard(i, 2), parts).gather, CPU
+        )
+        again = shared.answer(
+            lambda x, i=i: x @ padded[i * rows : (i + 1) * rows].T, hidden, asked, False
+        )
         assert torch.equal(again, alone)
     assert alone[:, 0].tolist() == (hidden @ output.T).argmax(-1).tolist()
 
@@ -180,6 +203,8 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
 @pytest.mark.full
 def test_compiled_losses_are_the_same(one_thread):
     hidden, output = logits_of(4)
-    plain, fused = (answered(TensorParallelGroup(), hidden, output, compiled) for compiled in (False, True))
+    plain, fused = (
+        answered(TensorParallelGroup(), hidden, output, compiled) for compiled in (False, True)
+    )
     assert fused["hit"] == plain["hit"]
     assert fused["nll"] == pytest.approx(plain["nll"], abs=1e-5)

@@ -1,4 +1,6 @@
-"""The scoring loop with a fake engine: a model whose hidden state of a token is the token that follows it."""
+"""The scoring loop with a fake engine: a model whose hidden state of a token is the token that
+follows it.
+"""
 
 import re
 from contextlib import contextmanager, nullcontext
@@ -61,18 +63,42 @@ class Fake(Scorer):
         return {"attention": "none"}
 
 
-def job(case: str = CASE, settings: tuple[str, ...] = (), replica: int = 0, dp: int = 1, steps: int | None = None) -> Job:
+def job(
+    case: str = CASE,
+    settings: tuple[str, ...] = (),
+    replica: int = 0,
+    dp: int = 1,
+    steps: int | None = None,
+) -> Job:
     resolved = resolve.resolve(case, "smoke", settings=list(settings)).case
     plan = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
-    prepared = resolved.question.row.prepare(resolved.question.asked(Sources(None, None, None), None, True, {}))
+    prepared = resolved.question.row.prepare(
+        resolved.question.asked(Sources(None, None, None), None, True, {})
+    )
     group = tensor_parallel.form(degrees.make(resolved, 1, 1), 0, torch.device("cpu"))
     place = Place(tp=0, pp=0, dp=replica)
-    given = {"weights": None, "device": Device(0, monotonic), "rank": replica, "world": dp, "plan": plan, "place": place}
-    return Job(case=resolved, work=resolved.question.row.work, inputs=prepared.inputs, group=group, steps=steps, **given)
+    given = {
+        "weights": None,
+        "device": Device(0, monotonic),
+        "rank": replica,
+        "world": dp,
+        "plan": plan,
+        "place": place,
+    }
+    return Job(
+        case=resolved,
+        work=resolved.question.row.work,
+        inputs=prepared.inputs,
+        group=group,
+        steps=steps,
+        **given,
+    )
 
 
 def loop(one: Job, batches: Batches | None = None, compiles: bool = False) -> ScoringLoop:
-    return ScoringLoop(one, Fake(one.case.question.model.vocab, compiles), batches or packed(one, "fake"))
+    return ScoringLoop(
+        one, Fake(one.case.question.model.vocab, compiles), batches or packed(one, "fake")
+    )
 
 
 def scored(engine: ScoringLoop, name: str = "val") -> list[Phase | Work]:
@@ -97,7 +123,8 @@ def test_losses_are_those_of_the_model(plan: Any) -> None:
     engine = loop(one, plan(one, "fake"))
     scored(engine)
     out, vocab = engine.outputs("val"), one.case.question.model.vocab
-    all_wrong = torch.tensor(float(vocab - 1 + torch.e)).log()  # the loss of a token whose logit is 0, beside one of 1
+    # the loss of a token whose logit is 0, beside one of 1
+    all_wrong = torch.tensor(float(vocab - 1 + torch.e)).log()
     hits = [sum((a + 1) % vocab == b for a, b in pairwise(row)) for row in one.inputs.rows]
     wanted = [(len(one.inputs.rows[item]) - 1) * all_wrong - hits[item] for item in out["items"]]
     assert out["nll"] == pytest.approx([float(value) for value in wanted], rel=1e-5)
@@ -116,7 +143,11 @@ def test_a_pass_marks_its_phases_and_names_its_rows() -> None:
 
 def test_padding_is_said_in_every_step() -> None:
     one = job(settings=("tune.pad_to=16",))
-    works = [item for item in scored(loop(one, padded(one, "fake"))) if isinstance(item, Work) and item.rows]
+    works = [
+        item
+        for item in scored(loop(one, padded(one, "fake")))
+        if isinstance(item, Work) and item.rows
+    ]
     lens = [[len(one.inputs.rows[i]) for i in work.rows or ()] for work in works]
     wanted = [len(row) * -(-max(row) // 16) * 16 - sum(row) for row in lens]
     assert [work.counts["padded"] for work in works] == wanted
@@ -127,7 +158,9 @@ def test_a_pass_computes_a_shared_prefix_once() -> None:
     one = job(settings=("question.division=open",))
     engine = loop(one)
     works = [item for item in scored(engine) if isinstance(item, Work)]
-    assert sorted(group for work in works for group in work.prefixes) == sorted(set(one.inputs.groups))
+    assert sorted(group for work in works for group in work.prefixes) == sorted(
+        set(one.inputs.groups)
+    )
     assert engine.batches.prefix_rows > 0
 
 
@@ -143,14 +176,42 @@ def test_replicas_share_the_batches_and_steps_end_a_pass() -> None:
 @pytest.mark.parametrize(
     ("settings", "compiles", "parts", "uses", "warmed"),
     [
-        (("tune.compile=true", "tune.warmup=2"), True, ("warmup_val", "compile_infer", "warmup_bare"), 3, (2, 2, 2)),
-        (("tune.compile=true", "tune.warmup=0"), True, ("warmup_val", "compile_infer", "warmup_bare"), 3, (0, 1, 1)),
-        (("tune.compile=true", "tune.warmup=2"), False, ("warmup_val", "warmup_infer", "warmup_bare"), 0, (2, 2, 2)),
-        (("tune.compile=false", "tune.warmup=0"), True, ("warmup_val", "warmup_infer", "warmup_bare"), 3, (0, 0, 0)),
+        (
+            ("tune.compile=true", "tune.warmup=2"),
+            True,
+            ("warmup_val", "compile_infer", "warmup_bare"),
+            3,
+            (2, 2, 2),
+        ),
+        (
+            ("tune.compile=true", "tune.warmup=0"),
+            True,
+            ("warmup_val", "compile_infer", "warmup_bare"),
+            3,
+            (0, 1, 1),
+        ),
+        (
+            ("tune.compile=true", "tune.warmup=2"),
+            False,
+            ("warmup_val", "warmup_infer", "warmup_bare"),
+            0,
+            (2, 2, 2),
+        ),
+        (
+            ("tune.compile=false", "tune.warmup=0"),
+            True,
+            ("warmup_val", "warmup_infer", "warmup_bare"),
+            3,
+            (0, 0, 0),
+        ),
     ],
 )
 def test_a_model_is_loaded_once_and_compiled_for_all_passes_but_val(
-    settings: tuple[str, ...], compiles: bool, parts: tuple[str, ...], uses: int, warmed: tuple[int, ...]
+    settings: tuple[str, ...],
+    compiles: bool,
+    parts: tuple[str, ...],
+    uses: int,
+    warmed: tuple[int, ...],
 ) -> None:
     engine, named, counts = loop(job(settings=settings), compiles=compiles), [], []
 
@@ -167,7 +228,9 @@ def test_a_model_is_loaded_once_and_compiled_for_all_passes_but_val(
     assert (tuple(named), tuple(counts)) == (("weights", *parts), warmed)
     assert calls.count("load") == 1
     fast = "tune.compile=true" in settings
-    assert [call for call in calls if call.startswith("use")] == [f"use {fast and i > 0}" for i in range(uses)]
+    assert [call for call in calls if call.startswith("use")] == [
+        f"use {fast and i > 0}" for i in range(uses)
+    ]
 
 
 def test_a_compiler_meets_every_extreme_shape_before_the_pass() -> None:
@@ -185,7 +248,11 @@ def test_a_compiler_meets_every_extreme_shape_before_the_pass() -> None:
 
 def test_details_count_what_the_rank_holds() -> None:
     engine = loop(job())
-    counts = {"batches": len(engine.batches.every), "parameters": 3, "dtypes": {"parameters": "bf16"}}
+    counts = {
+        "batches": len(engine.batches.every),
+        "parameters": 3,
+        "dtypes": {"parameters": "bf16"},
+    }
     assert engine.details() == {"attention": "none", **counts}
 
 

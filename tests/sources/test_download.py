@@ -1,4 +1,6 @@
-"""Downloads from a server that cuts, stalls, changes its mind and lies: what arrives is the right file or none."""
+"""Downloads from a server that cuts, stalls, changes its mind and lies: what arrives is the right
+file or none.
+"""
 
 import hashlib
 import json
@@ -25,13 +27,21 @@ CUT = 100_000  # more than counts as progress
 
 
 def expected(
-    size: int | None = len(CONTENT), sha256: str | None = SHA256, most: int = 1 << 20, blob: str | None = None
+    size: int | None = len(CONTENT),
+    sha256: str | None = SHA256,
+    most: int = 1 << 20,
+    blob: str | None = None,
 ) -> Expected:
     return Expected("f.bin", size, sha256, blob, most, "the table")
 
 
 def fetch(
-    server: Server, told, folder: Path, wanted: Expected | None = None, paths=("/f",), timeout_s: float = 10.0
+    server: Server,
+    told,
+    folder: Path,
+    wanted: Expected | None = None,
+    paths=("/f",),
+    timeout_s: float = 10.0,
 ) -> Downloaded:
     urls = tuple(path if "://" in path else f"{server.url}{path}" for path in paths)
     return download(wanted or expected(), urls, folder, told.tools(timeout_s))
@@ -47,7 +57,13 @@ def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
 def test_a_file_arrives_whole_and_checked(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT)
     got = fetch(server, told, tmp_path)
-    assert got == Downloaded(name="f.bin", url=f"{server.url}/f", size_bytes=len(CONTENT), sha256=SHA256, checked_by="nothing")
+    assert got == Downloaded(
+        name="f.bin",
+        url=f"{server.url}/f",
+        size_bytes=len(CONTENT),
+        sha256=SHA256,
+        checked_by="nothing",
+    )
     assert (tmp_path / "f.bin").read_bytes() == CONTENT
     assert not (tmp_path / "f.bin.part").exists()
     assert told.watched[-1] == (len(CONTENT), len(CONTENT))
@@ -61,7 +77,10 @@ def test_cuts_are_continued_in_the_same_command(server, told, tmp_path):
     assert server.ranges() == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"]
     assert [one.if_range for one in server.seen] == [None, '"one"', '"one"']
     assert told.slept == [1.0, 1.0]  # every try brought something
-    assert told.lines[0] == f"f.bin: the connection closed {len(CONTENT) - CUT} bytes before the end; again in 1 s"
+    assert (
+        told.lines[0]
+        == f"f.bin: the connection closed {len(CONTENT) - CUT} bytes before the end; again in 1 s"
+    )
     assert told.lines[1] == f"f.bin: continues after {CUT} bytes"
     assert told.watched[-1] == (len(CONTENT), len(CONTENT))
 
@@ -78,7 +97,8 @@ def test_a_part_is_continued_by_a_later_command(server, told, tmp_path):
     told.watched.clear()
     assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [f"bytes={CUT}-"]
-    assert told.watched[-1] == (len(CONTENT) - CUT,) * 2  # the rate is of what this command transfers
+    # the rate is of what this command transfers
+    assert told.watched[-1] == (len(CONTENT) - CUT,) * 2
 
 
 def test_a_part_that_is_complete_is_only_checked(server, told, tmp_path):
@@ -107,7 +127,9 @@ def test_without_ranges_it_starts_over(server, told, tmp_path):
 
 def test_a_weak_tag_is_no_validator_but_a_time_is(server, told, tmp_path):
     when = "Tue, 15 Nov 2022 12:45:26 GMT"
-    server.pages["/f"] = Page(CONTENT, etag=None, changed=when, headers={"ETag": 'W/"x"'}, cuts=[CUT])
+    server.pages["/f"] = Page(
+        CONTENT, etag=None, changed=when, headers={"ETag": 'W/"x"'}, cuts=[CUT]
+    )
     fetch(server, told, tmp_path)
     assert [one.if_range for one in server.seen] == [None, when]
 
@@ -163,7 +185,9 @@ def test_what_does_not_speak_http_is_given_up(server, told, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=talk)
         thread.start()
-        line = refused(server, told, tmp_path, paths=(f"http://127.0.0.1:{listening.getsockname()[1]}/f",))
+        line = refused(
+            server, told, tmp_path, paths=(f"http://127.0.0.1:{listening.getsockname()[1]}/f",)
+        )
         thread.join()
     assert ": SSH-2.0-OpenSSH_9.2 (tried 4 times); try later" in line
 
@@ -194,18 +218,27 @@ def test_a_server_that_never_answers_is_given_up(server, told, tmp_path, monkeyp
 def test_a_wrong_size_is_refused_before_the_transfer(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT[:-1])
     line = refused(server, told, tmp_path)
-    assert line.startswith(f"f.bin could not be had: HOST: has {len(CONTENT) - 1} bytes; the table says {len(CONTENT)}; ")
+    assert line.startswith(
+        f"f.bin could not be had: HOST: has {len(CONTENT) - 1} bytes; the table says"
+        f" {len(CONTENT)}; "
+    )
     assert told.watched == []
     server.pages["/f"] = Page(CONTENT)
-    assert "has 300000 bytes; at most 299999 are taken" in refused(server, told, tmp_path, expected(None, most=299_999))
+    assert "has 300000 bytes; at most 299999 are taken" in refused(
+        server, told, tmp_path, expected(None, most=299_999)
+    )
 
 
 def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT[:-1], length=False)
-    assert f"{len(CONTENT) - 1} bytes; the table says {len(CONTENT)}" in refused(server, told, tmp_path)
+    assert f"{len(CONTENT) - 1} bytes; the table says {len(CONTENT)}" in refused(
+        server, told, tmp_path
+    )
     assert not list(tmp_path.iterdir())
     server.pages["/f"] = Page(CONTENT, length=False)
-    assert golden("more-than-200000-bytes-the-limit") in refused(server, told, tmp_path, expected(None, most=200_000))
+    assert golden("more-than-200000-bytes-the-limit") in refused(
+        server, told, tmp_path, expected(None, most=200_000)
+    )
     assert fetch(server, told, tmp_path).sha256 == SHA256
     assert told.watched[-1][1] == 0  # the total is not known
     (tmp_path / "f.bin").unlink()
@@ -215,10 +248,14 @@ def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path)
 
 def test_chunks_tell_their_end(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None)
-    assert (tmp_path / fetch(server, told, tmp_path, expected(None, None)).name).read_bytes() == CONTENT
+    assert (
+        tmp_path / fetch(server, told, tmp_path, expected(None, None)).name
+    ).read_bytes() == CONTENT
     (tmp_path / "f.bin").unlink()
     server.pages["/f"] = Page(CONTENT, length=False, chunked=True, etag=None, cuts=[CUT])
-    assert (tmp_path / fetch(server, told, tmp_path, expected(None, None)).name).read_bytes() == CONTENT
+    assert (
+        tmp_path / fetch(server, told, tmp_path, expected(None, None)).name
+    ).read_bytes() == CONTENT
     assert len(told.slept) == 1
 
 
@@ -232,7 +269,8 @@ def test_a_wrong_hash_is_not_kept(server, told, tmp_path):
     server.pages["/f"] = Page(OTHER)
     line = refused(server, told, tmp_path)
     assert line.startswith(
-        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER).hexdigest()}; the table says {SHA256}; "
+        f"f.bin could not be had: HOST: sha256 {hashlib.sha256(OTHER).hexdigest()}; the table says"
+        f" {SHA256}; "
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -243,20 +281,29 @@ def test_a_git_blob_is_checked_as_git_names_it(server, told, tmp_path):
     assert fetch(server, told, tmp_path, expected(sha256=None, blob=blob)).sha256 == SHA256
     (tmp_path / "f.bin").unlink()
     server.pages["/f"] = Page(OTHER)
-    assert f"the table says {blob}" in refused(server, told, tmp_path, expected(sha256=None, blob=blob))
+    assert f"the table says {blob}" in refused(
+        server, told, tmp_path, expected(sha256=None, blob=blob)
+    )
 
 
 @pytest.mark.process
 def test_git_itself_names_it_so(tmp_path):
     (tmp_path / "x").write_bytes(CONTENT)
-    done = subprocess.run(["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True
+    )
     wanted = Expected("x", None, None, done.stdout.strip(), 1 << 20, "git")
     made = downloads.check(tmp_path / "x", wanted)
     assert (made.size_bytes, made.sha256) == (len(CONTENT), SHA256)
 
 
 def test_mirrors_are_tried_in_order(server, told, tmp_path):
-    server.pages |= {"/wrong": Page(OTHER), "/short": Page(CONTENT[:5]), "/f": Page(CONTENT), "/last": Page(CONTENT)}
+    server.pages |= {
+        "/wrong": Page(OTHER),
+        "/short": Page(CONTENT[:5]),
+        "/f": Page(CONTENT),
+        "/last": Page(CONTENT),
+    }
     got = fetch(server, told, tmp_path, paths=("/missing", "/wrong", "/short", "/f", "/last"))
     assert got.url == f"{server.url}/f"
     assert [one.path for one in server.seen] == ["/missing", "/wrong", "/short", "/f"]
@@ -292,7 +339,9 @@ def test_a_refusal_is_not_repeated(server, told, tmp_path, status):
 
 def test_a_web_page_is_not_the_file(server, told, tmp_path):
     server.pages["/f"] = Page(b"<html>log in", kind="text/html; charset=utf-8")
-    assert golden("answers-with-web-page-not-with") in refused(server, told, tmp_path, expected(None, None))
+    assert golden("answers-with-web-page-not-with") in refused(
+        server, told, tmp_path, expected(None, None)
+    )
 
 
 def test_an_encoding_that_was_not_asked_for_is_refused(server, told, tmp_path):
@@ -301,7 +350,11 @@ def test_an_encoding_that_was_not_asked_for_is_refused(server, told, tmp_path):
 
 
 def test_redirects_are_followed_with_their_range(server, told, tmp_path):
-    server.pages |= {"/f": Page(location="/g"), "/g": Page(location="/h"), "/h": Page(CONTENT, cuts=[CUT])}
+    server.pages |= {
+        "/f": Page(location="/g"),
+        "/g": Page(location="/h"),
+        "/h": Page(CONTENT, cuts=[CUT]),
+    }
     assert fetch(server, told, tmp_path).url == f"{server.url}/f"
     assert [one.range for one in server.seen if one.path == "/h"] == [None, f"bytes={CUT}-"]
 
@@ -322,7 +375,9 @@ def test_no_redirect_leads_out_of_http(server, told, tmp_path, place):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://127.0.0.1/f", "data:,x", "/etc/passwd"])
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "ftp://127.0.0.1/f", "data:,x", "/etc/passwd"]
+)
 def test_no_other_scheme_is_opened(told, tmp_path, url):
     with pytest.raises(DownloadError, match="is neither https nor http"):
         download(expected(None, None), (url,), tmp_path, told.tools())
@@ -346,17 +401,38 @@ def test_plain_http_needs_a_hash_or_loopback(told, tmp_path):
 def test_proxies_are_those_of_the_environment(server, told, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", server.url)
     server.pages["http://files.invalid/f"] = Page(CONTENT)
-    assert download(expected(), ("http://files.invalid/f",), tmp_path, told.tools()).sha256 == SHA256
+    assert (
+        download(expected(), ("http://files.invalid/f",), tmp_path, told.tools()).sha256 == SHA256
+    )
     assert server.seen[0].headers["host"] == "files.invalid"
 
 
 @pytest.fixture
 def certificate(tmp_path):
     path = tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=here",
+    ]
     try:
         subprocess.run(
-            [*command, "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", path, "-out", f"{path}.crt"],
+            [
+                *command,
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+                "-keyout",
+                path,
+                "-out",
+                f"{path}.crt",
+            ],
             check=True,
             capture_output=True,
         )
@@ -385,7 +461,9 @@ def test_certificates_are_those_that_the_system_trusts(certificate, told, tmp_pa
 def test_a_full_disk_is_said_before_the_transfer(server, told, tmp_path, monkeypatch):
     monkeypatch.setattr(downloads, "SPARE_BYTES", 1 << 60)
     server.pages["/f"] = Page(CONTENT)
-    with pytest.raises(NoSpaceError, match=f"^{len(CONTENT)} bytes are needed in {tmp_path}, and 0 are free"):
+    with pytest.raises(
+        NoSpaceError, match=f"^{len(CONTENT)} bytes are needed in {tmp_path}, and 0 are free"
+    ):
         fetch(server, told, tmp_path)
     assert told.watched == []
 

@@ -1,4 +1,6 @@
-"""Sources as a whole: what appears, what is pinned, what two processes do at once, what a folder brings."""
+"""Sources as a whole: what appears, what is pinned, what two processes do at once, what a folder
+brings.
+"""
 
 import hashlib
 import io
@@ -40,7 +42,9 @@ def source(server: Server, *files: File) -> Source:
         title="Some data",
         licence="MIT",
         page="https://example.org",
-        files=tuple(replace(file, urls=tuple(f"{server.url}{url}" for url in file.urls)) for file in files),
+        files=tuple(
+            replace(file, urls=tuple(f"{server.url}{url}" for url in file.urls)) for file in files
+        ),
     )
 
 
@@ -60,11 +64,15 @@ def visible(store: Store) -> list[str]:
 
 def test_a_source_appears_whole_with_its_manifest(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(B)}
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B)))
+    wanted = source(
+        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B))
+    )
     assert store.find("some") is None
     here, before = one(server, told, store, wanted)
     assert (here.path, before) == (store.folder / "some", False)
-    assert {path.name: path.read_bytes() for path in here.path.iterdir() if path.name != MANIFEST} == {"a.bin": A, "b.bin": B}
+    assert {
+        path.name: path.read_bytes() for path in here.path.iterdir() if path.name != MANIFEST
+    } == {"a.bin": A, "b.bin": B}
     assert json.loads((here.path / MANIFEST).read_text()) == {
         "version": 1,
         "name": "some",
@@ -72,8 +80,20 @@ def test_a_source_appears_whole_with_its_manifest(server, told, store):
         "time": TODAY,
         "revision": None,
         "downloads": [
-            {"name": "a.bin", "url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "checked_by": "table"},
-            {"name": "b.bin", "url": f"{server.url}/b", "size_bytes": len(B), "sha256": sha(B), "checked_by": "table"},
+            {
+                "name": "a.bin",
+                "url": f"{server.url}/a",
+                "size_bytes": len(A),
+                "sha256": sha(A),
+                "checked_by": "table",
+            },
+            {
+                "name": "b.bin",
+                "url": f"{server.url}/b",
+                "size_bytes": len(B),
+                "sha256": sha(B),
+                "checked_by": "table",
+            },
         ],
         "files": [{"path": "a.bin", "size_bytes": len(A)}, {"path": "b.bin", "size_bytes": len(B)}],
     }
@@ -86,8 +106,13 @@ def test_a_source_appears_whole_with_its_manifest(server, told, store):
 
 def test_nothing_appears_before_all_of_it_is_right(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(A)}
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B)))
-    with pytest.raises(DownloadError, match=f"b.bin could not be had: .*sha256 {sha(A)}; the table of sources says {sha(B)}"):
+    wanted = source(
+        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B))
+    )
+    with pytest.raises(
+        DownloadError,
+        match=f"b.bin could not be had: .*sha256 {sha(A)}; the table of sources says {sha(B)}",
+    ):
         one(server, told, store, wanted)
     assert store.find("some") is None
     assert visible(store) == [".some.part"]
@@ -100,7 +125,9 @@ def test_nothing_appears_before_all_of_it_is_right(server, told, store):
 
 
 def test_progress_counts_what_is_left_of_all_files(server, told, store):
-    """An earlier command brought one file and half of another: neither is in the rate or in the total of this one."""
+    """An earlier command brought one file and half of another: neither is in the rate or in the
+    total of this one.
+    """
     server.pages |= {"/a": Page(A), "/b": Page(B, cuts=[20_000, 0, 0, 0])}
     files = (
         File("a.bin", ("/a",), len(A), sha(A)),
@@ -149,14 +176,20 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
     page = server.pages["/a"] = Page(A)
     wanted = source(server, File("a.bin", ("/a",)))
     here, _ = one(server, told, store, wanted)
-    assert [(made.sha256, made.checked_by) for made in here.manifest.downloads] == [(sha(A), "first use")]
+    assert [(made.sha256, made.checked_by) for made in here.manifest.downloads] == [
+        (sha(A), "first use")
+    ]
     pin = {"url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "time": TODAY}
     assert json.loads(store.pins_path.read_text()) == {"version": 1, "pins": {"some/a.bin": pin}}
     later, _ = get(store, wanted, Wish(again=True), told.tools(), lambda: "2027-01-01")
     assert [made.checked_by for made in later.manifest.downloads] == ["pins"]
-    assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}  # of the first use, still
+    # of the first use, still
+    assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}
     page.content, page.etag = A[::-1], '"two"'
-    line = f"sha256 {sha(A[::-1])}; the lock file .pinned 2026-11-16; if it has changed on purpose: --repin. says {sha(A)}"
+    line = (
+        f"sha256 {sha(A[::-1])}; the lock file .pinned 2026-11-16; if it has changed on purpose:"
+        f" --repin. says {sha(A)}"
+    )
     with pytest.raises(DownloadError, match=line):
         one(server, told, store, wanted, Wish(again=True))
     assert (here.path / "a.bin").read_bytes() == A  # what was here still is
@@ -175,7 +208,9 @@ def test_the_table_is_not_overruled_by_a_pin(server, told, store):
 
 def test_a_damaged_lock_file_is_not_taken_for_an_empty_one(server, told, store):
     store.pins_path.write_text("{}}")
-    with pytest.raises(RequestError, match=r"pins\.json: not a lock file of Steelyard; bring it back, or remove it"):
+    with pytest.raises(
+        RequestError, match=r"pins\.json: not a lock file of Steelyard; bring it back, or remove it"
+    ):
         one(server, told, store, source(server, File("a.bin", ("/a",))))
 
 
@@ -190,9 +225,17 @@ def record_zip(**names: bytes) -> bytes:
 def test_an_archive_is_unpacked_and_files_lie_beside_it(server, told, store):
     packed = record_zip(train=b"1\n", val=b"2\n")
     server.pages |= {"/z": Page(packed), "/v": Page(B)}
-    wanted = source(server, File("r.zip", ("/z",), None, sha(packed), top="train.jsonl"), File("vocab.txt", ("/v",)))
+    wanted = source(
+        server,
+        File("r.zip", ("/z",), None, sha(packed), top="train.jsonl"),
+        File("vocab.txt", ("/v",)),
+    )
     here, _ = one(server, told, store, wanted)
-    assert sorted(piece.path for piece in here.manifest.files) == ["train.jsonl", "val.jsonl", "vocab.txt"]
+    assert sorted(piece.path for piece in here.manifest.files) == [
+        "train.jsonl",
+        "val.jsonl",
+        "vocab.txt",
+    ]
     assert [made.sha256 for made in here.manifest.downloads] == [sha(packed), sha(B)]
     assert visible(store) == ["pins.json", "some"]
 
@@ -210,7 +253,9 @@ def test_an_archive_that_is_none_is_neither_kept_nor_pinned(server, told, store)
 def test_a_mirror_is_asked_first(server, told, store):
     server.pages |= {"/mirror/some/a.bin": Page(A), "/a": Page(A)}
     wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)))
-    here, _ = one(server, told, store, wanted, Wish(mirrors=(f"{server.url}/none", f"{server.url}/mirror/")))
+    here, _ = one(
+        server, told, store, wanted, Wish(mirrors=(f"{server.url}/none", f"{server.url}/mirror/"))
+    )
     assert [seen.path for seen in server.seen] == ["/none/some/a.bin", "/mirror/some/a.bin"]
     assert here.manifest.downloads[0].url == f"{server.url}/mirror/some/a.bin"
 
@@ -222,7 +267,9 @@ def test_a_folder_brings_the_files(server, told, store, tmp_path, below):
     wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",)))
     offline = Wish(offline=tmp_path / "usb")
     (folder / "a.bin").write_bytes(A)
-    with pytest.raises(RequestError, match=f"no b.bin in it, nor in its some/; bring it there from {server.url}/b"):
+    with pytest.raises(
+        RequestError, match=f"no b.bin in it, nor in its some/; bring it there from {server.url}/b"
+    ):
         one(server, told, store, wanted, offline)
     (folder / "b.bin").write_bytes(B)
     here, _ = one(server, told, store, wanted, offline)
@@ -234,7 +281,9 @@ def test_a_folder_brings_the_files(server, told, store, tmp_path, below):
 def test_a_folder_with_another_file_is_refused(server, told, store, tmp_path):
     (tmp_path / "a.bin").write_bytes(B)
     wanted = source(server, File("a.bin", ("/a",), None, sha(A)))
-    with pytest.raises(DownloadError, match=f"a.bin: sha256 {sha(B)}; the table of sources says {sha(A)}"):
+    with pytest.raises(
+        DownloadError, match=f"a.bin: sha256 {sha(B)}; the table of sources says {sha(A)}"
+    ):
         one(server, told, store, wanted, Wish(offline=tmp_path))
     assert store.find("some") is None
 
@@ -242,8 +291,12 @@ def test_a_folder_with_another_file_is_refused(server, told, store, tmp_path):
 def test_room_is_looked_at_for_all_files_before_the_first(server, told, store, monkeypatch):
     server.pages["/a"] = Page(A)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), 10**9, sha(B)))
-    with pytest.raises(NoSpaceError, match=f"^{len(A) + 10**9} bytes are needed in .*, and 0 are free"):
+    wanted = source(
+        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), 10**9, sha(B))
+    )
+    with pytest.raises(
+        NoSpaceError, match=f"^{len(A) + 10**9} bytes are needed in .*, and 0 are free"
+    ):
         one(server, told, store, wanted)
     assert server.seen == []
 
@@ -265,7 +318,9 @@ print(before, here.manifest.size_bytes)
 
 def worker(store: Store, server: Server) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", WORKER, str(store.folder), server.url]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.process
@@ -299,7 +354,10 @@ def test_a_killed_process_leaves_a_part_and_no_lock(server, told, store):
     page.stalls.clear()
     wanted = source(server, File("a.bin", ("/a",)), File("b.bin", ("/b",)))
     here, _ = one(server, told, store, wanted)
-    assert [(seen.path, seen.range) for seen in server.seen] == [("/a", f"bytes={had}-"), ("/b", None)]
+    assert [(seen.path, seen.range) for seen in server.seen] == [
+        ("/a", f"bytes={had}-"),
+        ("/b", None),
+    ]
     assert (here.path / "a.bin").read_bytes() == A
 
 
@@ -331,7 +389,9 @@ def test_the_table_is_sound():
 def test_every_shipped_task_has_a_source():
     from steelyard import tasks
 
-    assert {task.name: getattr(table.of_task(task.name), "name", None) for task in tasks.SHIPPED} == {
+    assert {
+        task.name: getattr(table.of_task(task.name), "name", None) for task in tasks.SHIPPED
+    } == {
         "mmlu": "mmlu",
         "lambada": "lambada",
         "openwebtext": "openwebtext",
@@ -347,7 +407,10 @@ def test_unknown_names_are_refused_with_the_nearest():
         (
             "weights",
             "smollm2-135",
-            "no weights 'smollm2-135' to get; did you mean 'smollm2-135m'? (or the id of a model, such as",
+            (
+                "no weights 'smollm2-135' to get; did you mean 'smollm2-135m'? (or the id of a"
+                " model, such as"
+            ),
         ),
         ("weights", "a/b/c", "no weights 'a/b/c' to get; known: "),
     ):

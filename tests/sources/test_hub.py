@@ -1,4 +1,6 @@
-"""Models of the hub, through huggingface_hub itself: its own library against a server that speaks as the hub does."""
+"""Models of the hub, through huggingface_hub itself: its own library against a server that speaks
+as the hub does.
+"""
 
 import hashlib
 from pathlib import Path
@@ -29,9 +31,19 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def get(server: Server, told, store: Store):
-    def ask(name: str = "org/tiny", revision: str | None = None, wish: Wish | None = None, at: str = ""):
+    def ask(
+        name: str = "org/tiny", revision: str | None = None, wish: Wish | None = None, at: str = ""
+    ):
         row = table.row("weights", name)
-        return hub.get(store, row, revision, wish or Wish(), told.tools(), lambda: "2026-11-16", at or server.url)
+        return hub.get(
+            store,
+            row,
+            revision,
+            wish or Wish(),
+            told.tools(),
+            lambda: "2026-11-16",
+            at or server.url,
+        )
 
     return ask
 
@@ -42,7 +54,9 @@ def test_a_model_is_taken_without_its_code_and_its_second_weights(server, get, t
     assert (here.path, before) == (store.folder / "org--tiny", False)
     taken = ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
     assert [piece.path for piece in here.manifest.files] == taken
-    assert {name: (here.path / name).read_bytes() for name in taken} == {name: FILES[name] for name in taken}
+    assert {name: (here.path / name).read_bytes() for name in taken} == {
+        name: FILES[name] for name in taken
+    }
     assert (here.manifest.revision, here.manifest.licence) == (REVISION, "mit")
     assert {made.checked_by for made in here.manifest.downloads} == {"hub"}
     assert {made.name: made.sha256 for made in here.manifest.downloads} == {
@@ -60,7 +74,10 @@ def test_the_revision_of_the_first_use_stays(server, get, told, store):
     get()
     publish(server, "org/tiny", {**FILES, "config.json": b'{"model_type": "other"}'}, "f" * 40)
     here, _ = get(wish=Wish(again=True))
-    assert (here.manifest.revision, (here.path / "config.json").read_bytes()) == (REVISION, FILES["config.json"])
+    assert (here.manifest.revision, (here.path / "config.json").read_bytes()) == (
+        REVISION,
+        FILES["config.json"],
+    )
     here, _ = get(wish=Wish(repin=True))
     assert (here.manifest.revision, store.pins()["org/tiny"].revision) == ("f" * 40,) * 2
     here, before = get(revision=REVISION)
@@ -85,17 +102,25 @@ def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told
     (tree / "config.json").write_bytes(b"of another revision")
     server.pages[f"/org/tiny/resolve/{REVISION}/model.safetensors"].cuts = [100_000]
     here, _ = get()
-    assert [piece.path for piece in here.manifest.files] == ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+    assert [piece.path for piece in here.manifest.files] == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert (here.path / "config.json").read_bytes() == FILES["config.json"]
     assert (here.path / "model.safetensors").read_bytes() == WEIGHTS
-    assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2  # the library asks again
+    # the library asks again
+    assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2
 
 
 def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
     publish(server, "meta-llama/Llama-2-7b-hf", FILES)
     gated = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"}
     for name in FILES:
-        server.pages[f"/meta-llama/Llama-2-7b-hf/resolve/{REVISION}/{name}"] = Page(statuses=[403] * 9, headers=gated)
+        server.pages[f"/meta-llama/Llama-2-7b-hf/resolve/{REVISION}/{name}"] = Page(
+            statuses=[403] * 9, headers=gated
+        )
     with pytest.raises(RequestError) as caught:
         get("llama2-7b")
     assert str(caught.value) == (golden("meta-llama-llama-2-7-hf"))
@@ -104,10 +129,17 @@ def test_a_gated_model_says_what_to_accept_and_where(server, get, told, store):
 def test_what_the_hub_does_not_have_is_said(server, get, told, store):
     missing = {"X-Error-Code": "RepoNotFound"}
     server.pages["/api/models/org/none"] = Page(statuses=[404], headers=missing)
-    with pytest.raises(RequestError, match="no model 'org/none' on the hub, or it is private: check the name"):
+    with pytest.raises(
+        RequestError, match="no model 'org/none' on the hub, or it is private: check the name"
+    ):
         get("org/none")
-    server.pages["/api/models/org/none/revision/v9"] = Page(statuses=[404], headers={"X-Error-Code": "RevisionNotFound"})
-    with pytest.raises(RequestError, match=r"org/none has no such revision; see https://huggingface.co/org/none/commits/main"):
+    server.pages["/api/models/org/none/revision/v9"] = Page(
+        statuses=[404], headers={"X-Error-Code": "RevisionNotFound"}
+    )
+    with pytest.raises(
+        RequestError,
+        match=r"org/none has no such revision; see https://huggingface.co/org/none/commits/main",
+    ):
         get("org/none", "v9")
     with pytest.raises(RequestError, match=r"'org/a\.\.b' is no id of a model: "):
         get("org/a..b")
@@ -117,7 +149,10 @@ def test_what_the_hub_does_not_have_is_said(server, get, told, store):
 
 
 def test_a_hub_that_is_not_there_is_one_line(get):
-    with pytest.raises(DownloadError, match=r"^org/tiny: .*; run the same command again: files that are whole stay$"):
+    with pytest.raises(
+        DownloadError,
+        match=r"^org/tiny: .*; run the same command again: files that are whole stay$",
+    ):
         get(at="http://127.0.0.1:9")
 
 
@@ -131,7 +166,9 @@ def test_without_the_library_it_says_what_to_install(get, monkeypatch):
 def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
     folder = tmp_path / "usb" / below
     folder.mkdir(parents=True)
-    with pytest.raises(RequestError, match=r"no config\.json in it, nor in org--tiny/ or tiny/ below it"):
+    with pytest.raises(
+        RequestError, match=r"no config\.json in it, nor in org--tiny/ or tiny/ below it"
+    ):
         get(wish=Wish(offline=tmp_path / "usb"))
     for name in ("config.json", "model.safetensors", "modeling_odd.py"):
         (folder / name).write_bytes(FILES[name])
@@ -145,13 +182,23 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
 @pytest.mark.parametrize(
     ("names", "taken"),
     [
-        (["config.json", "pytorch_model.bin", "optimizer.bin"], ["config.json", "pytorch_model.bin"]),
         (
-            ["consolidated.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+            ["config.json", "pytorch_model.bin", "optimizer.bin"],
+            ["config.json", "pytorch_model.bin"],
+        ),
+        (
+            [
+                "consolidated.safetensors",
+                "model-00001-of-00002.safetensors",
+                "model.safetensors.index.json",
+            ],
             ["model-00001-of-00002.safetensors", "model.safetensors.index.json"],
         ),
         (["consolidated.safetensors"], ["consolidated.safetensors"]),
-        (["model.safetensors", "pytorch_model.bin.index.json", "pytorch_model-1-of-1.bin"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "pytorch_model.bin.index.json", "pytorch_model-1-of-1.bin"],
+            ["model.safetensors"],
+        ),
         (
             ["LICENSE", "USE_POLICY.md", "tokenizer.model", "run.py", "a/config.json"],
             ["LICENSE", "USE_POLICY.md", "tokenizer.model"],
@@ -167,12 +214,19 @@ def test_a_branch_that_names_the_same_commit_is_here(server, get, told, store):
     here, _ = get()
     server.seen.clear()
     assert get(revision="main") == (here, True)
-    assert not any("model.safetensors" in str(one) for one in server.seen)  # asked what it has, and no more
+    # asked what it has, and no more
+    assert not any("model.safetensors" in str(one) for one in server.seen)
 
 
 def test_a_model_without_weights_is_refused(server, get, tmp_path):
-    publish(server, "org/tiny", {name: text for name, text in FILES.items() if not name.endswith((".safetensors", ".bin"))})
-    with pytest.raises(RequestError, match=r"org/tiny: neither safetensors nor pytorch_model\.bin at its top"):
+    publish(
+        server,
+        "org/tiny",
+        {name: text for name, text in FILES.items() if not name.endswith((".safetensors", ".bin"))},
+    )
+    with pytest.raises(
+        RequestError, match=r"org/tiny: neither safetensors nor pytorch_model\.bin at its top"
+    ):
         get()
     (tmp_path / "config.json").write_bytes(FILES["config.json"])
     with pytest.raises(RequestError, match="neither safetensors nor"):
@@ -197,5 +251,8 @@ def test_a_failure_of_the_store_of_chunks_is_one_line(server, get, monkeypatch):
         raise RuntimeError("Data processing error: CAS service error")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", broken)
-    with pytest.raises(DownloadError, match="org/tiny: Data processing error: CAS service error; run the same command again"):
+    with pytest.raises(
+        DownloadError,
+        match="org/tiny: Data processing error: CAS service error; run the same command again",
+    ):
         get()

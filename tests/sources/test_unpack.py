@@ -1,4 +1,6 @@
-"""Archives that would leave their folder, fill the disk or plant links: refused, and nothing of them stays."""
+"""Archives that would leave their folder, fill the disk or plant links: refused, and nothing of
+them stays.
+"""
 
 import bz2
 import gzip
@@ -18,7 +20,9 @@ from steelyard.sources.unpack import unpack
 MOST = 1 << 20
 
 
-def tar(path: Path, *members: tarfile.TarInfo | tuple[str, bytes], compress=lambda raw: raw) -> Path:
+def tar(
+    path: Path, *members: tarfile.TarInfo | tuple[str, bytes], compress=lambda raw: raw
+) -> Path:
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as out:
         for member in members:
@@ -53,26 +57,52 @@ def refusal(path: Path, most: int = MOST) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("compress", [lambda raw: raw, gzip.compress, bz2.compress], ids=["tar", "gz", "bz2"])
+@pytest.mark.parametrize(
+    "compress", [lambda raw: raw, gzip.compress, bz2.compress], ids=["tar", "gz", "bz2"]
+)
 def test_a_tar_is_unpacked_from_the_folder_of_its_top(tmp_path, compress):
     folder = odd("a", tarfile.DIRTYPE)
-    path = tar(tmp_path / "x", folder, ("a/top.txt", b"1"), ("a/in/deep.bin", b"22"), ("beside.txt", b"3"), compress=compress)
+    path = tar(
+        tmp_path / "x",
+        folder,
+        ("a/top.txt", b"1"),
+        ("a/in/deep.bin", b"22"),
+        ("beside.txt", b"3"),
+        compress=compress,
+    )
     unpack(path, tmp_path / "out", "top.txt", MOST)
-    found = {one.relative_to(tmp_path / "out").as_posix(): one.read_bytes() for one in (tmp_path / "out").rglob("*.*")}
+    found = {
+        one.relative_to(tmp_path / "out").as_posix(): one.read_bytes()
+        for one in (tmp_path / "out").rglob("*.*")
+    }
     assert found == {"top.txt": b"1", "in/deep.bin": b"22"}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "x"]
 
 
 def test_a_zip_is_unpacked_from_the_folder_of_its_top(tmp_path):
-    path = zipped(tmp_path / "x.zip", ("R/", b""), ("R/top.txt", b"1"), ("R/val.txt", b"2"), ("__MACOSX/R/top.txt", b"no"))
+    path = zipped(
+        tmp_path / "x.zip",
+        ("R/", b""),
+        ("R/top.txt", b"1"),
+        ("R/val.txt", b"2"),
+        ("__MACOSX/R/top.txt", b"no"),
+    )
     unpack(path, tmp_path / "out", "top.txt", MOST)
-    assert {one.name: one.read_bytes() for one in (tmp_path / "out").iterdir()} == {"top.txt": b"1", "val.txt": b"2"}
+    assert {one.name: one.read_bytes() for one in (tmp_path / "out").iterdir()} == {
+        "top.txt": b"1",
+        "val.txt": b"2",
+    }
 
 
 def test_a_tar_that_ends_in_a_zip_is_a_tar(tmp_path):
     inner = zipped(tmp_path / "inner.zip", ("top.txt", b"of the zip")).read_bytes()
     (tmp_path / "inner.zip").unlink()
-    unpack(tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)), tmp_path / "out", "top.txt", MOST)
+    unpack(
+        tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)),
+        tmp_path / "out",
+        "top.txt",
+        MOST,
+    )
     assert (tmp_path / "out" / "top.txt").read_bytes() == b"1"
 
 
@@ -83,7 +113,18 @@ def test_files_are_no_programs_whatever_the_archive_says(tmp_path):
     assert stat.S_IMODE((tmp_path / "out" / "top.txt").stat().st_mode) & 0o7133 == 0
 
 
-NAMES = ["/etc/x", "../x", "a/../../x", "a//x", "a\\x", "C:x", "a/./x", "a\nb", "x" * 1025, "/".join("a" * 33)]
+NAMES = [
+    "/etc/x",
+    "../x",
+    "a/../../x",
+    "a//x",
+    "a\\x",
+    "C:x",
+    "a/./x",
+    "a\nb",
+    "x" * 1025,
+    "/".join("a" * 33),
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name[:12]))
@@ -103,17 +144,24 @@ def test_a_folder_of_a_bad_name_is_refused_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE], ids=["link", "hard link", "pipe", "device"]
+    "kind",
+    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE],
+    ids=["link", "hard link", "pipe", "device"],
 )
 def test_a_tar_holds_files_only(tmp_path, kind):
-    path = tar(tmp_path / "x", ("top.txt", b""), odd("link", kind, "/etc/passwd"), ("link/x", b"gotcha"))
+    path = tar(
+        tmp_path / "x", ("top.txt", b""), odd("link", kind, "/etc/passwd"), ("link/x", b"gotcha")
+    )
     assert refusal(path) == "'link' is a link or a device"
 
 
 def test_a_zip_holds_files_only(tmp_path):
     info = zipfile.ZipInfo("link")
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
-    assert refusal(zipped(tmp_path / "x", ("top.txt", b""), (info, b"/etc/passwd"))) == "'link' is a link or a device"
+    assert (
+        refusal(zipped(tmp_path / "x", ("top.txt", b""), (info, b"/etc/passwd")))
+        == "'link' is a link or a device"
+    )
 
 
 def test_what_is_unpacked_has_a_limit(tmp_path):
@@ -131,21 +179,33 @@ def test_the_names_of_a_tar_have_a_limit(tmp_path):
     member = odd("x", tarfile.GNUTYPE_LONGNAME)
     member.size = 80 << 20
     path.write_bytes(gzip.compress(member.tobuf() + bytes(80 << 20), 1))
-    assert refusal(path, 1 << 30) == f"a part of {80 << 20} bytes; at most {65 << 20} are read at once"
+    assert (
+        refusal(path, 1 << 30) == f"a part of {80 << 20} bytes; at most {65 << 20} are read at once"
+    )
 
 
 def test_the_number_of_files_has_a_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(unpacking, "MOST_FILES", 3)
-    assert refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4)))) == "more than 3 files and folders"
+    assert (
+        refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4))))
+        == "more than 3 files and folders"
+    )
 
 
 def test_a_name_stands_once(tmp_path):
-    assert refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("TOP.txt", b"2"))) == "'TOP.txt' stands in it twice"
-    assert refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("top.txt/x", b"2"))) == golden("top-txt-is-file-and-folder")
+    assert (
+        refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("TOP.txt", b"2")))
+        == "'TOP.txt' stands in it twice"
+    )
+    assert refusal(tar(tmp_path / "x", ("top.txt", b"1"), ("top.txt/x", b"2"))) == golden(
+        "top-txt-is-file-and-folder"
+    )
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"<html>", b"\x1f\x8b12345678", b"BZh9nonsense", b"PK\x03\x04", bytes(511)], ids=lambda raw: repr(raw[:4])
+    "content",
+    [b"", b"<html>", b"\x1f\x8b12345678", b"BZh9nonsense", b"PK\x03\x04", bytes(511)],
+    ids=lambda raw: repr(raw[:4]),
 )
 def test_what_is_no_archive_is_said_so(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
@@ -154,7 +214,9 @@ def test_what_is_no_archive_is_said_so(tmp_path, content):
 
 @pytest.mark.parametrize("compress", [gzip.compress, bz2.compress], ids=["gz", "bz2"])
 def test_a_cut_archive_is_said_so(tmp_path, compress):
-    path = tar(tmp_path / "x", ("top.txt", b"1"), ("more", bytes(range(256)) * 1000), compress=compress)
+    path = tar(
+        tmp_path / "x", ("top.txt", b"1"), ("more", bytes(range(256)) * 1000), compress=compress
+    )
     path.write_bytes(path.read_bytes()[:-400])
     assert refusal(path).startswith("not a readable tar or zip: ")
 

@@ -1,4 +1,6 @@
-"""Files of instruction data: every layout reads the same, and files that are none are refused in one line."""
+"""Files of instruction data: every layout reads the same, and files that are none are refused in
+one line.
+"""
 
 import gzip
 import json
@@ -28,7 +30,12 @@ LONG = Conversation((("human", "a"), ("assistant", "b"), ("human", "c")), "Be ki
 
 
 def line(*turns: tuple[object, object], **more: object) -> bytes:
-    return json.dumps({"id": "x", "conversations": [{"from": a, "value": b} for a, b in turns], **more}).encode() + b"\n"
+    return (
+        json.dumps(
+            {"id": "x", "conversations": [{"from": a, "value": b} for a, b in turns], **more}
+        ).encode()
+        + b"\n"
+    )
 
 
 LINES = (
@@ -49,7 +56,9 @@ def refusal(source: Path) -> str:
 def test_every_layout_reads_the_same(tmp_path: Path) -> None:
     files = {
         "one/alpaca_data.json": json.dumps(ELEMENTS).encode(),
-        "two/x.json": b" \r\n" + json.dumps(ELEMENTS, indent=4, ensure_ascii=False).encode() + b"\n\n",
+        "two/x.json": (
+            b" \r\n" + json.dumps(ELEMENTS, indent=4, ensure_ascii=False).encode() + b"\n\n"
+        ),
         "three/x.json.gz": gzip.compress(json.dumps(ELEMENTS).encode(), mtime=0),
         "four/x.jsonl": LINES,
         "five/x.jsonl": LINES[:-1].replace(b"\n", b"\r\n"),
@@ -69,15 +78,21 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
 
 
 def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: Path) -> None:
-    """And in no conversation, which has its own in it: what FlagAI's file says is what alpaca's JSON becomes."""
+    """And in no conversation, which has its own in it: what FlagAI's file says is what alpaca's
+    JSON becomes.
+    """
     elements, lines = tmp_path / "x.json", tmp_path / "x.jsonl"
     elements.write_text(json.dumps(ELEMENTS))
     joined = Conversation((("human", "Count.\n\n\nnaïve “dogs”\n"), ("assistant", "")))
     assert data.read(elements, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
     lines.write_bytes(LINES.replace(b"Count.\\n", b"Count.\\n\\n\\n"))
     assert data.read(lines)[0] == data.read(lines, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
-    assert data.fingerprint(data.read(lines)[0], Words()) == data.fingerprint(data.read(elements, "\n\n\n")[0], Words())
-    assert data.fingerprint(data.read(elements)[0], Words()) != data.fingerprint(data.read(lines)[0], Words())
+    assert data.fingerprint(data.read(lines)[0], Words()) == data.fingerprint(
+        data.read(elements, "\n\n\n")[0], Words()
+    )
+    assert data.fingerprint(data.read(elements)[0], Words()) != data.fingerprint(
+        data.read(lines)[0], Words()
+    )
 
 
 def test_turns_and_an_instruction(tmp_path: Path) -> None:
@@ -88,8 +103,10 @@ def test_turns_and_an_instruction(tmp_path: Path) -> None:
 
 def test_a_folder_holds_one(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    assert refusal(nowhere) == (
-        f"data {str(nowhere)!r} does not exist; give alpaca_data.json or the folder that holds it with --data"
+    assert (
+        refusal(nowhere)
+        == f"data {str(nowhere)!r} does not exist; give alpaca_data.json or the folder that holds"
+        " it with --data"
     )
     next_step = "give a folder with one .json or .jsonl (.gz), or that file, with --data"
     assert refusal(tmp_path) == f"{tmp_path}: no .json or .jsonl in it; {next_step}"
@@ -99,27 +116,60 @@ def test_a_folder_holds_one(tmp_path: Path) -> None:
 
 
 ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
-LINE = 'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "instruction": "…"}'
+LINE = (
+    'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}],'
+    ' "instruction": "…"}'
+)
 GOOD = b'{"instruction": "a", "output": "b"}'
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
-        (b" \n", "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
+        (
+            b"",
+            (
+                "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a"
+                " line"
+            ),
+        ),
+        (
+            b" \n",
+            (
+                "is empty; allowed: alpaca's JSON, which is a list, or conversations, one object a"
+                " line"
+            ),
+        ),
         (
             b"\xef\xbb\xbf[]",
-            "begins with b'\\xef'; allowed: alpaca's JSON, which is a list, or conversations, one object a line",
+            (
+                "begins with b'\\xef'; allowed: alpaca's JSON, which is a list, or conversations,"
+                " one object a line"
+            ),
         ),
-        (b'"a"', "begins with b'\"'; allowed: alpaca's JSON, which is a list, or conversations, one object a line"),
+        (
+            b'"a"',
+            (
+                "begins with b'\"'; allowed: alpaca's JSON, which is a list, or conversations, one"
+                " object a line"
+            ),
+        ),
         (b"[ ]", "an empty list; alpaca's data has 52002 elements"),
         (b"[", f"element 1 is not JSON: Expecting value (column 2); {ALPACA}"),
-        (b"[" + GOOD + b",\n]", f"element 2 is not JSON: Expecting value (line 2, column 1); {ALPACA}"),
+        (
+            b"[" + GOOD + b",\n]",
+            f"element 2 is not JSON: Expecting value (line 2, column 1); {ALPACA}",
+        ),
         (b"[" + GOOD, "'' behind element 1; the file is one JSON list"),
         (b"[" + GOOD + b" " + GOOD + b"]", "'{' behind element 1; the file is one JSON list"),
         (b"[" + GOOD + b"] []", "'[]' behind the list; the file is one JSON list"),
-        (b'["\xe9"]', "not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 2: invalid continuation byte"),
+        (
+            b'["\xe9"]',
+            (
+                "not UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 2: invalid"
+                " continuation byte"
+            ),
+        ),
         (b'[{"x": NaN}]', f"element 1 is not JSON: NaN is no number; {ALPACA}"),
         (b'[{"x": -Infinity}]', f"element 1 is not JSON: -Infinity is no number; {ALPACA}"),
         (b'[{"x": 1, "x": 1}]', f"element 1 is not JSON: a key stands twice; {ALPACA}"),
@@ -128,43 +178,76 @@ GOOD = b'{"instruction": "a", "output": "b"}'
         (b'[{"output": "a", "input": ""}]', f"element 1 has no instruction; {ALPACA}"),
         (b'[{"instruction": "a", "output": null}]', "element 1: output is None; allowed: a string"),
         (b'[{"instruction": 5, "output": "a"}]', "element 1: instruction is 5; allowed: a string"),
-        (b'[{"instruction": "a", "input": null, "output": "a"}]', "element 1: input is None; allowed: a string"),
-        (b'[{"instruction": "a", "output": "\\ud800"}]', "element 1: output is '\\ud800'; a text must be valid Unicode"),
+        (
+            b'[{"instruction": "a", "input": null, "output": "a"}]',
+            "element 1: input is None; allowed: a string",
+        ),
+        (
+            b'[{"instruction": "a", "output": "\\ud800"}]',
+            "element 1: output is '\\ud800'; a text must be valid Unicode",
+        ),
         (b"{}", f"line 1 is {{}}; {LINE}"),
         (GOOD, f"line 1 is {{'instruction': 'a', 'output': 'b'}}; {LINE}"),
         (LINES + b"\n", f"line 4 is not JSON in UTF-8: Expecting value (column 1); {LINE}"),
         (LINES + b"[]", f"line 4 is []; {LINE}"),
-        (LINES + b'{"conversations": []', f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE}"),
+        (
+            LINES + b'{"conversations": []',
+            f"line 4 is not JSON in UTF-8: Expecting ',' delimiter (column 21); {LINE}",
+        ),
         (LINES + b'{"conversations": {}}', f"line 4 is {{'conversations': {{}}}}; {LINE}"),
         (b'{"x": NaN}', f"line 1 is not JSON in UTF-8: NaN is no number; {LINE}"),
         (
             b'{"x": "\xe9"}',
-            "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7: invalid continuation byte; "
-            + LINE,
+            "line 1 is not JSON in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 7:"
+            " invalid continuation byte; " + LINE,
         ),
         (b'{"conversations": []}', "line 1: no turn of the assistant; it has nothing to train on"),
         (line(("human", "a")), "line 1: no turn of the assistant; it has nothing to train on"),
-        (line(("gpt", "a")), "line 1: turn 1 is the assistant's; turns alternate, and the human begins"),
-        (line(("human", "a"), ("user", "b")), "line 1: turn 2 is the human's; turns alternate, and the human begins"),
+        (
+            line(("gpt", "a")),
+            "line 1: turn 1 is the assistant's; turns alternate, and the human begins",
+        ),
+        (
+            line(("human", "a"), ("user", "b")),
+            "line 1: turn 2 is the human's; turns alternate, and the human begins",
+        ),
         (
             line(("human", "a"), ("gpt", "b"), ("gpt", "c")),
             "line 1: turn 3 is the assistant's; turns alternate, and the human begins",
         ),
-        (LINES + line(("bot", "a")), "line 4: turn 1 is from 'bot'; allowed: human, user, gpt, assistant"),
-        (line((["human"], "a")), "line 1: turn 1 is from ['human']; allowed: human, user, gpt, assistant"),
+        (
+            LINES + line(("bot", "a")),
+            "line 4: turn 1 is from 'bot'; allowed: human, user, gpt, assistant",
+        ),
+        (
+            line((["human"], "a")),
+            "line 1: turn 1 is from ['human']; allowed: human, user, gpt, assistant",
+        ),
         (line(("human", 5)), "line 1: the value of turn 1 is 5; allowed: a string"),
-        (line(("human", "a"), ("gpt", "\ud800")), "line 1: the value of turn 2 is '\\ud800'; a text must be valid Unicode"),
-        (line(("human", "a"), ("gpt", "b"), instruction=None), "line 1: instruction is None; allowed: a string"),
+        (
+            line(("human", "a"), ("gpt", "\ud800")),
+            "line 1: the value of turn 2 is '\\ud800'; a text must be valid Unicode",
+        ),
+        (
+            line(("human", "a"), ("gpt", "b"), instruction=None),
+            "line 1: instruction is None; allowed: a string",
+        ),
         (
             b'{"conversations": [{"from": "human"}]}',
             'line 1: turn 1 is {\'from\': \'human\'}; a turn is {"from": "human", "value": "…"}',
         ),
-        (b'{"conversations": ["a"]}', 'line 1: turn 1 is \'a\'; a turn is {"from": "human", "value": "…"}'),
+        (
+            b'{"conversations": ["a"]}',
+            'line 1: turn 1 is \'a\'; a turn is {"from": "human", "value": "…"}',
+        ),
         (
             gzip.compress(LINES, mtime=0)[:-9],
             "cannot be read: Compressed file ended before the end-of-stream marker was reached",
         ),
-        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
+        (
+            b"\x1f\x8b\x08\x00" + b"\xff" * 40,
+            "cannot be read: Error -3 while decompressing data: invalid block type",
+        ),
     ],
 )
 def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -195,14 +278,18 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert data.read(plain)[0] == data.read(packed)[0] == SAID
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES) - 1)
     for path in (plain, packed):
-        assert refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
+        assert (
+            refusal(path) == f"{path}: larger than {len(LINES) - 1} bytes; alpaca's data has 23 MB"
+        )
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size - 1)
     assert refusal(packed).startswith(
         f"{packed}: larger than {packed.stat().st_size - 1} bytes, the limit for a compressed file"
     )
 
 
-def test_a_file_that_unpacks_without_end_is_refused_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_unpacks_without_end_is_refused_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", 4 << 20)
     path = tmp_path / "x.json"
     path.write_bytes(gzip.compress(b" " * (64 << 20), 1, mtime=0))

@@ -1,4 +1,6 @@
-"""Instruction data: samples and rows worked out by hand, batches and epochs, fingerprints, and made conversations."""
+"""Instruction data: samples and rows worked out by hand, batches and epochs, fingerprints, and made
+conversations.
+"""
 
 import hashlib
 import itertools
@@ -20,7 +22,9 @@ from steelyard.tasks.alpaca.task import MadeConversations
 
 
 def said(*texts: str, instruction: str = "") -> Conversation:
-    return Conversation(tuple(zip(itertools.cycle(("human", "assistant")), texts, strict=False)), instruction)
+    return Conversation(
+        tuple(zip(itertools.cycle(("human", "assistant")), texts, strict=False)), instruction
+    )
 
 
 # Header, the human's tag, " cat", newline, the assistant's tag, " dog", "s", newline, end.
@@ -29,21 +33,38 @@ TWO = ConversationSample(
     (1, 10, 11, 17, 14, 12, 16, 14, 13, 15, 14, 12, 17, 14, 13, 18, 14, 2),
     (False,) * 9 + (True,) * 2 + (False,) * 4 + (True,) * 3,
 )
-OPEN = ConversationSample((1, 10, 12, 15, 14, 13, 16, 14, 12, 17, 14, 2), (False,) * 6 + (True,) * 2 + (False,) * 4)
-BY_HAND = [said("cat", "dogs"), said("dog", "cat", "mouse", "", instruction="mouse"), said("cat", "dog", "mouse")]
+OPEN = ConversationSample(
+    (1, 10, 12, 15, 14, 13, 16, 14, 12, 17, 14, 2), (False,) * 6 + (True,) * 2 + (False,) * 4
+)
+BY_HAND = [
+    said("cat", "dogs"),
+    said("dog", "cat", "mouse", "", instruction="mouse"),
+    said("cat", "dog", "mouse"),
+]
 
 
 def test_samples_by_hand() -> None:
     assert data.encode(BY_HAND, Words(), 18) == ([ONE, TWO, OPEN], 0)
-    assert data.totals([ONE, TWO, OPEN]) == {"samples": 3, "tokens": 40, "learned": 11, "longest": 18, "mean": 40 / 3}
+    assert data.totals([ONE, TWO, OPEN]) == {
+        "samples": 3,
+        "tokens": 40,
+        "learned": 11,
+        "longest": 18,
+        "mean": 40 / 3,
+    }
     assert data.totals([]) == {"samples": 0, "tokens": 0, "learned": 0, "longest": 0, "mean": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("begin", "close"), [((), ()), ((), (2,)), ((1,), (2,)), ((2,), ()), ((2,), (2,)), ((5, 6), (7, 8)), ((2, 2), ())]
+    ("begin", "close"),
+    [((), ()), ((), (2,)), ((1,), (2,)), ((2,), ()), ((2,), (2,)), ((5, 6), (7, 8)), ((2, 2), ())],
 )
-def test_what_a_tokenizer_puts_around_a_text_stands_once(begin: tuple[int, ...], close: tuple[int, ...]) -> None:
-    expected = ConversationSample((*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:]))
+def test_what_a_tokenizer_puts_around_a_text_stands_once(
+    begin: tuple[int, ...], close: tuple[int, ...]
+) -> None:
+    expected = ConversationSample(
+        (*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:])
+    )
     assert data.encode([BY_HAND[0]], Words(begin=begin, close=close), 18) == ([expected], 0)
 
 
@@ -64,10 +85,16 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 
 def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() -> None:
-    assert data.encode(BY_HAND, Words(), 17) == ([ONE, ConversationSample(TWO.tokens[:17], TWO.learned[:17]), OPEN], 1)
+    assert data.encode(BY_HAND, Words(), 17) == (
+        [ONE, ConversationSample(TWO.tokens[:17], TWO.learned[:17]), OPEN],
+        1,
+    )
     cut = [ConversationSample(one.tokens[:9], one.learned[:9]) for one in (ONE, OPEN)]
     assert data.encode(BY_HAND, Words(), 9) == (cut, 3)  # nine tokens of the second hold no answer
-    assert data.encode(BY_HAND, Words(), 7) == ([ConversationSample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)], 3)
+    assert data.encode(BY_HAND, Words(), 7) == (
+        [ConversationSample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)],
+        3,
+    )
     assert data.encode(BY_HAND, Words(), 6) == ([], 3)
 
 
@@ -76,16 +103,28 @@ def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
     whole = [ONE, TWO, OPEN]
 
     def cut(number: int, length: int, beyond: int | None) -> ConversationSample:
-        return ConversationSample(whole[number].tokens[:length], whole[number].learned[:length], beyond)
+        return ConversationSample(
+            whole[number].tokens[:length], whole[number].learned[:length], beyond
+        )
 
     assert data.encode(BY_HAND, Words(), 18, last_target=True) == (whole, 0)
-    assert data.encode(BY_HAND, Words(), 17, last_target=True) == ([ONE, cut(1, 17, 2), OPEN], 0)  # all targets are there
+    # all targets are there
+    assert data.encode(BY_HAND, Words(), 17, last_target=True) == ([ONE, cut(1, 17, 2), OPEN], 0)
     assert data.encode(BY_HAND, Words(), 16, last_target=True) == ([ONE, cut(1, 16, 14), OPEN], 1)
     # Behind nine tokens: the end of ONE, an answer's first token of TWO, nothing learned of OPEN.
-    assert data.encode(BY_HAND, Words(), 9, last_target=True) == ([cut(0, 9, 2), cut(1, 9, 15), cut(2, 9, None)], 2)
+    assert data.encode(BY_HAND, Words(), 9, last_target=True) == (
+        [cut(0, 9, 2), cut(1, 9, 15), cut(2, 9, None)],
+        2,
+    )
     assert data.encode(BY_HAND, Words(), 6, last_target=True) == ([cut(0, 6, 16), cut(2, 6, 16)], 3)
     assert data.encode(BY_HAND, Words(), 5, last_target=True) == ([], 3)
-    assert data.totals([cut(1, 9, 15)]) == {"samples": 1, "tokens": 9, "learned": 1, "longest": 9, "mean": 9.0}
+    assert data.totals([cut(1, 9, 15)]) == {
+        "samples": 1,
+        "tokens": 9,
+        "learned": 1,
+        "longest": 9,
+        "mean": 9.0,
+    }
 
 
 def test_the_row_of_a_cut_sample_by_hand() -> None:
@@ -97,8 +136,11 @@ def test_the_row_of_a_cut_sample_by_hand() -> None:
     assert (row.lens, row.real, row.samples) == ((8,), 8, 1)
     (lost,), _ = data.encode(BY_HAND[:1], Words(), 8)
     assert AlpacaRows([lost], 8, 1, 0, 0).row((0,)).targets.tolist() == [no] * 5 + [16, 19, no]
-    assert [counting.of_row(AlpacaRows([one], 8, 1, 0, 0).row((0,)))["logits"] for one in (lost, kept)] == [2, 3]
-    behind = AlpacaRows([kept, lost], 18, 2, 0, 0).row((0, 1))  # the target of one is no target of the other
+    assert [
+        counting.of_row(AlpacaRows([one], 8, 1, 0, 0).row((0,)))["logits"] for one in (lost, kept)
+    ] == [2, 3]
+    # the target of one is no target of the other
+    behind = AlpacaRows([kept, lost], 18, 2, 0, 0).row((0, 1))
     assert behind.targets.tolist() == [no] * 5 + [16, 19, 14] + [no] * 5 + [16, 19, no] + [no] * 2
 
 
@@ -136,14 +178,18 @@ def test_first_fit_decreasing_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def samples() -> list[ConversationSample]:
-    return data.encode(data.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200)[0]
+    return data.encode(
+        data.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200
+    )[0]
 
 
 def flat(keys: list[tuple[int, ...]]) -> list[int]:
     return [i for key in keys for i in key]
 
 
-def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[ConversationSample]) -> None:
+def test_a_batch_holds_each_of_its_samples_once_and_whole(
+    samples: list[ConversationSample],
+) -> None:
     rows: Rows = AlpacaRows(samples, 200, 16, 3, 5)
     again = AlpacaRows(samples, 200, 16, 3, 5)
     for step in (0, 1, 2, 11):
@@ -157,7 +203,11 @@ def test_a_batch_holds_each_of_its_samples_once_and_whole(samples: list[Conversa
             assert len(row.tokens) == len(row.targets) == sum(row.lens) == 200
             for i, size in zip(key, row.lens, strict=False):
                 assert tuple(row.tokens[start : start + size]) == samples[i].tokens
-                told = [t for t, learned in zip(samples[i].tokens, samples[i].learned, strict=True) if learned]
+                told = [
+                    t
+                    for t, learned in zip(samples[i].tokens, samples[i].learned, strict=True)
+                    if learned
+                ]
                 targets = row.targets[start : start + size]
                 assert targets[targets != IGNORED].tolist() == told
                 assert targets[-1] == IGNORED
@@ -184,7 +234,10 @@ def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
     rows = AlpacaRows(samples, 200, 16, 3, 5, pack)
     held = flat(rows.held_out())
     assert len(set(held)) == len(held) == 5
-    epochs = [flat([key for step in range(6 * epoch, 6 * epoch + 6) for key in rows.batch(step)]) for epoch in range(3)]
+    epochs = [
+        flat([key for step in range(6 * epoch, 6 * epoch + 6) for key in rows.batch(step)])
+        for epoch in range(3)
+    ]
     for one in epochs:  # 96 samples are six batches
         assert sorted(one + held) == list(range(101))
     assert len({tuple(one) for one in epochs}) == 3
@@ -193,10 +246,14 @@ def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
 def test_a_batch_runs_on_into_the_next_epoch(samples: list[ConversationSample]) -> None:
     rows = AlpacaRows(samples[:10], 200, 4, 0, 1, pack=False)
     line = flat([key for step in range(9) for key in rows.batch(step)])
-    assert [Counter(line[start : start + 9]) for start in (0, 9, 18, 27)] == [Counter(set(line))] * 4
+    assert [Counter(line[start : start + 9]) for start in (0, 9, 18, 27)] == [
+        Counter(set(line))
+    ] * 4
     large = AlpacaRows(samples[:10], 200, 36, 0, 1)
     assert sorted(flat(large.batch(0))) == sorted(line)
-    assert [large.row(key).samples for key in large.batch(0)] == [len(key) for key in large.batch(0)]
+    assert [large.row(key).samples for key in large.batch(0)] == [
+        len(key) for key in large.batch(0)
+    ]
 
 
 def test_seeds_differ(samples: list[ConversationSample]) -> None:
@@ -216,7 +273,9 @@ def test_seeds_differ(samples: list[ConversationSample]) -> None:
         (3, 18, 0, 0, "a global batch of 0 samples; allowed: 1 or more"),
     ],
 )
-def test_rows_that_cannot_be(count: int, length: int, batch: int, held_out: int, reason: str) -> None:
+def test_rows_that_cannot_be(
+    count: int, length: int, batch: int, held_out: int, reason: str
+) -> None:
     with pytest.raises(RequestError) as caught:
         AlpacaRows([ONE, TWO, OPEN][:count], length, batch, 0, held_out)
     assert str(caught.value) == reason
@@ -224,7 +283,8 @@ def test_rows_that_cannot_be(count: int, length: int, batch: int, held_out: int,
 
 def test_a_fingerprint_sees_every_text_their_order_and_the_vocabulary() -> None:
     by_hand = hashlib.sha256(
-        b'%b["",[["human","a"],["assistant","\xc3\xa9"]]]["b",[["human","c"],["assistant",""]]]' % (b"0" * 64)
+        b'%b["",[["human","a"],["assistant","\xc3\xa9"]]]["b",[["human","c"],["assistant",""]]]'
+        % (b"0" * 64)
     ).hexdigest()
     some = [said("a", "é"), said("c", "", instruction="b")]
     assert data.fingerprint(some, Words()) == by_hand
@@ -247,9 +307,14 @@ def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_aske
 
 
 def test_made_instructions_have_inputs_behind_the_joint() -> None:
-    made, joined = (data.make(MadeConversations(conversations=200), joint) for joint in ("\n", "\n\n\n"))
+    made, joined = (
+        data.make(MadeConversations(conversations=200), joint) for joint in ("\n", "\n\n\n")
+    )
     assert made == data.make(MadeConversations(conversations=200))
-    asked = [[text for one in found for role, text in one.turns if role == "human"] for found in (made, joined)]
+    asked = [
+        [text for one in found for role, text in one.turns if role == "human"]
+        for found in (made, joined)
+    ]
     assert [text.replace("\n", "\n\n\n") for text in asked[0]] == asked[1]
     assert sum("\n\n\n" in text for text in asked[1]) > 20
 

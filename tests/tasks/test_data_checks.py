@@ -66,7 +66,9 @@ RIGHT: dict[str, tuple[str, Callable[[Path], Path]]] = {
     ),
     "alpaca": (
         "alpaca",
-        lambda path: written(path / "a.json", [{"instruction": "a", "input": "", "output": "b"}] * 2),
+        lambda path: written(
+            path / "a.json", [{"instruction": "a", "input": "", "output": "b"}] * 2
+        ),
     ),
     "conversations": (
         "alpaca",
@@ -172,8 +174,7 @@ def test_what_is_no_data_of_a_task(name: str, tmp_path: Path) -> None:
 
 
 def test_a_long_file_is_not_read_to_its_end(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lies behind the first bytes is for the worker; a first element that is longer than these
     is no error."""
@@ -195,19 +196,11 @@ def test_every_shipped_task_has_a_check() -> None:
 
 def test_nothing_is_started_with_wrong_data(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "steelyard.run.parent.run_case",
-        lambda *_: pytest.fail("a run was started"),
+        "steelyard.run.parent.run_case", lambda *_: pytest.fail("a run was started")
     )
     path = written(shell.folder / "lambada.jsonl", {"text": "two words"})
     done = shell.ask(
-        "run",
-        "llama1-7b-openwebtext",
-        "--data",
-        path,
-        "--accelerator",
-        "cpu",
-        "--out",
-        shell.out,
+        "run", "llama1-7b-openwebtext", "--data", path, "--accelerator", "cpu", "--out", shell.out
     )
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
     assert done.lines[0].startswith(f"error: {path}: not a token file; ")

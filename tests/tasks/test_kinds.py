@@ -27,7 +27,15 @@ def test_a_row_holds_together(kind: kinds.Kind) -> None:
     references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
     assert all(plugins.load(one) is not None for one in references)
     assert isinstance(plugins.load(kind.columns), TableLayout)
-    named = (kind.headline, kind.judged, kind.required, kind.stepped, kind.initial, kind.bare, kind.bare.values())
+    named = (
+        kind.headline,
+        kind.judged,
+        kind.required,
+        kind.stepped,
+        kind.initial,
+        kind.bare,
+        kind.bare.values(),
+    )
     assert {name for group in named for name in group} <= set(kind.passes)
 
 
@@ -39,7 +47,9 @@ def test_shipped_rows() -> None:
     assert (kinds.SCORE.forwards, kinds.TRAIN.forwards) == (1, 3)
     assert [kinds.TRAIN.forwards_of(name) for name in kinds.TRAIN.passes] == [1, 3, 1]
     assert presets() == {"score": SCORE, "train": TRAIN}
-    assert {task.work for task in tasks.table().values()} == {work for row in kinds.SHIPPED for work in row.works}
+    assert {task.work for task in tasks.table().values()} == {
+        work for row in kinds.SHIPPED for work in row.works
+    }
 
 
 def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
@@ -60,16 +70,36 @@ def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: 
     done = shell(*RUN, "--out", shell.out)
     assert done.code == 0, done.err
     (record,) = shell.records()
-    assert (record["status"], record["reasons"], record["engine"]["name"]) == ("valid", [], "recite")
-    assert (record["case"]["question"]["kind"], record["case"]["question"]["task"]) == ("recite", "counting")
+    assert (record["status"], record["reasons"], record["engine"]["name"]) == (
+        "valid",
+        [],
+        "recite",
+    )
+    assert (record["case"]["question"]["kind"], record["case"]["question"]["task"]) == (
+        "recite",
+        "counting",
+    )
     assert {sample["pass"] for sample in record["samples"]} == {"recite"}
     checks = {check["name"] for check in record["checks"]}
-    assert {"recited", "covered_recite", "finite_recite", "drawn_recite", "accounted_recite"} <= checks
+    assert {
+        "recited",
+        "covered_recite",
+        "finite_recite",
+        "drawn_recite",
+        "accounted_recite",
+    } <= checks
     assert not {"counted_recite", "covered_train"} & checks
     metrics = record["metrics"]
     assert (metrics["counted_on"]["value"], metrics["p_recite"]["unit"]) == (1.0, "tokens/s")
     assert metrics["p_recite"]["value"] == pytest.approx(metrics["tokens_per_device_s"]["value"])
-    assert not {"p_infer_core", "p_val_core", "p_core", "loss", "harness_overhead", "mem_predicted"} & set(metrics)
+    assert not {
+        "p_infer_core",
+        "p_val_core",
+        "p_core",
+        "loss",
+        "harness_overhead",
+        "mem_predicted",
+    } & set(metrics)
 
     checked = shell("verify", shell.out)
     assert (checked.code, checked.out.split()[0]) == (0, "ok")

@@ -1,4 +1,6 @@
-"""LAMBADA: reading it from every layout, rows and last words worked out by hand, and files that are none."""
+"""LAMBADA: reading it from every layout, rows and last words worked out by hand, and files that are
+none.
+"""
 
 import gzip
 import hashlib
@@ -15,11 +17,26 @@ from steelyard.errors import RequestError
 from steelyard.tasks.lambada import data as lambada
 from steelyard.tasks.lambada.task import LambadaData, MadePassages
 
-TEXTS = ["The stone was blue.\n\n“Blue,” he said", " Two  spaces and a\nline", 'He cried, "Naïve', "a b"]
+TEXTS = [
+    "The stone was blue.\n\n“Blue,” he said",
+    " Two  spaces and a\nline",
+    'He cried, "Naïve',
+    "a b",
+]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 DATA = LambadaData(kind="lambada", rows=4)
 
-IDS = {"the": 10, " cat": 11, " saw": 12, " a": 13, " dog": 14, " dogs": 15, "-": 16, "house": 17, "s": 18}
+IDS = {
+    "the": 10,
+    " cat": 11,
+    " saw": 12,
+    " a": 13,
+    " dog": 14,
+    " dogs": 15,
+    "-": 16,
+    "house": 17,
+    "s": 18,
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +76,16 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         "three/data/lambada_test_bak.jsonl": LINES.replace(b"\n", b"\r\n"),
         "four/lambada_test.jsonl.gz": gzip.compress(LINES, mtime=0),
         "five/mine": gzip.compress(LINES, mtime=0),
-        "six/utf-8.jsonl": "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS).encode(),
-        "seven/more.jsonl": "".join(json.dumps({"id": [1], "text": text, "x": None}) + "\n" for text in TEXTS).encode(),
+        "six/utf-8.jsonl": (
+            "".join(
+                json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS
+            ).encode()
+        ),
+        "seven/more.jsonl": (
+            "".join(
+                json.dumps({"id": [1], "text": text, "x": None}) + "\n" for text in TEXTS
+            ).encode()
+        ),
     }
     for name, content in files.items():
         path = tmp_path / name
@@ -74,7 +99,10 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
 
 def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    for name, text in (("data/lambada_test.jsonl", "from data"), ("lambada_test_bak.jsonl", "a bak")):
+    for name, text in (
+        ("data/lambada_test.jsonl", "from data"),
+        ("lambada_test_bak.jsonl", "a bak"),
+    ):
         (tmp_path / name).write_text(json.dumps({"text": text}))
     assert lambada.read(tmp_path) == ["a bak"]
     (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "the test"}))
@@ -94,10 +122,15 @@ WORDS = "has the text {!r}; it needs two words with a space between, and to end 
         (b'{"text": "a b"', JSON.format("Expecting ',' delimiter (column 15)")),
         (b'{"text": "a b"} {}', JSON.format("Extra data (column 17)")),
         (b'{"text": "a\tb"}', JSON.format("Invalid control character at (column 12)")),
-        (b'\xef\xbb\xbf{"text": "a b"}', JSON.format("Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)")),
+        (
+            b'\xef\xbb\xbf{"text": "a b"}',
+            JSON.format("Unexpected UTF-8 BOM (decode using utf-8-sig) (column 1)"),
+        ),
         (
             b'{"text": "a \xe9"}',
-            JSON.format("'utf-8' codec can't decode byte 0xe9 in position 12: invalid continuation byte"),
+            JSON.format(
+                "'utf-8' codec can't decode byte 0xe9 in position 12: invalid continuation byte"
+            ),
         ),
         (b'{"text": "a b", "x": NaN}', JSON.format("NaN is no number")),
         (b'{"text": "a b", "x": -Infinity}', JSON.format("-Infinity is no number")),
@@ -110,7 +143,10 @@ WORDS = "has the text {!r}; it needs two words with a space between, and to end 
         (b'{"Text": "a b"}', SHAPE.format('{"Text": "a b"}')),
         (b'{"text": 5}', SHAPE.format('{"text": 5}')),
         (b'{"text": ["a b"]}', SHAPE.format('{"text": ["a b"]}')),
-        (b'{"text": ["' + b"x" * 90 + b'"]}', 'is \'{"text": ["' + "x" * 85 + '...; a line is {"text": "…"}'),
+        (
+            b'{"text": ["' + b"x" * 90 + b'"]}',
+            'is \'{"text": ["' + "x" * 85 + '...; a line is {"text": "…"}',
+        ),
         (b'{"text": ""}', WORDS.format("")),
         (b'{"text": "  "}', WORDS.format("  ")),
         (b'{"text": "word"}', WORDS.format("word")),
@@ -127,7 +163,10 @@ def test_a_line_that_is_no_passage(line: bytes, reason: str, tmp_path: Path) -> 
     assert refusal(tmp_path) == f"{path}: line 2 {reason}"
 
 
-@pytest.mark.parametrize("line", [b"[" * 100_000, b'{"text": "a b", "x": ' + b"[" * 500_000, b'{"x": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "line",
+    [b"[" * 100_000, b'{"text": "a b", "x": ' + b"[" * 500_000, b'{"x": ' + b"9" * 5000 + b"}"],
+)
 def test_hostile_lines_are_refused_in_one_line(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(line)
@@ -146,13 +185,19 @@ def test_a_line_nested_as_deep_as_can_be_read_is_still_shown(depth: int, tmp_pat
     [
         (b"", "no lines; LAMBADA's test set has 5153"),
         (b"\n", 'line 1 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
-        (LINES + b"\n", 'line 5 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}'),
+        (
+            LINES + b"\n",
+            'line 5 is not JSON in UTF-8: Expecting value (column 1); a line is {"text": "…"}',
+        ),
         (gzip.compress(b"", mtime=0), "no lines; LAMBADA's test set has 5153"),
         (
             gzip.compress(LINES, mtime=0)[:-9],
             "cannot be read: Compressed file ended before the end-of-stream marker was reached",
         ),
-        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
+        (
+            b"\x1f\x8b\x08\x00" + b"\xff" * 40,
+            "cannot be read: Error -3 while decompressing data: invalid block type",
+        ),
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
     ],
 )
@@ -164,8 +209,10 @@ def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> Non
 
 def test_nothing_there(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    assert refusal(nowhere) == (
-        f"data {str(nowhere)!r} does not exist; give lambada_test.jsonl or the folder that holds it with --data"
+    assert (
+        refusal(nowhere)
+        == f"data {str(nowhere)!r} does not exist; give lambada_test.jsonl or the folder that holds"
+        " it with --data"
     )
     assert refusal(tmp_path) == (golden("no-lambada_test-jsonl-in-it-nor", tmp_path))
     with pytest.raises(RequestError) as caught:
@@ -222,7 +269,9 @@ def test_rows_and_last_words_by_hand() -> None:
 
 def test_an_end_that_the_tokenizer_adds_is_not_added_twice() -> None:
     texts = ["the cat saw a dog", "the cat saw a dog-house"]
-    assert lambada.encode(texts, Words(closes=True), 9, None, 0) == lambada.encode(texts, Words(), 9, None, 0)
+    assert lambada.encode(texts, Words(closes=True), 9, None, 0) == lambada.encode(
+        texts, Words(), 9, None, 0
+    )
 
 
 def test_a_last_word_begins_where_the_tokens_part() -> None:
@@ -230,7 +279,8 @@ def test_a_last_word_begins_where_the_tokens_part() -> None:
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[9, 5] if text == "the cat" else [9, 6, 7] for text in texts]
 
-    assert lambada.encode(["the cat saw"], Merging(), 9, None, 0).last == [2]  # 5 is no longer there: 6 and 7 are the word's
+    # 5 is no longer there: 6 and 7 are the word's
+    assert lambada.encode(["the cat saw"], Merging(), 9, None, 0).last == [2]
 
 
 @pytest.mark.parametrize("ids", [[[1, 10, 11]], [[1, 10]]])
@@ -260,7 +310,10 @@ def test_a_tokenizer_without_an_end_is_refused() -> None:
 
 def test_a_sample_holds_the_same_rows_as_the_whole() -> None:
     tokens, texts = MadeTokenizer(512), lambada.make(MadePassages(passages=30))
-    whole, part = lambada.encode(texts, tokens, 128, None, 0), lambada.encode(texts, tokens, 128, 11, 5)
+    whole, part = (
+        lambada.encode(texts, tokens, 128, None, 0),
+        lambada.encode(texts, tokens, 128, 11, 5),
+    )
     assert part.index == chosen(30, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.last == [whole.last[i] for i in part.index]
@@ -318,7 +371,10 @@ def test_made_passages_are_read_with_the_made_tokenizer() -> None:
     texts, label = lambada.load(data, None)
     assert (texts, label) == (lambada.make(MadePassages(passages=40)), "made")
     found = lambada.encode(texts, MadeTokenizer(512), 80, None, 0)
-    assert all(row[0] == 1 and row[-1] == 0 and all(6 <= one < 512 for one in row[1:-1]) for row in found.rows)
+    assert all(
+        row[0] == 1 and row[-1] == 0 and all(6 <= one < 512 for one in row[1:-1])
+        for row in found.rows
+    )
     assert [2 * text.rpartition(" ")[2].count("-") + 1 for text in texts] == found.last
     assert set(found.last) == {1, 3}
 

@@ -100,10 +100,13 @@ def test_one_passage_that_is_not_finite_makes_the_losses_unknown(column: str) ->
 def test_what_no_float_holds_is_left_out() -> None:
     found = score.merge(COMMON, "infer", [table(nll=[8000.0, 6.0], last_nll=[1500.0, 0.5])])
     names = {"loss", "loss_token", "acc", "se"}
-    assert score.score(found, "infer").keys() == names | {"perplexity"}  # exp(8006/14) is a float, exp(750.25) is none
+    # exp(8006/14) is a float, exp(750.25) is none
+    assert score.score(found, "infer").keys() == names | {"perplexity"}
     found = score.merge(COMMON, "infer", [table(nll=[1e5, 6.0])])
     assert score.score(found, "infer").keys() == names | {"perplexity_last"}
-    found = score.merge(COMMON, "infer", [table(nll=[1.7e308, 1.7e308], last_nll=[1.7e308, 1.7e308])])
+    found = score.merge(
+        COMMON, "infer", [table(nll=[1.7e308, 1.7e308], last_nll=[1.7e308, 1.7e308])]
+    )
     assert score.score(found, "infer").keys() == {"loss", "acc", "se"}
 
 
@@ -120,7 +123,12 @@ def test_sums_do_not_depend_on_the_version_of_python() -> None:
 
 
 def test_repeated_answers_are_counted() -> None:
-    again = {"items": [0, 0, 1], "nll": [None, 7.0, None], "last_nll": [1.0, 2.0, None], "hit": [1, 0, 0]}
+    again = {
+        "items": [0, 0, 1],
+        "nll": [None, 7.0, None],
+        "last_nll": [1.0, 2.0, None],
+        "hit": [1, 0, 0],
+    }
     found = score.merge(COMMON, "val", [RANK_0, again])
     assert passes(found)["val"] == {
         "nll": [7.0, None, None, 20.0],
@@ -148,7 +156,12 @@ def test_good_answers_pass_and_what_is_not_finite_becomes_none() -> None:
     assert score.check(RANK_0, COMMON) == RANK_0
     empty: dict[str, Any] = {name: [] for name in score.ANSWERS}
     assert score.check(empty, COMMON) == empty
-    odd = {"items": [0, 1, 2, 3], "nll": [nan, None, -1e-4, inf], "last_nll": [0.0, -inf, 2.0, 1e300], "hit": [0, 1, 1, 0]}
+    odd = {
+        "items": [0, 1, 2, 3],
+        "nll": [nan, None, -1e-4, inf],
+        "last_nll": [0.0, -inf, 2.0, 1e300],
+        "hit": [0, 1, 1, 0],
+    }
     assert score.check({**odd, "more": "is not read"}, COMMON) == {
         "items": [0, 1, 2, 3],
         "nll": [None, None, -1e-4, None],
@@ -184,7 +197,11 @@ RANGE = "the engine's outputs name a passage beyond 0 to 3, or a hit that is not
         (table(items=[-1, 0]), ValueError, RANGE),
         (table(hit=[0, 2]), ValueError, RANGE),
         (table(hit=[-1, 1]), ValueError, RANGE),
-        (table(nll=[5.0, -0.5]), ValueError, "the engine's outputs have a negative log-likelihood of -0.5; it is not below 0"),
+        (
+            table(nll=[5.0, -0.5]),
+            ValueError,
+            "the engine's outputs have a negative log-likelihood of -0.5; it is not below 0",
+        ),
         (
             table(last_nll=[-0.01, 1.0]),
             ValueError,
@@ -200,13 +217,24 @@ def test_answers_no_record_can_be_made_of(answers: Any, kind: type[Exception], l
 
 
 def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
-    other = {"items": [0, 1, 2], "nll": [7.0, 4.0, 4.0], "last_nll": [0.5, 1.0, 2.0], "hit": [1, 0, 0]}
+    other = {
+        "items": [0, 1, 2],
+        "nll": [7.0, 4.0, 4.0],
+        "last_nll": [0.5, 1.0, 2.0],
+        "hit": [1, 0, 0],
+    }
     theirs = score.merge(COMMON, "infer", [other])
     # Of tokens 4, 8 and 2: 1 / 4, 0 and 1 / 2.
-    assert score.differences(WHOLE, theirs, "infer") == score.differences(theirs, WHOLE, "infer") == Differences(3, 2, 0.5)
+    assert (
+        score.differences(WHOLE, theirs, "infer")
+        == score.differences(theirs, WHOLE, "infer")
+        == Differences(3, 2, 0.5)
+    )
     assert score.differences(WHOLE, WHOLE, "infer") == Differences(4, 0, 0.0)
     assert score.differences(WHOLE, theirs, "val") is None
-    assert score.differences(WHOLE, theirs.model_copy(update={"index": [0, 1, 2, 3]}), "infer") is None
+    assert (
+        score.differences(WHOLE, theirs.model_copy(update={"index": [0, 1, 2, 3]}), "infer") is None
+    )
     wild = score.merge(COMMON, "infer", [score.check(other | {"nll": [nan, nan, nan]}, COMMON)])
     assert score.differences(WHOLE, wild, "infer") == Differences(3, 2, None)
     assert TASK.differences is score.differences
@@ -234,21 +262,37 @@ def test_last_words_are_compared_where_both_have_them() -> None:
     theirs = score.merge(COMMON, "infer", [WORDS_0, other])
     assert score.differences(found, theirs, "infer") == Differences(4, 1, 0.0, 1)
     assert score.differences(found, WHOLE, "infer") == Differences(4, 0, 0.0)
-    both = found.model_copy(update={"passes": {"infer": found.passes["infer"], "val": theirs.passes["infer"]}})
+    both = found.model_copy(
+        update={"passes": {"infer": found.passes["infer"], "val": theirs.passes["infer"]}}
+    )
     assert score.agreement(both, "infer", "val") == 3 / 4
-    old = found.model_copy(update={"passes": {"infer": WHOLE.passes["infer"], "val": theirs.passes["infer"]}})
+    old = found.model_copy(
+        update={"passes": {"infer": WHOLE.passes["infer"], "val": theirs.passes["infer"]}}
+    )
     assert score.agreement(old, "infer", "val") == 1.0
 
 
 @pytest.mark.parametrize(
     ("argmax", "kind", "line"),
     [
-        ([7, 8], TypeError, "the engine's outputs must have a list of tokens for each item: argmax"),
+        (
+            [7, 8],
+            TypeError,
+            "the engine's outputs must have a list of tokens for each item: argmax",
+        ),
         ("78", TypeError, "the engine's outputs must have a list of tokens for each item: argmax"),
         ([[7, 8], [5]], ValueError, "as many tokens as the last word of each item has: argmax"),
         ([[7, 8, 9]], ValueError, "as many tokens as the last word of each item has: argmax"),
-        ([[7, 8, -1], [5]], ValueError, "a token in argmax that is not an integer from 0 to 2147483647"),
-        ([[7, 8, 9.0], [5]], ValueError, "a token in argmax that is not an integer from 0 to 2147483647"),
+        (
+            [[7, 8, -1], [5]],
+            ValueError,
+            "a token in argmax that is not an integer from 0 to 2147483647",
+        ),
+        (
+            [[7, 8, 9.0], [5]],
+            ValueError,
+            "a token in argmax that is not an integer from 0 to 2147483647",
+        ),
     ],
 )
 def test_last_words_no_record_can_be_made_of(argmax: Any, kind: type[Exception], line: str) -> None:
@@ -266,4 +310,6 @@ def test_a_record_has_as_many_tokens_as_last_words_have() -> None:
 def test_passages_are_those_of_the_scope_or_not() -> None:
     assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9"))) is None
     for rows in (("3", "5", "8", "10"), ("3-5",), ("0-999999999",)):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == golden("4-passages-which-are-not-the")
+        assert score.off_scope(COMMON, Selected(rows=rows)) == golden(
+            "4-passages-which-are-not-the"
+        )

@@ -1,4 +1,6 @@
-"""MMLU: reading it from every layout, its prompts byte for byte, its published counts, and scores worked out by hand."""
+"""MMLU: reading it from every layout, its prompts byte for byte, its published counts, and scores
+worked out by hand.
+"""
 
 import csv
 import gzip
@@ -23,11 +25,20 @@ from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.questions import MadeQuestions, McqRow, Subject
 
 ASTRONOMY: tuple[list[McqRow], list[McqRow]] = (
-    [("Which is a star?", "Sun", "Moon", "Mars", "Io", "A"), ("Which is a moon?", "Sun", "Venus", "Mars", "Io", "D")],
-    [("Which is\na planet?", 'The "Sun"', "Venus, say", "Io", "Ceres", "B"), ("What is red?", "1", "2", "Mars", "4", "C")],
+    [
+        ("Which is a star?", "Sun", "Moon", "Mars", "Io", "A"),
+        ("Which is a moon?", "Sun", "Venus", "Mars", "Io", "D"),
+    ],
+    [
+        ("Which is\na planet?", 'The "Sun"', "Venus, say", "Io", "Ceres", "B"),
+        ("What is red?", "1", "2", "Mars", "4", "C"),
+    ],
 )
 WORLD_HISTORY: tuple[list[McqRow], list[McqRow]] = (
-    [("Who fell?", "Rome", "Oslo", "Bern", "Riga", "A"), ("Where?", "Here", "Thère", "Nowhere", "West", "D")],
+    [
+        ("Who fell?", "Rome", "Oslo", "Bern", "Riga", "A"),
+        ("Where?", "Here", "Thère", "Nowhere", "West", "D"),
+    ],
     [(" When?", "476", "1066", "1492", "1789", "A")],
 )
 SMALL = [
@@ -78,7 +89,9 @@ def refusal(source: Path, data: MmluData = DATA) -> str:
 
 
 def changed(**files: bytes | None) -> dict[str, bytes]:
-    """The small set with files changed; `dev_astronomy` is data/dev/astronomy_dev.csv, None leaves it out."""
+    """The small set with files changed; `dev_astronomy` is data/dev/astronomy_dev.csv, None leaves
+    it out.
+    """
     table: dict[str, bytes | None] = {**files_of(SMALL)}
     for key, content in files.items():
         split, _, name = key.partition("_")
@@ -107,18 +120,27 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "line"),
     [
-        (changed(dev_astronomy=None), "{}: dev/astronomy_dev.csv is missing; every subject has a dev and a test file"),
+        (
+            changed(dev_astronomy=None),
+            "{}: dev/astronomy_dev.csv is missing; every subject has a dev and a test file",
+        ),
         (
             changed(test_world_history=None),
             "{}: test/world_history_test.csv is missing; every subject has a dev and a test file",
         ),
         (
             changed(test_astronomy=as_csv((ASTRONOMY[1][0], ASTRONOMY[1][1][:5]))),
-            "test/astronomy_test.csv: row 2 has 5 columns; a question has 6 (question, A, B, C, D, answer)",
+            (
+                "test/astronomy_test.csv: row 2 has 5 columns; a question has 6 (question, A, B, C,"
+                " D, answer)"
+            ),
         ),
         (
             changed(dev_world_history=as_csv(((*WORLD_HISTORY[0][0], "more"),))),
-            "dev/world_history_dev.csv: row 1 has 7 columns; a question has 6 (question, A, B, C, D, answer)",
+            (
+                "dev/world_history_dev.csv: row 1 has 7 columns; a question has 6 (question, A, B,"
+                " C, D, answer)"
+            ),
         ),
         (
             changed(test_astronomy=as_csv((ASTRONOMY[1][0], (*ASTRONOMY[1][1][:5], "E")))),
@@ -135,22 +157,32 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         (changed(test_world_history=b""), "test/world_history_test.csv: no rows"),
         (
             changed(dev_astronomy="é,1,2,3,4,A\n".encode("latin-1")),
-            "dev/astronomy_dev.csv: not CSV in UTF-8: 'utf-8' codec can't decode byte 0xe9 in position 0: "
-            "invalid continuation byte",
+            (
+                "dev/astronomy_dev.csv: not CSV in UTF-8: 'utf-8' codec can't decode byte 0xe9 in"
+                " position 0: invalid continuation byte"
+            ),
         ),
-        (changed(dev_astronomy=b'"a,1,2,3,4,A\n'), "dev/astronomy_dev.csv: not CSV in UTF-8: unexpected end of data"),
+        (
+            changed(dev_astronomy=b'"a,1,2,3,4,A\n'),
+            "dev/astronomy_dev.csv: not CSV in UTF-8: unexpected end of data",
+        ),
         (
             changed(dev_world_history=as_csv((WORLD_HISTORY[0][0],))),
             "{}: dev/world_history_dev.csv has 1 rows; the case asks after 2 examples",
         ),
         (
             {"data/README.txt": b"x", "data/dev/astronomy_dev.csv": as_csv(SMALL[0].dev)},
-            "{}: no test/*_test.csv in it; give the folder or tar that holds data/dev and data/test",
+            (
+                "{}: no test/*_test.csv in it; give the folder or tar that holds data/dev and"
+                " data/test"
+            ),
         ),
     ],
 )
 @pytest.mark.parametrize("kind", ["folder", "tar.gz"])
-def test_wrong_files_are_refused_in_one_line(files: dict[str, bytes], line: str, kind: str, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_in_one_line(
+    files: dict[str, bytes], line: str, kind: str, tmp_path: Path
+) -> None:
     folder, packed = tmp_path / "mmlu", tmp_path / "mmlu.tar.gz"
     source = write_folder(folder, files) if kind == "folder" else write_tar(packed, files, "w:gz")
     assert refusal(source) == line.format(source)
@@ -159,7 +191,9 @@ def test_wrong_files_are_refused_in_one_line(files: dict[str, bytes], line: str,
 def test_a_row_number_counts_rows_and_not_lines(tmp_path: Path) -> None:
     rows = (ASTRONOMY[1][0], ASTRONOMY[1][1][:5])
     assert b"Which is\na planet?" in as_csv(rows)  # row 1 takes two lines
-    assert "row 2 has 5" in refusal(write_folder(tmp_path / "x", changed(test_astronomy=as_csv(rows))))
+    assert "row 2 has 5" in refusal(
+        write_folder(tmp_path / "x", changed(test_astronomy=as_csv(rows)))
+    )
 
 
 def test_wrong_count_of_subjects(tmp_path: Path) -> None:
@@ -176,7 +210,10 @@ def test_no_source() -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     source = tmp_path / "nowhere"
-    assert refusal(source) == f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
+    assert (
+        refusal(source)
+        == f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
+    )
 
 
 GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
@@ -188,7 +225,10 @@ GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
     ),
     "truncated tar": (lambda made: gunzip(made)[:900], "unexpected end of data"),
     "broken gz": (lambda made: broken(gzip.compress(long_tar(), mtime=0)), "CRC check failed "),
-    "garbled gz": (lambda made: garbled(gzip.compress(long_tar(), mtime=0)), "Error -3 while decompressing data: "),
+    "garbled gz": (
+        lambda made: garbled(gzip.compress(long_tar(), mtime=0)),
+        "Error -3 while decompressing data: ",
+    ),
     "broken xz": (lambda made: broken(lzma.compress(long_tar())), "Corrupt input data"),
 }
 
@@ -225,7 +265,9 @@ def test_a_huge_member_is_refused_before_it_is_read(tmp_path: Path) -> None:
     member.size = 1 << 40
     source = tmp_path / "x.tar"
     source.write_bytes(member.tobuf() + b"\0" * 1024)
-    assert refusal(source) == f"{source}: data/test/astronomy_test.csv is larger than 67108864 bytes"
+    assert (
+        refusal(source) == f"{source}: data/test/astronomy_test.csv is larger than 67108864 bytes"
+    )
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -237,14 +279,25 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_all_files_together_have_a_limit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_together_have_a_limit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = files_of(SMALL)
-    source = write_folder(tmp_path / "x", files) if kind == "folder" else write_tar(tmp_path / "x.tar", files)
-    size = sum(len(content) for name, content in files.items() if name.endswith(("_dev.csv", "_test.csv")))
+    source = (
+        write_folder(tmp_path / "x", files)
+        if kind == "folder"
+        else write_tar(tmp_path / "x.tar", files)
+    )
+    size = sum(
+        len(content) for name, content in files.items() if name.endswith(("_dev.csv", "_test.csv"))
+    )
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size)
     assert mmlu.read(source) == SMALL
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size - 1)
-    assert refusal(source) == f"{source}: its files are larger than {size - 1} bytes in all; MMLU has 7 MB"
+    assert (
+        refusal(source)
+        == f"{source}: its files are larger than {size - 1} bytes in all; MMLU has 7 MB"
+    )
 
 
 def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +308,9 @@ def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert refusal(source) == f"{source}: more than 5 members; MMLU has 173"
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE])
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE]
+)
 def test_members_that_are_not_files_are_ignored(kind: bytes, tmp_path: Path) -> None:
     secret = tmp_path / "secret.csv"
     secret.write_bytes(as_csv(SMALL[0].test))
@@ -276,17 +331,23 @@ def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
 
 
 def test_prompt_of_made_rows() -> None:
-    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (golden("the-following-are-multiple-choice-questions-3"))
+    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (
+        golden("the-following-are-multiple-choice-questions-3")
+    )
     assert questions.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
         golden("the-following-are-multiple-choice-questions-2")
     )
-    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (golden("the-following-are-multiple-choice-questions"))
+    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (
+        golden("the-following-are-multiple-choice-questions")
+    )
 
 
 def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
     tokens = MadeTokenizer(512)
     subject, row = SMALL[0], SMALL[0].test[0]
-    sizes = [len(tokens.encode([questions.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)]
+    sizes = [
+        len(tokens.encode([questions.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)
+    ]
     assert sizes[0] > sizes[1] > sizes[2] > 16
     for dropped, size in enumerate(sizes):
         data = DATA.model_copy(update={"context": size})
@@ -296,7 +357,9 @@ def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
     data = DATA.model_copy(update={"context": sizes[2] - 1})
     with pytest.raises(RequestError) as caught:
         questions.encode(SMALL, data, tokens, None, 0, place=mmlu.PLACE)
-    expected = f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
+    expected = (
+        f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
+    )
     assert str(caught.value) == expected
 
 
@@ -307,7 +370,12 @@ def test_prompts_of_different_shots_are_different_groups() -> None:
     assert size < len(tokens.encode([questions.prompt(SMALL[0], long, 2)])[0])
     found = questions.encode(SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0)
     assert found.groups == [0, 1, 2]
-    assert (found.shortened, found.index, found.gold, found.subject_of) == (1, [0, 1, 2], [1, 2, 0], [0, 0, 1])
+    assert (found.shortened, found.index, found.gold, found.subject_of) == (
+        1,
+        [0, 1, 2],
+        [1, 2, 0],
+        [0, 0, 1],
+    )
     assert found.subjects == ["astronomy", "world_history"]
     assert found.letters == [2, 3, 4, 5]
     assert questions.encode(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
@@ -356,7 +424,10 @@ def test_made_questions_are_answerable_and_the_same_each_time() -> None:
 
 def test_made_data_needs_no_source() -> None:
     data = DATA.model_copy(update={"made": MadeQuestions(subjects=2, questions=3)})
-    assert mmlu.load(data, None) == (questions.make("mmlu", MadeQuestions(subjects=2, questions=3), 2), "made")
+    assert mmlu.load(data, None) == (
+        questions.make("mmlu", MadeQuestions(subjects=2, questions=3), 2),
+        "made",
+    )
 
 
 def test_a_fingerprint_sees_every_part() -> None:
@@ -369,9 +440,17 @@ def test_a_fingerprint_sees_every_part() -> None:
     for i in range(6):
         row = SMALL[0].test[1]
         other: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
-        seen.add(questions.fingerprint([Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens))
-    seen.add(questions.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens))
-    seen.add(questions.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens))
+        seen.add(
+            questions.fingerprint(
+                [Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens
+            )
+        )
+    seen.add(
+        questions.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens)
+    )
+    seen.add(
+        questions.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens)
+    )
     assert len(seen) == 11
     assert questions.fingerprint(list(SMALL), tokens) in seen
 
@@ -386,4 +465,5 @@ def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
     assert str(caught.value) == golden("tokenizer-made-the-answer-is-not")
 
 
-# The real set. What is expected of it is published: shared/data/mmlu/README.md, the seed and its implementation.
+# The real set. What is expected of it is published: shared/data/mmlu/README.md, the seed and its
+# implementation.

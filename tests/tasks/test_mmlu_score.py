@@ -27,7 +27,14 @@ def passes(found: score.ChoiceOutputs) -> dict[str, Any]:
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
     assert COMMON.gold == "ABCDAB"
     found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
-    answers = {"choices": "ABADBB", "hits": "110001", "not_finite": 1, "repeated": 0, "argmax": "ABA*BB", "others": [99]}
+    answers = {
+        "choices": "ABADBB",
+        "hits": "110001",
+        "not_finite": 1,
+        "repeated": 0,
+        "argmax": "ABA*BB",
+        "others": [99],
+    }
     assert passes(found) == {"infer": answers}
     assert score.argmax(found, "infer") == [10, 11, 10, 99, 11, 11]
     assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == found
@@ -45,7 +52,9 @@ def test_scores_by_hand() -> None:
         "choice": 4 / 6,
     }
     assert score.subject_accuracy(found, "infer") == {"one": 1.0, "two": 0.25}
-    [page] = score.breakdowns(score.merge(found, "val", [{name: column[:1] for name, column in RANK_0.items()}]))
+    [page] = score.breakdowns(
+        score.merge(found, "val", [{name: column[:1] for name, column in RANK_0.items()}])
+    )
     assert page == Breakdown(
         ("Accuracy by subject", "各学科准确率"),
         (("Subject", "学科"), ("val", "val"), ("infer", "infer")),
@@ -54,8 +63,17 @@ def test_scores_by_hand() -> None:
 
 
 def test_missing_answers_are_no_wrong_answers() -> None:
-    found = score.merge(COMMON, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}])
-    answers = {"choices": "A??D?B", "hits": "1??0?1", "not_finite": 0, "repeated": 0, "argmax": "A??*?B", "others": [99]}
+    found = score.merge(
+        COMMON, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}]
+    )
+    answers = {
+        "choices": "A??D?B",
+        "hits": "1??0?1",
+        "not_finite": 0,
+        "repeated": 0,
+        "argmax": "A??*?B",
+        "others": [99],
+    }
     assert passes(found)["val"] == answers
     assert score.argmax(found, "val") == [10, None, None, 99, None, 11]
     assert score.score(found, "val") == {
@@ -76,14 +94,26 @@ def test_missing_answers_are_no_wrong_answers() -> None:
 def test_repeated_answers_are_counted() -> None:
     again = {"items": [5, 5, 4], "best": [12, 13, 10], "choice": [2, 3, 0], "finite": [0, 1, 0]}
     found = score.merge(COMMON, "val", [RANK_0, again])
-    answers = {"choices": "A??DAD", "hits": "1??010", "not_finite": 2, "repeated": 2, "argmax": "A??*AD", "others": [99]}
+    answers = {
+        "choices": "A??DAD",
+        "hits": "1??010",
+        "not_finite": 2,
+        "repeated": 2,
+        "argmax": "A??*AD",
+        "others": [99],
+    }
     assert passes(found)["val"] == answers
 
 
 def test_agreement_is_over_what_both_answered() -> None:
     found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
     assert score.agreement(found, "infer", "val") is None
-    other = {"items": [0, 1, 3, 4, 5], "best": [10, 11, 13, 12, 11], "choice": [0, 1, 3, 2, 1], "finite": [1] * 5}
+    other = {
+        "items": [0, 1, 3, 4, 5],
+        "best": [10, 11, 13, 12, 11],
+        "choice": [0, 1, 3, 2, 1],
+        "finite": [1] * 5,
+    }
     found = score.merge(found, "val", [other])
     assert passes(found)["val"]["choices"] == "AB?DCB"
     assert score.agreement(found, "infer", "val") == score.agreement(found, "val", "infer") == 4 / 5
@@ -93,13 +123,28 @@ def test_agreement_is_over_what_both_answered() -> None:
 
 def test_differences_are_of_the_letters_that_both_chose() -> None:
     one = score.merge(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
-    other = {"items": [0, 1, 3, 4, 5], "best": [10, 11, 13, 12, 11], "choice": [0, 3, 3, 2, 1], "finite": [1] * 5}  # AD?DCB
+    # AD?DCB
+    other = {
+        "items": [0, 1, 3, 4, 5],
+        "best": [10, 11, 13, 12, 11],
+        "choice": [0, 3, 3, 2, 1],
+        "finite": [1] * 5,
+    }
     theirs = score.merge(COMMON, "infer", [other])
-    assert score.differences(one, theirs, "infer") == score.differences(theirs, one, "infer") == Differences(5, 2, tokens=2)
+    assert (
+        score.differences(one, theirs, "infer")
+        == score.differences(theirs, one, "infer")
+        == Differences(5, 2, tokens=2)
+    )
     assert score.differences(one, one, "infer") == Differences(6, 0, tokens=0)
-    assert score.differences(one, old(theirs), "infer") == Differences(5, 2)  # a record of before they were kept
+    # a record of before they were kept
+    assert score.differences(one, old(theirs), "infer") == Differences(5, 2)
     assert score.differences(one, theirs, "val") is None
-    assert score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer") is None  # other questions
+    # other questions
+    assert (
+        score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer")
+        is None
+    )
 
 
 def old(found: score.ChoiceOutputs) -> score.ChoiceOutputs:
@@ -127,12 +172,17 @@ def test_answers_of_version_1_stay_readable() -> None:
         ({"argmax": "ABA*B"}, "argmax and others are not those of 6 questions"),
         ({"others": None}, "argmax and others are not those of 6 questions"),
         ({"others": []}, "others are not the tokens of those questions whose argmax is no letter"),
-        ({"others": [13]}, "others are not the tokens of those questions whose argmax is no letter"),
+        (
+            {"others": [13]},
+            "others are not the tokens of those questions whose argmax is no letter",
+        ),
         ({"argmax": "ABA*BA"}, "hits are not those of argmax"),
         ({"argmax": "ABA*B?"}, "hits are not those of argmax"),
     ],
 )
-def test_tokens_that_are_not_those_of_the_hits_are_no_answers(change: dict[str, Any], line: str) -> None:
+def test_tokens_that_are_not_those_of_the_hits_are_no_answers(
+    change: dict[str, Any], line: str
+) -> None:
     table = score.merge(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
     table["passes"]["infer"] |= change
     with pytest.raises(ValueError, match=line):
@@ -150,8 +200,17 @@ def test_answers_are_those_of_the_scope_or_not() -> None:
     assert score.off_scope(COMMON, Selected(subjects=("one", "two"))) is None
     assert score.off_scope(COMMON, Selected(subjects=("one",))) == "subjects two"
     assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"))) == "subjects three"
-    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"), sample=6)) is None  # none was drawn of it
+    # none was drawn of it
+    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"), sample=6)) is None
     assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9", "11-12"))) is None
     assert score.off_scope(COMMON, Selected(rows=("one/0-1", "two/0-3"))) is None
-    for rows in (("3", "5", "8-9", "11", "13"), ("3", "5", "8-9"), ("0-999999999",), ("one/0-2", "two/0-2"), ("one/0-5",)):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == golden("6-questions-which-are-not-the")
+    for rows in (
+        ("3", "5", "8-9", "11", "13"),
+        ("3", "5", "8-9"),
+        ("0-999999999",),
+        ("one/0-2", "two/0-2"),
+        ("one/0-5",),
+    ):
+        assert score.off_scope(COMMON, Selected(rows=rows)) == golden(
+            "6-questions-which-are-not-the"
+        )

@@ -10,11 +10,25 @@ from fixtures.commands import Shell
 
 PACKAGES = Path(__file__).parents[1] / "fixtures" / "packages"
 PACKAGE = PACKAGES / "quiz_task"
-RUN = ("run", PACKAGE / "quiz.toml", "--accelerator", "cpu", "--engine", "abacus", "--size", "smoke")
+RUN = (
+    "run",
+    PACKAGE / "quiz.toml",
+    "--accelerator",
+    "cpu",
+    "--engine",
+    "abacus",
+    "--size",
+    "smoke",
+)
 
 
 def test_the_example_is_short() -> None:
-    lines = [line for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.is_file() for line in path.open()]
+    lines = [
+        line
+        for path in PACKAGE.rglob("*")
+        if path.suffix != ".pyc" and path.is_file()
+        for line in path.open()
+    ]
     assert len(lines) <= 120
 
 
@@ -31,10 +45,20 @@ def test_the_example_has_all_that_mmlu_has(shell: Shell) -> None:
     done = shell(*RUN, "--rows", rows, "--out", shell.out)
     assert done.code == 0, done.err
     (record,) = shell.records()
-    assert (record["status"], record["case"]["name"], record["data"]["source"]) == ("valid", "tiny-quiz", "made")
-    assert (record["data"]["subjects"], record["data"]["rows"], record["data"]["rows_in_scope"]) == (3, 24, 10)
+    assert (record["status"], record["case"]["name"], record["data"]["source"]) == (
+        "valid",
+        "tiny-quiz",
+        "made",
+    )
+    assert (
+        record["data"]["subjects"],
+        record["data"]["rows"],
+        record["data"]["rows_in_scope"],
+    ) == (3, 24, 10)
     outputs, metrics = record["outputs"], record["metrics"]
-    right = sum(a == b for a, b in zip(outputs["passes"]["infer"]["choices"], outputs["gold"], strict=True))
+    right = sum(
+        a == b for a, b in zip(outputs["passes"]["infer"]["choices"], outputs["gold"], strict=True)
+    )
     assert metrics["acc_choice"]["value"] == right / 10
     assert {"acc", "acc_se", "acc_macro", "acc_val", "agreement"} <= set(metrics)
     checked = shell("verify", shell.out)

@@ -1,4 +1,6 @@
-"""glm-large-record from the command line: it learns until its target, says when it does not get there, and goes on."""
+"""glm-large-record from the command line: it learns until its target, says when it does not get
+there, and goes on.
+"""
 
 import json
 from pathlib import Path
@@ -36,7 +38,9 @@ def reached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 @pytest.mark.full
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_the_target_is_reached_from_scratch(reached: dict[str, dict[str, Any]], division: str) -> None:
+def test_the_target_is_reached_from_scratch(
+    reached: dict[str, dict[str, Any]], division: str
+) -> None:
     record = reached[division]
     assert (record["status"], record["reasons"]) == ("valid", [])
     values = {name: one["value"] for name, one in record["metrics"].items()}
@@ -48,7 +52,9 @@ def test_the_target_is_reached_from_scratch(reached: dict[str, dict[str, Any]], 
         "evaluated": True,
         "note": None,
     }
-    assert {record["metrics"][name]["unit"] for name in ("p_whole", "p_train", "p_core")} == {"samples/s"}
+    assert {record["metrics"][name]["unit"] for name in ("p_whole", "p_train", "p_core")} == {
+        "samples/s"
+    }
     assert values["p_train"] > values["p_whole"]  # evaluations are in the one and not in the other
     assert values["p_core"] > 0  # of the steady window, which a busy machine may slow down
     assert values["e2e_time"] > 0
@@ -58,11 +64,16 @@ def test_the_target_is_reached_from_scratch(reached: dict[str, dict[str, Any]], 
 
 @pytest.mark.full
 @pytest.mark.parametrize("division", ["closed", "open"])
-def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, dict[str, Any]], division: str) -> None:
+def test_it_stops_where_the_target_is_reached_and_not_before(
+    reached: dict[str, dict[str, Any]], division: str
+) -> None:
     record = reached[division]
     found = record["outputs"]["passes"]["train"]
     right = record["outputs"]["right"]
-    shares = [sum(choice in right[item] for item, choice in one["choices"]) / 96 for one in found["evaluations"]]
+    shares = [
+        sum(choice in right[item] for item, choice in one["choices"]) / 96
+        for one in found["evaluations"]
+    ]
     assert all(share < 0.9 for share in shares[:-1])
     assert shares[-1] >= 0.9
     steps = [one["step"] for one in found["evaluations"]]
@@ -77,7 +88,9 @@ def test_it_stops_where_the_target_is_reached_and_not_before(reached: dict[str, 
 
 
 @pytest.mark.full
-def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
+def test_the_page_shows_the_way_to_the_target(
+    shell: Shell, reached: dict[str, dict[str, Any]]
+) -> None:
     path = shell.folder / "one.json"
     path.write_text(json.dumps(reached["open"], separators=(",", ":"), ensure_ascii=False) + "\n")
     done = shell("report", path, "--full")
@@ -89,7 +102,8 @@ def test_the_page_shows_the_way_to_the_target(shell: Shell, reached: dict[str, d
     assert found[0][:2] == ["0", "0"]
     assert found[1][:2] == ["25", "800"]
     assert found[-1][2] == acc
-    assert done.out.count("nominal, one sequence a sample") == 8  # how the published MFU was counted, in both tables
+    # how the published MFU was counted, in both tables
+    assert done.out.count("nominal, one sequence a sample") == 8
 
 
 @pytest.mark.full
@@ -97,7 +111,9 @@ def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> N
     tokens = {}
     for division, record in reached.items():
         trained = [s["counts"] for s in record["samples"] if s["pass"] == "train" and s["counts"]]
-        tokens[division] = sum(one["tokens"] for one in trained) / sum(one["samples"] for one in trained)
+        tokens[division] = sum(one["tokens"] for one in trained) / sum(
+            one["samples"] for one in trained
+        )
         assert sum(one["padded"] for one in trained) == 0
     assert tokens["closed"] > 2.5 * tokens["open"]
     assert reached["closed"]["case"]["key"] != reached["open"]["case"]["key"]
@@ -105,20 +121,34 @@ def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> N
 
 @pytest.mark.full
 def test_two_devices(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
-    """The first evaluation, before anything was dropped at random, is the same; every question is answered once."""
+    """The first evaluation, before anything was dropped at random, is the same; every question is
+    answered once.
+    """
     record = ran(shell, *RUN, "--devices", "2")
     assert (record["status"], record["plan"]["dp"]) == ("valid", 2)
-    one, two = (r["outputs"]["passes"]["before"]["evaluations"][0] for r in (reached["closed"], record))
+    one, two = (
+        r["outputs"]["passes"]["before"]["evaluations"][0] for r in (reached["closed"], record)
+    )
     assert one["choices"] == two["choices"]
-    assert [item for item, _ in record["outputs"]["passes"]["train"]["evaluations"][-1]["choices"]] == list(range(96))
-    halves = [s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train" and s["counts"]]
+    assert [
+        item for item, _ in record["outputs"]["passes"]["train"]["evaluations"][-1]["choices"]
+    ] == list(range(96))
+    halves = [
+        s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train" and s["counts"]
+    ]
     assert set(halves) == {16}
 
 
 @pytest.fixture
 def hard(tmp_path: Path) -> Path:
-    """The same case with too few steps, as a file of its own: on the command line it would be another question."""
-    text = (SRC / "steelyard" / "cases" / f"{CASE}.toml").read_text().replace("steps = 300", "steps = 30")
+    """The same case with too few steps, as a file of its own: on the command line it would be
+    another question.
+    """
+    text = (
+        (SRC / "steelyard" / "cases" / f"{CASE}.toml")
+        .read_text()
+        .replace("steps = 300", "steps = 30")
+    )
     path = tmp_path / "hard.toml"
     path.write_text(text)
     return path
@@ -126,25 +156,32 @@ def hard(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
-    record = ran(shell, "run", hard, "--size", "smoke", "--accelerator", "cpu", "--division", "open", code=1)
+    record = ran(
+        shell, "run", hard, "--size", "smoke", "--accelerator", "cpu", "--division", "open", code=1
+    )
     assert record["status"] == "invalid"
     [reason] = record["reasons"]
     assert reason["code"] == "target_not_reached"
     assert reason["text"]["code"] == "check.gate_reach.bad"
     assert 0 < reason["text"]["values"]["value"] < reason["text"]["values"]["target"]
-    assert [one["step"] for one in record["outputs"]["passes"]["train"]["evaluations"]] == [25, 30]  # and where it ends
+    # and where it ends
+    assert [one["step"] for one in record["outputs"]["passes"]["train"]["evaluations"]] == [25, 30]
     assert shell("verify", next(shell.out.glob("*.json"))).code == 0
 
 
 @pytest.mark.full
-def test_it_goes_on_with_the_same_losses_and_dropout(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
+def test_it_goes_on_with_the_same_losses_and_dropout(
+    shell: Shell, reached: dict[str, dict[str, Any]]
+) -> None:
     ran(shell, *RUN, "--division", "open", "--steps", "40", "--checkpoint-every", "30")
     path = next(shell.out.glob("*.json"))
     record = ran(shell, *RUN, "--division", "open", "--resume", path)
     assert record["restarts"][0]["step"] == 30
     assert record["metrics"]["acc"] == reached["open"]["metrics"]["acc"]
     assert record["metrics"]["acc_before"] == reached["open"]["metrics"]["acc_before"]
-    for one, other in zip(reversed(record["samples"]), reversed(reached["open"]["samples"]), strict=False):
+    for one, other in zip(
+        reversed(record["samples"]), reversed(reached["open"]["samples"]), strict=False
+    ):
         assert one["values"].get("loss") == other["values"].get("loss")
         if one["step"] == 0:
             break
@@ -155,12 +192,16 @@ def test_a_run_that_reached_its_target_has_nothing_left_to_do(shell: Shell) -> N
     ran(shell, *RUN, "--division", "open", "--checkpoint-every", "25")
     [path] = shell.out.glob("*.json")
     for source in (path, next((shell.out / "checkpoints").iterdir())):
-        done = shell(*RUN, "--division", "open", "--resume", source, "--out", shell.folder / "again")
+        done = shell(
+            *RUN, "--division", "open", "--resume", source, "--out", shell.folder / "again"
+        )
         assert (done.code, "reached" in done.lines[-1]) == (2, True)
 
 
 @pytest.mark.full
-def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due(shell: Shell) -> None:
+def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due(
+    shell: Shell,
+) -> None:
     record = ran(shell, *RUN, "--division", "open", "--set=gate.reach=0.2")
     assert record["metrics"]["acc_before"]["value"] > 0.2
     found = record["outputs"]["passes"]["train"]
@@ -170,16 +211,25 @@ def test_a_target_that_is_met_before_the_first_step_is_looked_at_where_it_is_due
 
 @pytest.mark.full
 def test_a_device_without_a_sample_waits_for_the_others(shell: Shell) -> None:
-    record = ran(shell, *RUN, "--sample", "1", "--devices", "2", "--steps", "2", "--passes", "train")
+    record = ran(
+        shell, *RUN, "--sample", "1", "--devices", "2", "--steps", "2", "--passes", "train"
+    )
     assert record["status"] == "valid"
     counts = [s["counts"]["samples"] for s in record["samples"] if s["pass"] == "train"]
     assert sorted(counts) == [0, 0, 1, 1]
-    assert record["metrics"]["acc"]["note"] == {"code": "metric.not_evaluated", "values": {"pass": "train"}}
+    assert record["metrics"]["acc"]["note"] == {
+        "code": "metric.not_evaluated",
+        "values": {"pass": "train"},
+    }
 
 
 @pytest.mark.full
-def test_the_published_way_gives_the_same_answers(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
-    record = ran(shell, *RUN, "--engine", "reference", "--steps", "2", "--set=question.model.dropout=0")
+def test_the_published_way_gives_the_same_answers(
+    shell: Shell, reached: dict[str, dict[str, Any]]
+) -> None:
+    record = ran(
+        shell, *RUN, "--engine", "reference", "--steps", "2", "--set=question.model.dropout=0"
+    )
     beside = Shell(shell.folder / "beside")
     beside.folder.mkdir()
     other = ran(beside, *RUN, "--steps", "2", "--set=question.model.dropout=0")
@@ -189,23 +239,57 @@ def test_the_published_way_gives_the_same_answers(shell: Shell, reached: dict[st
                 assert one["values"][name] == pytest.approx(two["values"][name], rel=1e-4)
     assert record["metrics"]["padded_share"]["value"] > 0.4
     assert other["metrics"]["padded_share"]["value"] == 0.0
-    choices = [r["outputs"]["passes"]["before"]["evaluations"][0]["choices"] for r in (record, other)]
+    choices = [
+        r["outputs"]["passes"]["before"]["evaluations"][0]["choices"] for r in (record, other)
+    ]
     assert choices[0] == choices[1]
-    trained = [[s["counts"]["tokens"] for s in r["samples"] if s["pass"] == "train"] for r in (record, other)]
+    trained = [
+        [s["counts"]["tokens"] for s in r["samples"] if s["pass"] == "train"]
+        for r in (record, other)
+    ]
     assert trained[0] == trained[1]  # padding is no work
 
 
 @pytest.mark.full
 def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -> None:
-    """A small GLM with random weights on the real queries: every one is answered, none better than by chance or so."""
+    """A small GLM with random weights on the real queries: every one is answered, none better than
+    by chance or so.
+    """
     folder = tmp_path / "record"
     folder.mkdir()
     for name, source in (("train", "record_train32"), ("val", "record_dev32")):
-        (folder / f"{name}.jsonl").write_bytes((data_dir / "record" / f"{source}.jsonl").read_bytes())
-    small = [f"--set=question.model.{key}" for key in ("layers=2", "hidden=64", "heads=4", "ffn=128")]
+        (folder / f"{name}.jsonl").write_bytes(
+            (data_dir / "record" / f"{source}.jsonl").read_bytes()
+        )
+    small = [
+        f"--set=question.model.{key}" for key in ("layers=2", "hidden=64", "heads=4", "ffn=128")
+    ]
     words = data_dir / "tokenizers" / "bert-large-uncased"
-    more = ("--precision", "fp32", "--steps", "2", "--sample", "4", "--set=tune.compile=false", "--division", "open")
-    shell("run", CASE, "--accelerator", "cpu", "--data", folder, "--tokenizer", words, *more, *small, "--out", shell.out)
+    more = (
+        "--precision",
+        "fp32",
+        "--steps",
+        "2",
+        "--sample",
+        "4",
+        "--set=tune.compile=false",
+        "--division",
+        "open",
+    )
+    shell(
+        "run",
+        CASE,
+        "--accelerator",
+        "cpu",
+        "--data",
+        folder,
+        "--tokenizer",
+        words,
+        *more,
+        *small,
+        "--out",
+        shell.out,
+    )
     (record,) = records(shell.out)
     assert sound(record), record["reasons"]
     assert record["quality"]["evaluated"] is False
@@ -225,7 +309,10 @@ def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -
         (("--set=tune.sharding=2", "--devices", "2"), "cannot be divided; allowed: TP1PP1"),
         (("--set=tune.recompute=selective",), "allowed: none, full"),
         (("--engine", "transformers"), "does not run glm-large-record; allowed: torch, reference"),
-        (("--engine", "reference", "--division", "open"), "has no division 'open' with engine reference"),
+        (
+            ("--engine", "reference", "--division", "open"),
+            "has no division 'open' with engine reference",
+        ),
         (("--set=question.model.vocab=20",), "vocab"),
         (("--set=question.data.made.entities=40",), "allowed: 2 to 12"),
     ],

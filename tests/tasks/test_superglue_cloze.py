@@ -1,4 +1,6 @@
-"""The cloze: a ReCoRD example worked out by hand in both divisions, candidates, shortening, and fingerprints."""
+"""The cloze: a ReCoRD example worked out by hand in both divisions, candidates, shortening, and
+fingerprints.
+"""
 
 import json
 import random
@@ -19,13 +21,35 @@ from steelyard.tasks.superglue_record import data as record
 from steelyard.tasks.superglue_record import queries as superglue
 from steelyard.tasks.superglue_record.queries import Query
 
-PIECES = ["[PAD]", "[UNK]", "[CLS]", "[MASK]", "ann", "met", "bob", "ray", "in", "os", "##lo", ".", "-", '"', "cold", "won"]
+PIECES = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[MASK]",
+    "ann",
+    "met",
+    "bob",
+    "ray",
+    "in",
+    "os",
+    "##lo",
+    ".",
+    "-",
+    '"',
+    "cold",
+    "won",
+]
 PIECES += ["the", "end", "'", "s"]
 
 LINE = {
     "passage": {
         "text": "Ann met “Bob Ray” in Oslo.\n@highlight\nOslo – cold",
-        "entities": [{"start": 21, "end": 24}, {"start": 9, "end": 15}, {"start": 0, "end": 2}, {"start": 38, "end": 41}],
+        "entities": [
+            {"start": 21, "end": 24},
+            {"start": 9, "end": 15},
+            {"start": 0, "end": 2},
+            {"start": 38, "end": 41},
+        ],
     },
     "qas": [
         {
@@ -128,12 +152,24 @@ def test_samples_of_several_lengths_lie_end_to_end(
     found = lists(cloze.pack(samples, division, START, END))
     times = (2, 2, 3) if division == "closed" else (1, 1, 1)
     spans = [START, 9, 10, START, 4, START, 6, 7, START, 4, START, 7, START, 8, 9, START]
-    assert found["tokens"] == [*CONTEXT * times[0], *CONTEXT * times[1], *SHORT.context * times[2], *spans]
+    assert found["tokens"] == [
+        *CONTEXT * times[0],
+        *CONTEXT * times[1],
+        *SHORT.context * times[2],
+        *spans,
+    ]
     assert found["positions"][-16:] == [*[19] * 10, *[2] * 6]
-    assert found["positions"][:-16] == [*[*range(25)] * (times[0] + times[1]), *[*range(4)] * times[2]]
+    assert found["positions"][:-16] == [
+        *[*range(25)] * (times[0] + times[1]),
+        *[*range(4)] * times[2],
+    ]
     assert found["blocks"][-16:] == [1, 2, 3, 1, 2, 1, 2, 3, 1, 2, 1, 2, 1, 2, 3, 1]
     assert found["targets"] == [9, 10, END, 4, END, 6, 7, END, 4, END, 7, END, 8, 9, END, END]
-    assert (found["spans"], found["candidates"], found["right"]) == ([3, 2, 3, 2, 2, 3, 1], [2, 2, 3], [0, 0, -1])
+    assert (found["spans"], found["candidates"], found["right"]) == (
+        [3, 2, 3, 2, 2, 3, 1],
+        [2, 2, 3],
+        [0, 0, -1],
+    )
     assert found["contexts"] == [25] * (times[0] + times[1]) + [4] * times[2]
     assert found["groups"] == ([1] * 7 if division == "closed" else [2, 2, 3])
     contexts = 625 * (times[0] + times[1]) + 16 * times[2]
@@ -171,7 +207,9 @@ class Letters:
 
 
 def query(entities: str, answers: str, name: str = "1-1") -> Query:
-    return Query("passage", "who @placeholder then", tuple(entities.split()), tuple(answers.split()), name)
+    return Query(
+        "passage", "who @placeholder then", tuple(entities.split()), tuple(answers.split()), name
+    )
 
 
 def texts(found: tuple[list[Cloze], int]) -> list[str]:
@@ -188,7 +226,9 @@ def test_up_to_nine_wrong_candidates_stay_in_order() -> None:
 
 
 def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
-    """The generator is drawn from in the order of the queries and their answers, and only where there are too many."""
+    """The generator is drawn from in the order of the queries and their answers, and only where
+    there are too many.
+    """
     long, short = query("a b c d e f g h i j k l", "k c"), query("a b c", "b", "2-1")
     rng = random.Random(42)
     wanted = []
@@ -200,7 +240,10 @@ def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
     assert found == [*wanted[:2], "b a c", *wanted[2:]]
     assert len(set(wanted)) == 4
     assert [len(one.split()) for one in found] == [10, 10, 3, 10, 10]
-    assert texts(record.training([long], Letters(), 512, 10)) == ["k a b d e f g h i j l", "c a b d e f g h i j l"]
+    assert texts(record.training([long], Letters(), 512, 10)) == [
+        "k a b d e f g h i j l",
+        "c a b d e f g h i j l",
+    ]
     assert [len(one.split()) for one in texts(record.training([long], Letters(), 512, 2))] == [3, 3]
 
 
@@ -208,7 +251,10 @@ def test_an_answer_that_is_no_entity_is_learned_and_cannot_be_chosen() -> None:
     none, some = query("a b", "z"), query("a b", "z b")
     assert texts(record.training([none, some], Letters(), 512, 9)) == ["z a b", "z a", "b a"]
     found = record.evaluation([none, some], Letters(), 512)[0]
-    assert [(one.texts, one.right, one.answers) for one in found] == [(("a", "b"), (), ("z",)), (("a", "b"), (1,), ("z", "b"))]
+    assert [(one.texts, one.right, one.answers) for one in found] == [
+        (("a", "b"), (), ("z",)),
+        (("a", "b"), (1,), ("z", "b")),
+    ]
     assert cloze.pack(found, "open", 128, 129).right.tolist() == [-1, 1]
 
 
@@ -220,9 +266,16 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(map(ord, text))
 
 
-@pytest.mark.parametrize(("positions", "kept", "shortened"), [(21, "passage", 0), (20, "passag", 1), (15, "p", 1), (14, "", 1)])
-def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(positions: int, kept: str, shortened: int) -> None:
-    """Around the passage are [CLS], who, [MASK], then, [PAD]; the longest span is start-of-piece, x, y, z."""
+@pytest.mark.parametrize(
+    ("positions", "kept", "shortened"),
+    [(21, "passage", 0), (20, "passag", 1), (15, "p", 1), (14, "", 1)],
+)
+def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(
+    positions: int, kept: str, shortened: int
+) -> None:
+    """Around the passage are [CLS], who, [MASK], then, [PAD]; the longest span is start-of-piece,
+    x, y, z.
+    """
     found, count = record.evaluation([query("ab xyz", "ab")], Letters(), positions)
     assert count == shortened
     assert found[0].context == (1, *ids(kept), *ids("who"), 2, *ids("then"), 0)
@@ -234,7 +287,11 @@ def test_shortened_contexts_are_counted_for_every_sample() -> None:
     """Training looks at the candidates of the sample alone."""
     longer = query("ab cd xyz", "ab xyz")
     found, count = record.training([longer, query("ab", "ab")], Letters(), 20, 9)
-    assert [(one.texts, len(one.context)) for one in found] == [(("ab", "cd"), 17), (("xyz", "cd"), 16), (("ab",), 17)]
+    assert [(one.texts, len(one.context)) for one in found] == [
+        (("ab", "cd"), 17),
+        (("xyz", "cd"), 16),
+        (("ab",), 17),
+    ]
     assert count == 1
 
 
@@ -256,7 +313,10 @@ def test_texts_are_encoded_in_parts_and_each_once(monkeypatch: pytest.MonkeyPatc
     whole = record.training(many, Letters(), 512, 9)
     monkeypatch.setattr(record, "_AT_ONCE", 3)
     assert record.training(many, Watched(), 512, 9) == whole
-    assert seen == [["passage", "who ", " then", "b", "a", "c"], ["passage", "who ", " then", "d", "e"]]
+    assert seen == [
+        ["passage", "who ", " then", "b", "a", "c"],
+        ["passage", "who ", " then", "d", "e"],
+    ]
 
 
 def test_a_fingerprint_sees_texts_order_set_and_vocabulary() -> None:

@@ -57,12 +57,21 @@ def test_made_queries_of_other_sizes(entities: int) -> None:
 def test_there_are_so_many_names() -> None:
     with pytest.raises(RequestError) as caught:
         made.make(MadeCloze(queries=2, held_out=1, entities=13))
-    assert str(caught.value) == "question.data.made.entities=13; allowed: 2 to 12, the names there are"
+    assert (
+        str(caught.value) == "question.data.made.entities=13; allowed: 2 to 12, the names there are"
+    )
 
 
 def test_the_made_vocabulary() -> None:
     words = ClozeTokenizer(62)
-    assert (words.vocab, words.source, words.end, words.pad, words.cls, words.mask) == (62, "made", None, 0, 1, 2)
+    assert (words.vocab, words.source, words.end, words.pad, words.cls, words.mask) == (
+        62,
+        "made",
+        None,
+        0,
+        1,
+        2,
+    )
     assert len(words.sha256) == 64
     assert words.sha256 == ClozeTokenizer(62).sha256 != ClozeTokenizer(63).sha256
     assert words.encode(["Mira Jonas", "Old  Mill", "elsewhere", ""]) == [[4, 5], [13, 14], [3], []]

@@ -1,4 +1,6 @@
-"""ReCoRD: reading SuperGLUE's files, texts and candidates worked out by hand, and files that are none."""
+"""ReCoRD: reading SuperGLUE's files, texts and candidates worked out by hand, and files that are
+none.
+"""
 
 import gzip
 import json
@@ -29,10 +31,20 @@ def row() -> dict[str, Any]:
     """Entities in no order, one twice, one with a curly quote in it; two queries."""
     return {
         "source": "CNN",
-        "passage": {"text": TEXT, "entities": places((21, 24), (9, 15), (0, 2), (38, 41), (61, 65))},
+        "passage": {
+            "text": TEXT,
+            "entities": places((21, 24), (9, 15), (0, 2), (38, 41), (61, 65)),
+        },
         "qas": [
-            {"query": "In the end @placeholder’s won.", "answers": [{"text": "Oslo"}, {"text": "Bob Ray"}, {"text": "Oslo"}]},
-            {"query": "“@placeholder” – who?", "answers": [{"start": 3, "end": 1, "text": "Ann’s"}], "idx": 5},
+            {
+                "query": "In the end @placeholder’s won.",
+                "answers": [{"text": "Oslo"}, {"text": "Bob Ray"}, {"text": "Oslo"}],
+            },
+            {
+                "query": "“@placeholder” – who?",
+                "answers": [{"start": 3, "end": 1, "text": "Ann’s"}],
+                "idx": 5,
+            },
         ],
         "idx": 4,
     }
@@ -60,7 +72,13 @@ def refusal(path: Path) -> str:
 
 
 def test_texts_and_candidates_by_hand(tmp_path: Path) -> None:
-    assert (TEXT[21:25], TEXT[9:16], TEXT[0:3], TEXT[38:42], TEXT[61:66]) == ("Oslo", "Bob Ray", "Ann", "Oslo", "Ann’s")
+    assert (TEXT[21:25], TEXT[9:16], TEXT[0:3], TEXT[38:42], TEXT[61:66]) == (
+        "Oslo",
+        "Bob Ray",
+        "Ann",
+        "Oslo",
+        "Ann’s",
+    )
     assert superglue.read(written(tmp_path / "x.jsonl", row())) == QUERIES
 
 
@@ -104,7 +122,9 @@ def changed(at: tuple[str | int, ...], value: Any) -> dict[str, Any]:
     return out
 
 
-SPAN = f"allowed: 0 to {len(TEXT) - 1}, the last character of the passage, and no end before its start"
+SPAN = (
+    f"allowed: 0 to {len(TEXT) - 1}, the last character of the passage, and no end before its start"
+)
 ENTITY = 'an entity is {"start": 0, "end": 4}, two integers'
 FIRST = ("passage", "entities", 1)
 QUERY = ("qas", 1, "query")
@@ -121,10 +141,22 @@ ANSWERS = ("qas", 1, "answers")
         (("passage", "text"), ..., f": the passage's text is None; {SHAPE}"),
         (("passage", "text"), 7, f": the passage's text is 7; {SHAPE}"),
         (("passage", "text"), " \n", f": the passage's text is ' \\n'; {SHAPE}"),
-        (("passage", "text"), "half \ud83e", ": the passage's text is 'half \\ud83e'; a text must be valid Unicode"),
+        (
+            ("passage", "text"),
+            "half \ud83e",
+            ": the passage's text is 'half \\ud83e'; a text must be valid Unicode",
+        ),
         (("passage", "entities"), ..., f": the passage's entities are None; {SHAPE}"),
-        (("passage", "entities"), {"start": 0}, f": the passage's entities are {{'start': 0}}; {SHAPE}"),
-        (("passage", "entities"), [], ": the passage has no entities, and its queries no candidates; allowed: 1 or more"),
+        (
+            ("passage", "entities"),
+            {"start": 0},
+            f": the passage's entities are {{'start': 0}}; {SHAPE}",
+        ),
+        (
+            ("passage", "entities"),
+            [],
+            ": the passage has no entities, and its queries no candidates; allowed: 1 or more",
+        ),
         (FIRST, [9, 15], f": entity 2 is [9, 15]; {ENTITY}"),
         (FIRST, {"start": 9}, f": entity 2 is {{'start': 9}}; {ENTITY}"),
         (FIRST, {"start": True, "end": 5}, f": entity 2 is {{'end': 5, 'start': True}}; {ENTITY}"),
@@ -139,25 +171,53 @@ ANSWERS = ("qas", 1, "answers")
         (QUERY, ..., f": query 2 is None; {SHAPE}"),
         (QUERY, ["@placeholder"], f": query 2 is ['@placeholder']; {SHAPE}"),
         (QUERY, "none at all", ": query 2 has 0 @placeholder in 'none at all'; allowed: one"),
-        (QUERY, "@placeholder, @placeholder", ": query 2 has 2 @placeholder in '@placeholder, @placeholder'; allowed: one"),
-        (ANSWERS, ..., ": query 2 has no answers; the sets of training and evaluation have some, the test set none"),
-        (ANSWERS, [], ": query 2 has no answers; the sets of training and evaluation have some, the test set none"),
+        (
+            QUERY,
+            "@placeholder, @placeholder",
+            ": query 2 has 2 @placeholder in '@placeholder, @placeholder'; allowed: one",
+        ),
+        (
+            ANSWERS,
+            ...,
+            (
+                ": query 2 has no answers; the sets of training and evaluation have some, the test"
+                " set none"
+            ),
+        ),
+        (
+            ANSWERS,
+            [],
+            (
+                ": query 2 has no answers; the sets of training and evaluation have some, the test"
+                " set none"
+            ),
+        ),
         (ANSWERS, {"text": "Ann"}, f": the answers of query 2 are {{'text': 'Ann'}}; {SHAPE}"),
         (ANSWERS, "", f": the answers of query 2 are ''; {SHAPE}"),
         (ANSWERS, ["Ann"], f": answer 1 of query 2 is 'Ann'; {SHAPE}"),
-        (ANSWERS, [{"text": "Ann"}, {"start": 0}], f": the text of answer 2 of query 2 is None; {SHAPE}"),
+        (
+            ANSWERS,
+            [{"text": "Ann"}, {"start": 0}],
+            f": the text of answer 2 of query 2 is None; {SHAPE}",
+        ),
         (ANSWERS, [{"text": " "}], f": the text of answer 1 of query 2 is ' '; {SHAPE}"),
     ],
 )
-def test_a_row_that_is_none(at: tuple[str | int, ...], value: Any, reason: str, tmp_path: Path) -> None:
+def test_a_row_that_is_none(
+    at: tuple[str | int, ...], value: Any, reason: str, tmp_path: Path
+) -> None:
     path = written(tmp_path / "x.jsonl", row(), changed(at, value), row())
     found = refusal(path)
-    assert found == f"{path}: line 2{reason}" or (reason.startswith(" is {") and found.startswith(f"{path}: line 2{reason}"))
+    assert found == f"{path}: line 2{reason}" or (
+        reason.startswith(" is {") and found.startswith(f"{path}: line 2{reason}")
+    )
     assert not reason.startswith(" is {") or found.endswith(f"; {SHAPE}")
 
 
 def test_an_answer_may_be_no_entity(tmp_path: Path) -> None:
-    path = written(tmp_path / "x.jsonl", changed(ANSWERS, [{"text": "Eve", "start": 900, "end": -1}]))
+    path = written(
+        tmp_path / "x.jsonl", changed(ANSWERS, [{"text": "Eve", "start": 900, "end": -1}])
+    )
     assert superglue.read(path)[1].answers == ("Eve",)
     assert superglue.read(path)[1].entities == ENTITIES
 
@@ -167,10 +227,16 @@ def test_an_answer_may_be_no_entity(tmp_path: Path) -> None:
     [
         (b"", "Expecting value (column 1)"),
         (b"{", "Expecting property name enclosed in double quotes (column 2)"),
-        (b'{"passage": "Oslo \xe9"}', "'utf-8' codec can't decode byte 0xe9 in position 18: invalid continuation byte"),
+        (
+            b'{"passage": "Oslo \xe9"}',
+            "'utf-8' codec can't decode byte 0xe9 in position 18: invalid continuation byte",
+        ),
         (b'{"idx": 1, "idx": 1}', "a key stands twice"),
         (b'{"idx": NaN}', "NaN is no number"),
-        (b'{"idx": ' + b"9" * 5000 + b"}", "Exceeds the limit (4300 digits) for integer string conversion"),
+        (
+            b'{"idx": ' + b"9" * 5000 + b"}",
+            "Exceeds the limit (4300 digits) for integer string conversion",
+        ),
         (b"[" * 100_000, "maximum recursion depth exceeded"),
         (b'{"passage": ' + b'{"text": ' * 100_000, "maximum recursion depth exceeded"),
     ],
@@ -187,7 +253,9 @@ def test_a_line_that_cannot_be_read(line: bytes, reason: str, tmp_path: Path) ->
 def test_a_line_of_another_kind(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(line)
-    assert re.fullmatch(re.escape(f"{path}: line 1 is ") + r".{1,40}" + re.escape(f"; {SHAPE}"), refusal(path))
+    assert re.fullmatch(
+        re.escape(f"{path}: line 1 is ") + r".{1,40}" + re.escape(f"; {SHAPE}"), refusal(path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,9 +264,15 @@ def test_a_line_of_another_kind(line: bytes, tmp_path: Path) -> None:
         (b"", f"no queries; {SHAPE}"),
         (gzip.compress(b"", mtime=0), f"no queries; {SHAPE}"),
         (json.dumps({**row(), "qas": []}).encode(), f"no queries; {SHAPE}"),
-        (gzip.compress(json.dumps(row()).encode(), mtime=0)[:-9], "cannot be read: Compressed file ended before"),
+        (
+            gzip.compress(json.dumps(row()).encode(), mtime=0)[:-9],
+            "cannot be read: Compressed file ended before",
+        ),
         (b"\x1f\x8bnot gzip", "cannot be read: Unknown compression method"),
-        (b"\x1f\x8b\x08\x00" + b"\xff" * 40, "cannot be read: Error -3 while decompressing data: invalid block type"),
+        (
+            b"\x1f\x8b\x08\x00" + b"\xff" * 40,
+            "cannot be read: Error -3 while decompressing data: invalid block type",
+        ),
     ],
 )
 def test_files_that_are_none(content: bytes, reason: str, tmp_path: Path) -> None:
@@ -213,7 +287,9 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_lines_and_files_have_limits(packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_files_have_limits(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = written(tmp_path / "x.jsonl", row(), row())
     size = path.stat().st_size
     if packed:
@@ -224,14 +300,20 @@ def test_lines_and_files_have_limits(packed: bool, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
     assert refusal(path) == golden("larger-than-bytes-which-file-of", path, size - 1)
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
-    assert refusal(path) == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line; {SHAPE}"
+    assert (
+        refusal(path)
+        == f"{path}: line 1 has more than {size // 2 - 2} bytes, the limit for a line; {SHAPE}"
+    )
 
 
 def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a hole: reading it whole would take all memory
-    assert refusal(path) == f"{path}: line 1 has more than {1 << 20} bytes, the limit for a line; {SHAPE}"
+    assert (
+        refusal(path)
+        == f"{path}: line 1 has more than {1 << 20} bytes, the limit for a line; {SHAPE}"
+    )
 
 
 def test_both_files_are_found(tmp_path: Path) -> None:
@@ -255,17 +337,25 @@ def test_a_folder_without_them(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "val.jsonl").mkdir()
     assert missing(tmp_path) == f"{tmp_path}: no val.jsonl (.gz) in it; {advice}"
-    assert missing(tmp_path / "train.jsonl") == f"data {str(tmp_path / 'train.jsonl')!r} is not a folder; {whole}"
+    assert (
+        missing(tmp_path / "train.jsonl")
+        == f"data {str(tmp_path / 'train.jsonl')!r} is not a folder; {whole}"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "queries", "answers", "entities", "most"),
     [("train32", 32, 44, 397, 23), ("dev32", 32, 46, 369, 25), ("explorer123", 123, 193, 1317, 23)],
 )
-def test_real_rows(name: str, queries: int, answers: int, entities: int, most: int, data_dir: Path) -> None:
+def test_real_rows(
+    name: str, queries: int, answers: int, entities: int, most: int, data_dir: Path
+) -> None:
     found = superglue.read(data_dir / "record" / f"record_{name}.jsonl")
     assert (len(found), sum(len(one.answers) for one in found)) == (queries, answers)
-    assert (sum(len(one.entities) for one in found), max(len(one.entities) for one in found)) == (entities, most)
+    assert (sum(len(one.entities) for one in found), max(len(one.entities) for one in found)) == (
+        entities,
+        most,
+    )
     assert all(set(one.answers) <= set(one.entities) for one in found)
     assert not any(mark in one.passage for one in found for mark in ("@highlight", "“", "’", "–"))
     # Only white space and highlights can part an entity from the passage it was taken from.

@@ -17,7 +17,9 @@ from steelyard.tasks.superglue_record import queries as superglue
 from steelyard.tasks.superglue_record.queries import Query
 
 
-def rows(count: int, division: Literal["closed", "open"] = "open", batch: int = 4, seed: int = 0) -> ClozeRows:
+def rows(
+    count: int, division: Literal["closed", "open"] = "open", batch: int = 4, seed: int = 0
+) -> ClozeRows:
     train = [replace(SHORT, context=(2, *[5] * (i * 7 % 10), 3, 0)) for i in range(count)]
     held = [replace(SHORT, context=(2, *[5] * length, 3, 0)) for length in (1, 4, 4, 2)]
     return ClozeRows(train, held, division, batch, seed, START, END)
@@ -25,13 +27,20 @@ def rows(count: int, division: Literal["closed", "open"] = "open", batch: int = 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
     found = rows(12)
-    epochs = [[key for step in range(start, start + 3) for key in found.batch(step)] for start in (0, 3, 6)]
+    epochs = [
+        [key for step in range(start, start + 3) for key in found.batch(step)]
+        for start in (0, 3, 6)
+    ]
     assert [sorted(one) for one in epochs] == [list(range(12))] * 3
     assert len({tuple(sorted(found.batch(step))) for step in (0, 3, 6)}) == 3
     assert [rows(12).batch(step) for step in range(9)] == [found.batch(step) for step in range(9)]
-    assert [rows(12, seed=1).batch(step) for step in range(9)] != [found.batch(step) for step in range(9)]
+    assert [rows(12, seed=1).batch(step) for step in range(9)] != [
+        found.batch(step) for step in range(9)
+    ]
     # The order is drawn whatever the division, so that both learn from the same samples.
-    assert [sorted(rows(12, "closed").batch(step)) for step in range(9)] == [sorted(found.batch(step)) for step in range(9)]
+    assert [sorted(rows(12, "closed").batch(step)) for step in range(9)] == [
+        sorted(found.batch(step)) for step in range(9)
+    ]
 
 
 def test_a_batch_goes_over_the_end_of_an_epoch() -> None:
@@ -50,8 +59,12 @@ def test_lengths_are_sorted_inside_a_batch_and_nowhere_else() -> None:
     assert ties == sorted(ties)
 
 
-@pytest.mark.parametrize(("division", "sizes"), [("open", [10, 13, 13, 11]), ("closed", [18, 27, 27, 21])])
-def test_evaluation_is_all_of_it_the_longest_first(division: Literal["closed", "open"], sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("division", "sizes"), [("open", [10, 13, 13, 11]), ("closed", [18, 27, 27, 21])]
+)
+def test_evaluation_is_all_of_it_the_longest_first(
+    division: Literal["closed", "open"], sizes: list[int]
+) -> None:
     found = rows(3, division)
     assert found.held_out() == [1, 2, 3, 0]
     assert [found.size(key, held=True) for key in range(4)] == sizes
@@ -78,13 +91,21 @@ def bert(data_dir: Path) -> WordPieces:
 @pytest.fixture(scope="module")
 def real(data_dir: Path) -> list[Query]:
     names = ("train32", "dev32", "explorer123")
-    return [one for name in names for one in superglue.read(data_dir / "record" / f"record_{name}.jsonl")]
+    return [
+        one
+        for name in names
+        for one in superglue.read(data_dir / "record" / f"record_{name}.jsonl")
+    ]
 
 
 @pytest.mark.parametrize(
     ("division", "learned", "held"),
     [
-        ("closed", (590_569, 2087, 143_081_852, 143_092_196), (505_481, 2703, 123_793_508, 123_802_340)),
+        (
+            "closed",
+            (590_569, 2087, 143_081_852, 143_092_196),
+            (505_481, 2703, 123_793_508, 123_802_340),
+        ),
         ("open", (74_356, 263, 17_932_119, 17_942_463), (50_489, 270, 12_158_880, 12_167_712)),
     ],
 )
@@ -99,13 +120,24 @@ def test_real_rows(
     train, shortened = record.training(real, bert, 512, 9)
     ask, asked_shortened = record.evaluation(real, bert, 512)
     assert (len(train), len(ask), shortened, asked_shortened) == (283, 187, 0, 0)
-    assert (sum(len(one.candidates) for one in train), sum(len(one.candidates) for one in ask)) == (2460, 2083)
+    assert (sum(len(one.candidates) for one in train), sum(len(one.candidates) for one in ask)) == (
+        2460,
+        2083,
+    )
     assert max(len(one.context) for one in ask) == 406
     found = ClozeRows(train, ask, division, 8, 0, bert.vocab, bert.vocab + 1)
-    for keys, is_held, figures, logits in ((range(283), False, learned, 7655), (range(187), True, held, 6497)):
+    for keys, is_held, figures, logits in (
+        (range(283), False, learned, 7655),
+        (range(187), True, held, 6497),
+    ):
         counts = found.pack(list(keys), is_held).counts
         assert counts["tokens"] == sum(found.size(key, is_held) for key in keys)
-        assert (counts["tokens"], round(counts["tokens"] / len(keys)), counts["pairs"], counts["square"]) == figures
+        assert (
+            counts["tokens"],
+            round(counts["tokens"] / len(keys)),
+            counts["pairs"],
+            counts["square"],
+        ) == figures
         assert (counts["logits"], counts["samples"], counts["padded"]) == (logits, len(keys), 0)
 
 

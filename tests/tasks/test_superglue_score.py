@@ -25,11 +25,21 @@ COMMON = score.outputs(HELD)
 
 
 def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None) -> dict[str, Any]:
-    return {"step": step, "samples": 8 * step if samples is None else samples, "choices": [list(pair) for pair in choices]}
+    return {
+        "step": step,
+        "samples": 8 * step if samples is None else samples,
+        "choices": [list(pair) for pair in choices],
+    }
 
 
-RANK_0 = {"stopped": None, "evaluations": [evaluation(0, (3, 1), (0, 1)), evaluation(5, (3, 0), (0, 2))]}
-RANK_1 = {"stopped": None, "evaluations": [evaluation(0, (1, 2), (2, 1)), evaluation(5, (1, 0), (2, 0))]}
+RANK_0 = {
+    "stopped": None,
+    "evaluations": [evaluation(0, (3, 1), (0, 1)), evaluation(5, (3, 0), (0, 2))],
+}
+RANK_1 = {
+    "stopped": None,
+    "evaluations": [evaluation(0, (1, 2), (2, 1)), evaluation(5, (1, 0), (2, 0))],
+}
 WHOLE = score.merge(COMMON, "train", [RANK_0, RANK_1])
 
 
@@ -74,8 +84,18 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
     assert passes(WHOLE) == {
         "train": {
             "evaluations": [
-                {"step": 0, "samples": 0, "choices": [[0, 1], [1, 2], [2, 1], [3, 1]], "repeated": 0},
-                {"step": 5, "samples": 40, "choices": [[0, 2], [1, 0], [2, 0], [3, 0]], "repeated": 0},
+                {
+                    "step": 0,
+                    "samples": 0,
+                    "choices": [[0, 1], [1, 2], [2, 1], [3, 1]],
+                    "repeated": 0,
+                },
+                {
+                    "step": 5,
+                    "samples": 40,
+                    "choices": [[0, 2], [1, 0], [2, 0], [3, 0]],
+                    "repeated": 0,
+                },
             ],
             "stopped": None,
         }
@@ -84,7 +104,9 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
     assert COMMON.passes == {}
     after = score.merge(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
     assert passes(after)["train"] == passes(WHOLE)["train"]
-    assert passes(after)["after"] == {"evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]}
+    assert passes(after)["after"] == {
+        "evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]
+    }
 
 
 def test_scores_by_hand_are_of_the_last_evaluation() -> None:
@@ -94,10 +116,7 @@ def test_scores_by_hand_are_of_the_last_evaluation() -> None:
         "f1": pytest.approx((1 + 0.8 + 0 + 1) / 4, rel=1e-12),
         "se": (0.5 * 0.5 / 4) ** 0.5,
     }
-    assert score.history(WHOLE, "train") == [
-        (0, 0, 1 / 4),
-        (5, 40, 2 / 4),
-    ]
+    assert score.history(WHOLE, "train") == [(0, 0, 1 / 4), (5, 40, 2 / 4)]
     assert score.tally(WHOLE, "train") == Tally(4, 0, 0, 0)
     assert TASK.agreement is None
     assert score.breakdowns(score.merge(WHOLE, "after", [{"evaluations": [evaluation(6)]}])) == [
@@ -127,7 +146,9 @@ def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
 
 
 def test_scores_that_are_not_finite_are_no_hits() -> None:
-    found = score.merge(COMMON, "before", [{"evaluations": [evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}])
+    found = score.merge(
+        COMMON, "before", [{"evaluations": [evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}]
+    )
     assert score.score(found, "before") == {
         "acc": 1 / 4,
         "em": 1 / 4,
@@ -170,7 +191,10 @@ def test_an_evaluation_without_answers_is_no_score() -> None:
 def test_the_earliest_stop_stands() -> None:
     stops = [None, {"step": 9, "why": "nan"}, {"step": 7, "why": "target"}]
     tables = [{"stopped": stopped, "evaluations": []} for stopped in stops]
-    assert passes(score.merge(COMMON, "train", tables))["train"]["stopped"] == {"step": 7, "why": "target"}
+    assert passes(score.merge(COMMON, "train", tables))["train"]["stopped"] == {
+        "step": 7,
+        "why": "target",
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,7 +217,9 @@ def test_pairs_may_be_tuples_and_become_lists() -> None:
     assert score.check(table, COMMON)["evaluations"][0]["choices"] == [[0, 1]]
 
 
-KINDS = "the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone"
+KINDS = (
+    "the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone"
+)
 TABLES = "the engine's outputs must be tables as evaluations: choices, samples, step"
 PAIRS = "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
 RANGE = "the engine's outputs name a question beyond 0 to 3, or a candidate that it does not have"
@@ -213,13 +239,26 @@ STOPPED = "the engine's outputs must be None or a table with a step: stopped"
         ({"evaluations": [{"step": 0, "choices": []}]}, TABLES),
         ({"evaluations": [{**evaluation(0), "loss": 1.0}]}, TABLES),
         *(
-            ({"evaluations": [{**evaluation(0), name: value}]}, f"the engine's outputs must be an integer from 0 on: {name} of")
+            (
+                {"evaluations": [{**evaluation(0), name: value}]},
+                f"the engine's outputs must be an integer from 0 on: {name} of",
+            )
             for name in ("step", "samples")
             for value in (-1, 1.0, True, None)
         ),
         *(
             ({"evaluations": [{**evaluation(0), "choices": value}]}, PAIRS)
-            for value in (None, ((0, 1),), [0, 1], [[0]], [[0, 1, 2]], [[0, 1.0]], [[True, 1]], ["01"], [[0, None]])
+            for value in (
+                None,
+                ((0, 1),),
+                [0, 1],
+                [[0]],
+                [[0, 1, 2]],
+                [[0, 1.0]],
+                [[True, 1]],
+                ["01"],
+                [[0, None]],
+            )
         ),
         ({"stopped": 5, "evaluations": []}, STOPPED),
         ({"stopped": {"why": "nan"}, "evaluations": []}, STOPPED),
@@ -235,7 +274,10 @@ def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        ({"evaluations": []}, "the engine's outputs have 0 evaluations; a pass without steps has one"),
+        (
+            {"evaluations": []},
+            "the engine's outputs have 0 evaluations; a pass without steps has one",
+        ),
         (
             {"evaluations": [evaluation(0), evaluation(1)]},
             "the engine's outputs have 2 evaluations; a pass without steps has one",
@@ -246,11 +288,17 @@ def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
         ({"evaluations": [evaluation(0, (0, -2))]}, RANGE),
         (
             {"stopped": None, "evaluations": [evaluation(5), evaluation(5)]},
-            "the engine's outputs have evaluations at the steps [5, 5]; each is later than the one before",
+            (
+                "the engine's outputs have evaluations at the steps [5, 5]; each is later than the"
+                " one before"
+            ),
         ),
         (
             {"stopped": None, "evaluations": [evaluation(5), evaluation(4)]},
-            "the engine's outputs have evaluations at the steps [5, 4]; each is later than the one before",
+            (
+                "the engine's outputs have evaluations at the steps [5, 4]; each is later than the"
+                " one before"
+            ),
         ),
     ],
 )
@@ -261,9 +309,14 @@ def test_outputs_that_cannot_be_are_refused(table: Any, reason: str) -> None:
 
 
 def test_differences_are_of_the_last_evaluation_after_as_many_steps() -> None:
-    theirs = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}])
-    assert score.differences(WHOLE, theirs, "train") == Differences(3, 2)  # 1 and 2 got another candidate
-    later = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}])
+    theirs = score.merge(
+        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}]
+    )
+    # 1 and 2 got another candidate
+    assert score.differences(WHOLE, theirs, "train") == Differences(3, 2)
+    later = score.merge(
+        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}]
+    )
     assert score.differences(WHOLE, later, "train") is None
     assert score.differences(WHOLE, COMMON, "train") is None
     assert TASK.differences is score.differences

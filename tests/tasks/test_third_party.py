@@ -13,7 +13,12 @@ RUN = ("run", PACKAGE / "rhyme.toml", "--accelerator", "cpu")
 
 
 def test_the_example_is_short() -> None:
-    lines = [line for path in PACKAGE.rglob("*") if path.suffix != ".pyc" and path.is_file() for line in path.open()]
+    lines = [
+        line
+        for path in PACKAGE.rglob("*")
+        if path.suffix != ".pyc" and path.is_file()
+        for line in path.open()
+    ]
     assert len(lines) <= 200
 
 
@@ -28,12 +33,28 @@ def test_the_example_runs_and_is_reported(shell: Shell) -> None:
     done = shell(*RUN, "--size", "smoke", "--engine", "torch", "--out", shell.out)
     assert done.code == 0, done.err
     (record,) = shell.records()
-    assert (record["status"], record["case"]["name"], record["engine"]["name"]) == ("valid", "tiny-rhyme", "torch")
-    assert (record["data"]["source"], record["data"]["rows"], record["data"]["published"]) == ("made", 48, None)
+    assert (record["status"], record["case"]["name"], record["engine"]["name"]) == (
+        "valid",
+        "tiny-rhyme",
+        "torch",
+    )
+    assert (record["data"]["source"], record["data"]["rows"], record["data"]["published"]) == (
+        "made",
+        48,
+        None,
+    )
     outputs = record["outputs"]
     assert set(outputs["passes"]) == {"val", "infer"}
-    right = sum(told == gold for told, gold in zip(outputs["passes"]["infer"]["chosen"], outputs["gold"], strict=True))
-    assert record["metrics"]["rhymes"] == {"value": right / 48, "unit": "", "interval": None, "note": None}
+    right = sum(
+        told == gold
+        for told, gold in zip(outputs["passes"]["infer"]["chosen"], outputs["gold"], strict=True)
+    )
+    assert record["metrics"]["rhymes"] == {
+        "value": right / 48,
+        "unit": "",
+        "interval": None,
+        "note": None,
+    }
     assert record["quality"]["metric"] == "rhymes"
     checked = shell("verify", shell.out)
     assert (checked.code, checked.out.split()[0]) == (0, "ok")
@@ -49,7 +70,17 @@ def test_the_example_runs_and_is_reported(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_its_fields_are_settable_and_checked(shell: Shell) -> None:
-    done = shell(*RUN, "--size", "smoke", "--set", "question.data.made=3", "--passes", "val", "--out", shell.out)
+    done = shell(
+        *RUN,
+        "--size",
+        "smoke",
+        "--set",
+        "question.data.made=3",
+        "--passes",
+        "val",
+        "--out",
+        shell.out,
+    )
     assert done.code == 0, done.err
     (record,) = shell.records()
     assert (record["data"]["rows"], len(record["outputs"]["gold"])) == (3, 3)
@@ -71,7 +102,9 @@ def test_its_own_data(shell: Shell) -> None:
 
 
 @pytest.mark.full
-def test_without_the_package_its_records_are_refused_in_one_line(shell: Shell, tmp_path: Path) -> None:
+def test_without_the_package_its_records_are_refused_in_one_line(
+    shell: Shell, tmp_path: Path
+) -> None:
     assert shell(*RUN, "--size", "smoke", "--passes", "val", "--out", shell.out).code == 0
     done = Shell(tmp_path)("verify", shell.out)
     assert (done.code, len(done.lines)) == (2, 1)

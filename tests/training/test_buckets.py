@@ -1,4 +1,6 @@
-"""Micro-batches of a cloze filled up to a bucket: the same losses, scores and gradients, padding counted, few sizes."""
+"""Micro-batches of a cloze filled up to a bucket: the same losses, scores and gradients, padding
+counted, few sizes.
+"""
 
 from contextlib import nullcontext
 
@@ -43,7 +45,11 @@ def filled(division: str, groups: list[list[int]]):
     bucket = [made.of(size) for size in sizes]
     packs = [rows.pack(group, held=False) for group in groups]
     plain = [to_device(pack, CPU) for pack in packs]
-    return plain, [to_device(fill(pack, one), CPU, one) for pack, one in zip(packs, bucket, strict=True)], bucket
+    return (
+        plain,
+        [to_device(fill(pack, one), CPU, one) for pack, one in zip(packs, bucket, strict=True)],
+        bucket,
+    )
 
 
 def gradients(of: Trainer) -> list[Tensor]:
@@ -60,7 +66,9 @@ def learned(made: Trainer, micros) -> tuple[float, list[Tensor]]:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) -> None:
-    """Without dropout. With it the numbers dropped are drawn by a token's place, which differs: another draw, the same mean."""
+    """Without dropout. With it the numbers dropped are drawn by a token's place, which differs:
+    another draw, the same mean.
+    """
     plain, full, _ = filled(division, [[0, 1, 2], [3, 4]])
     made = trainer(job())
     other = trainer(job(), lambda of: fused.trainer(of, Rerun() if recorded else None))
@@ -82,7 +90,9 @@ def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) ->
 
 
 def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three micro-batches of one bucket, in turn: each has its own loss and gradients, and one pair of graphs is there."""
+    """Three micro-batches of one bucket, in turn: each has its own loss and gradients, and one pair
+    of graphs is there.
+    """
     monkeypatch.setattr(buckets, "GRAIN", 64)
     groups = [[0, 1], [1, 2], [2, 0]]
     plain, full, bucket = filled("open", groups)
@@ -102,7 +112,9 @@ def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padding_learns_nothing() -> None:
-    """What stands in the padding changes nothing, and its own rows of the tables get exactly no gradient."""
+    """What stands in the padding changes nothing, and its own rows of the tables get exactly no
+    gradient.
+    """
     _, full, _ = filled("open", [[0, 1], [2, 3, 4]])
     made = trainer(job())
     loss, grads = learned(made, full[:1])
@@ -129,7 +141,11 @@ def test_what_fills_a_bucket(division: str) -> None:
     made = Buckets(sizes)
     for size, pack in zip(sizes, packs, strict=True):
         assert (size.tokens, size.logits) == (pack.counts["tokens"], pack.counts["logits"])
-        assert (size.contexts, size.spans, size.samples) == (len(pack.contexts), len(pack.spans), len(pack.candidates))
+        assert (size.contexts, size.spans, size.samples) == (
+            len(pack.contexts),
+            len(pack.spans),
+            len(pack.candidates),
+        )
         bucket = made.of(size)
         full = fill(pack, bucket)
         assert len(full.tokens) == bucket.tokens == sum(full.contexts) + sum(full.spans)
@@ -177,7 +193,9 @@ def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], Torc
 
 
 def test_a_pass_is_recorded_before_it_begins() -> None:
-    """Every size of it; its losses are those of a pass of which nothing is recorded, and padding is no work."""
+    """Every size of it; its losses are those of a pass of which nothing is recorded, and padding is
+    no work.
+    """
     record = Rerun()
     plain, _ = passed(None)
     _, loop = passed(record)
@@ -187,7 +205,9 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
     again, _ = passed(Rerun())
     for one, two in zip(plain, again, strict=True):
         assert float(two.values["loss"]) == pytest.approx(float(one.values["loss"]), abs=1e-12)
-        assert float(two.values["grad_norm"]) == pytest.approx(float(one.values["grad_norm"]), abs=1e-10)
+        assert float(two.values["grad_norm"]) == pytest.approx(
+            float(one.values["grad_norm"]), abs=1e-10
+        )
         assert {**two.counts, "padded": 0} == one.counts
         assert two.rows == one.rows
     assert all(work.counts["padded"] > 0 for work in again)
@@ -197,7 +217,9 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
 def test_every_replay_drops_other_numbers() -> None:
     """The same pass twice has the same losses, and a micro-batch met twice in it has not."""
     (first, _), (second, loop) = passed(Rerun(), 0.3), passed(Rerun(), 0.3)
-    assert [float(work.values["loss"]) for work in first] == [float(work.values["loss"]) for work in second]
+    assert [float(work.values["loss"]) for work in first] == [
+        float(work.values["loss"]) for work in second
+    ]
     micro = loop.cloze.to_device(loop.cloze.pack([0, 1, 2]))
     losses = []
     for step in (4, 4, 5):
@@ -207,7 +229,9 @@ def test_every_replay_drops_other_numbers() -> None:
 
 
 def test_a_seed_is_drawn_for_each_micro_batch() -> None:
-    """What kernels draw from: new for each, the same again for the same step, and read by a replay where it stands."""
+    """What kernels draw from: new for each, the same again for the same step, and read by a replay
+    where it stands.
+    """
     seed, seen = torch.zeros(1, dtype=torch.int64), []
 
     def draw() -> None:

@@ -1,4 +1,6 @@
-"""What is recorded: inputs are refreshed, gradients are added again, weights and seeds are read as they are at the replay."""
+"""What is recorded: inputs are refreshed, gradients are added again, weights and seeds are read as
+they are at the replay.
+"""
 
 from dataclasses import dataclass
 
@@ -29,7 +31,9 @@ class Adding(torch.autograd.Function):
         return None, None, None
 
 
-def made(weight: Tensor, place: Tensor, noise: Tensor, calls: list[int]) -> tuple[Recorded[Row], Rerun]:
+def made(
+    weight: Tensor, place: Tensor, noise: Tensor, calls: list[int]
+) -> tuple[Recorded[Row], Rerun]:
     def function(row: Row) -> Tensor:
         calls.append(len(row.x))
         return Adding.apply(row.x, weight, place) + noise.sum()
@@ -77,7 +81,8 @@ def test_a_size_is_recorded_once_when_it_is_met_again() -> None:
     recorded(Row(torch.ones(2)))
     recorded(Row(torch.ones(3)))
     assert len(record.made) == 4
-    assert calls == [2, 3, 2, 2, 2, 3, 3]  # recorded and replayed, replayed alone; recorded and replayed
+    # recorded and replayed, replayed alone; recorded and replayed
+    assert calls == [2, 3, 2, 2, 2, 3, 3]
 
 
 def test_losses_of_replays_do_not_change_each_other() -> None:

@@ -1,4 +1,6 @@
-"""What the training loop yields: where a step's phases begin, for ranks that meet at its ends and for others."""
+"""What the training loop yields: where a step's phases begin, for ranks that meet at its ends and
+for others.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -93,20 +95,41 @@ def run(separate: bool) -> tuple[list[str], list[Work]]:
 
 
 def test_ranks_that_meet_at_the_ends_of_a_step_have_their_exchange_marked():
-    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "<exchange>"]
+    step = [
+        "<data>",
+        "to_device",
+        "to_device",
+        "<meet>",
+        "total",
+        "<compute>",
+        "seed {}",
+        "backward",
+        "<exchange>",
+    ]
     step += ["reduce", "<compute>", "update", "updated", "<>"]
     assert run(separate=True)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 
 def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own():
-    step = ["<data>", "to_device", "to_device", "<meet>", "total", "<compute>", "seed {}", "backward", "reduce"]
+    step = [
+        "<data>",
+        "to_device",
+        "to_device",
+        "<meet>",
+        "total",
+        "<compute>",
+        "seed {}",
+        "backward",
+        "reduce",
+    ]
     step += ["update", "updated", "<>"]
     assert run(separate=False)[0] == [one.format(number) for number in (0, 1) for one in step]
 
 
 def test_marks_change_no_number():
     (_, one), (_, other) = run(separate=True), run(separate=False)
-    assert [float(work.values["loss"]) for work in one] == [2 * 12.0 / (2 * 6)] * 2  # both replicas' losses over all targets
+    # both replicas' losses over all targets
+    assert [float(work.values["loss"]) for work in one] == [2 * 12.0 / (2 * 6)] * 2
     assert one == other
 
 
@@ -138,4 +161,7 @@ def test_only_whole_replicas_are_separate(sizes, separate):
 
 def test_one_device_meets_nobody():
     assert not SingleDevice().separate
-    assert [Replicated(replicas, torch.float32, CPU).separate for replicas in (1, 2)] == [False, True]
+    assert [Replicated(replicas, torch.float32, CPU).separate for replicas in (1, 2)] == [
+        False,
+        True,
+    ]

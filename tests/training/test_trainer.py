@@ -1,4 +1,6 @@
-"""A trainer of a toy model: what it asks of its model, its placement and its optimizer, and in which order."""
+"""A trainer of a toy model: what it asks of its model, its placement and its optimizer, and in
+which order.
+"""
 
 from contextlib import contextmanager
 from time import monotonic
@@ -78,7 +80,12 @@ MICROS = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -1.0, 2.0], [1.0,
 
 
 def test_weights_are_made_before_code_is_chosen() -> None:
-    assert prepared(SingleDevice()).model.order == ["begin weights", "build", "end weights", "compile"]
+    assert prepared(SingleDevice()).model.order == [
+        "begin weights",
+        "build",
+        "end weights",
+        "compile",
+    ]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -86,7 +93,9 @@ def test_one_replica_is_one_device(precision: str) -> None:
     found = []
     for placement in (SingleDevice(), Replicated(1, torch.float32, CPU)):
         made = prepared(placement, precision)
-        steps = [(float(made.learn(MICROS, made.total(3))), float(made.update(0.1))) for _ in range(3)]
+        steps = [
+            (float(made.learn(MICROS, made.total(3))), float(made.update(0.1))) for _ in range(3)
+        ]
         found.append((steps, [p.tolist() for p in made.optimizer.master]))
     assert found[0] == found[1]
 
@@ -98,7 +107,9 @@ def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> No
     made.warm(MICROS[0])
     assert made.model.order[4:] == ["evaluate", "loss"] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.master, strict=True))
-    assert not any(p.grad is not None and bool(p.grad.count_nonzero()) for p in made.optimizer.master)
+    assert not any(
+        p.grad is not None and bool(p.grad.count_nonzero()) for p in made.optimizer.master
+    )
 
 
 def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
@@ -106,9 +117,17 @@ def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
     grads, norms = [], []
     for factor in (1.0, 2.0):
         weight = nn.Parameter(torch.ones(2, 2))
-        adam = Adam([weight], None, TRAINING, TRAIN["fp32"], lambda g, o, factor=factor: factor * total_norm(g, o))
+        adam = Adam(
+            [weight],
+            None,
+            TRAINING,
+            TRAIN["fp32"],
+            lambda g, o, factor=factor: factor * total_norm(g, o),
+        )
         weight.grad = torch.full((2, 2), 4.0)
-        adam.inner.register_step_pre_hook(lambda *given, weight=weight: grads.append(weight.grad.clone()))
+        adam.inner.register_step_pre_hook(
+            lambda *given, weight=weight: grads.append(weight.grad.clone())
+        )
         norms.append(float(adam.step(1e-3)))
     assert norms == [8.0, 16.0]
     torch.testing.assert_close(grads[0], 2 * grads[1])
@@ -130,4 +149,11 @@ def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
 
 
 def test_the_rate_warms_up_and_decays() -> None:
-    assert [round(rate(TRAINING, step), 8) for step in range(6)] == [1e-3, 1e-3, 7e-4, 4e-4, 1e-4, 1e-4]
+    assert [round(rate(TRAINING, step), 8) for step in range(6)] == [
+        1e-3,
+        1e-3,
+        7e-4,
+        4e-4,
+        1e-4,
+        1e-4,
+    ]

@@ -1,4 +1,6 @@
-"""Conversions of checkpoints: bit for bit, one tensor at a time, and what is known of a checkpoint before."""
+"""Conversions of checkpoints: bit for bit, one tensor at a time, and what is known of a checkpoint
+before.
+"""
 
 import json
 import subprocess
@@ -40,7 +42,9 @@ from steelyard.weights.inspection import Inspection, inspect
 
 
 def model_of(shape: LlamaShape) -> LlamaModel:
-    return LlamaModel(family="llama", **{key: value for key, value in asdict(shape).items() if key != "head_dim"})
+    return LlamaModel(
+        family="llama", **{key: value for key, value in asdict(shape).items() if key != "head_dim"}
+    )
 
 
 def assert_same(found: Tensors, wanted: Tensors) -> None:
@@ -48,11 +52,17 @@ def assert_same(found: Tensors, wanted: Tensors) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        assert torch.equal(
+            found[name].contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)
+        ), name
 
 
 def hf_tensors(folder: Path) -> Tensors:
-    return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
+    return {
+        name: t
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, t in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -67,7 +77,10 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     assert hashes(first) == before
     there = {str(p.relative_to(tmp_path / "last")) for p in (tmp_path / "last").rglob("*")}
     assert there == {"conversion.json", *(name for name, _ in done.files)}
-    assert done.files == [(name, (tmp_path / "last" / name).stat().st_size) for name in ("model.safetensors", "config.json")]
+    assert done.files == [
+        (name, (tmp_path / "last" / name).stat().st_size)
+        for name in ("model.safetensors", "config.json")
+    ]
     assert done.size_bytes == sum(size for _, size in done.files)
     assert done.kept == 0
     # What comes out of a conversion is written as what goes into it.
@@ -79,7 +92,9 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("source, target", [(1, 8), (8, 1), (2, 4), (4, 4)])
 def test_shards(source: int, target: int, kind: str, tmp_path: Path) -> None:
     shape, tensors = SHAPES[kind], odd_tensors(SHAPES[kind])
-    write_megatron(tmp_path / "from", shape, source, tensors=tensors, multiple=100, args={"vocab_size": 251})
+    write_megatron(
+        tmp_path / "from", shape, source, tensors=tensors, multiple=100, args={"vocab_size": 251}
+    )
     convert.convert(tmp_path / "from", tmp_path / "to", "megatron", target)
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text().strip() == "135000"
     rows = padded(shape.vocab, target)
@@ -92,14 +107,21 @@ def test_shards(source: int, target: int, kind: str, tmp_path: Path) -> None:
             assert found["checkpoint_version"] == 3.0
             assert_same(dict(flat(found["model"])), {theirs(name): t for name, t in wanted.items()})
         args = found["args"]
-        assert (args.padded_vocab_size, args.vocab_size, args.tensor_model_parallel_size) == (rows * target, 251, target)
+        assert (args.padded_vocab_size, args.vocab_size, args.tensor_model_parallel_size) == (
+            rows * target,
+            251,
+            target,
+        )
         assert (args.num_query_groups, args.group_query_attention, args.kv_channels) == (8, True, 4)
         assert args.tensor_model_parallel_rank == i
 
 
 def theirs(name: str) -> str:
     """As files of 2023 call it."""
-    top = {"embed.weight": "embedding.word_embeddings.weight", "output.weight": "output_layer.weight"}
+    top = {
+        "embed.weight": "embedding.word_embeddings.weight",
+        "output.weight": "output_layer.weight",
+    }
     top |= {"norm.weight": "encoder.final_layernorm.weight"}
     if name in top:
         return f"language_model.{top[name]}"
@@ -110,7 +132,12 @@ def theirs(name: str) -> str:
 def test_from_hugging_face_it_is_a_release(tmp_path: Path) -> None:
     convert.convert(hf(tmp_path / "hf"), tmp_path / "to", "megatron", 2)
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
-    assert torch.load(tmp_path / "to" / "release" / "mp_rank_01" / FILE, weights_only=False)["iteration"] == 0
+    assert (
+        torch.load(tmp_path / "to" / "release" / "mp_rank_01" / FILE, weights_only=False)[
+            "iteration"
+        ]
+        == 0
+    )
     assert inspect(tmp_path / "to").iteration == "release"
 
 
@@ -129,7 +156,9 @@ def test_patched_values_are_put_in_order(tmp_path: Path) -> None:
         stored[name] = torch.cat([head[[0, 2, 1, 3]] for head in torch.split(tensors[name], 4)])
     write_megatron(tmp_path / "from", tensors=stored, args={"rotary_interleaved_patch": True})
     convert.convert(tmp_path / "from", tmp_path / "tp4", "megatron", 4)
-    args = torch.load(tmp_path / "tp4" / "iter_0135000" / "mp_rank_03" / FILE, weights_only=False)["args"]
+    args = torch.load(tmp_path / "tp4" / "iter_0135000" / "mp_rank_03" / FILE, weights_only=False)[
+        "args"
+    ]
     assert args.rotary_interleaved_patch is False
     convert.convert(tmp_path / "tp4", tmp_path / "hf", "hf", 1)
     assert_same(hf_tensors(tmp_path / "hf"), tensors)
@@ -139,9 +168,13 @@ def test_patched_values_are_put_in_order(tmp_path: Path) -> None:
 def test_transformers_answers_the_same(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = replace(SHAPES[kind], rope_base=500000.0, norm_eps=1e-6)
-    write_megatron(tmp_path / "from", shape, 2, args={"rotary_base": 500000, "layernorm_epsilon": 1e-6})
+    write_megatron(
+        tmp_path / "from", shape, 2, args={"rotary_base": 500000, "layernorm_epsilon": 1e-6}
+    )
     convert.convert(tmp_path / "from", tmp_path / "hf", "hf", 1)
-    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", output_loading_info=True
+    )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert theirs.config.max_position_embeddings == shape.positions
@@ -161,7 +194,10 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     names = [name for name, _ in done.files]
     count = len(names) - 2
     assert count > 2
-    assert names[:2] == [f"model-00001-of-{count:05}.safetensors", f"model-00002-of-{count:05}.safetensors"]
+    assert names[:2] == [
+        f"model-00001-of-{count:05}.safetensors",
+        f"model-00002-of-{count:05}.safetensors",
+    ]
     assert names[-2:] == ["model.safetensors.index.json", "config.json"]
     assert all(size < 61_000 for name, size in done.files if name.endswith(".safetensors"))
     for path in (tmp_path / "to").glob("*.safetensors"):
@@ -171,32 +207,50 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_dtypes_are_kept(tmp_path: Path) -> None:
-    tensors = {name: t.float() if "norm" in name else t.half() for name, t in tensors_of(SHAPE).items()}
+    tensors = {
+        name: t.float() if "norm" in name else t.half() for name, t in tensors_of(SHAPE).items()
+    }
     first = hf(tmp_path / "first", tensors=tensors)
     convert.convert(first, tmp_path / "tp4", "megatron", 4)
     convert.convert(tmp_path / "tp4", tmp_path / "last", "hf", 1)
     assert_same(hf_tensors(tmp_path / "last"), tensors)
     assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "float16"
     assert inspect(tmp_path / "tp4").dtype == inspect(first).dtype == "fp16+fp32"
-    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors["model.layers.0.self_attn.k_proj.weight"].bfloat16()
-    refused(lambda: convert.convert(hf(tmp_path / "mixed", tensors=tensors), tmp_path / "x", "megatron", 2), "(BF16, F16); ")
+    tensors["model.layers.0.self_attn.k_proj.weight"] = tensors[
+        "model.layers.0.self_attn.k_proj.weight"
+    ].bfloat16()
+    refused(
+        lambda: convert.convert(
+            hf(tmp_path / "mixed", tensors=tensors), tmp_path / "x", "megatron", 2
+        ),
+        "(BF16, F16); ",
+    )
     assert not (tmp_path / "x").exists()
 
 
 def test_what_the_files_do_not_tell(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", args={"vocab_size": None}, tensors=odd_tensors(SHAPE))
     refused(
-        lambda: convert.convert(tmp_path / "a", tmp_path / "to", "hf", 1), "does not tell vocab of its model; name ", "--case"
+        lambda: convert.convert(tmp_path / "a", tmp_path / "to", "hf", 1),
+        "does not tell vocab of its model; name ",
+        "--case",
     )
-    write_megatron(tmp_path / "b", change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE))
-    missing = "does not tell heads, kv_heads, head_dim, vocab, positions, rope_base, norm_eps of its model; "
+    write_megatron(
+        tmp_path / "b", change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE)
+    )
+    missing = (
+        "does not tell heads, kv_heads, head_dim, vocab, positions, rope_base, norm_eps of its"
+        " model; "
+    )
     refused(lambda: convert.convert(tmp_path / "b", tmp_path / "to", "hf", 1), missing, "--case")
     for name in ("a", "b"):
         convert.convert(tmp_path / name, tmp_path / f"{name}-hf", "hf", 1, model_of(SHAPE))
         assert_same(hf_tensors(tmp_path / f"{name}-hf"), odd_tensors(SHAPE))
     wrong = model_of(replace(SHAPE, vocab=250))
     for folder in (tmp_path / "a-hf", write_megatron(tmp_path / "c")):
-        with pytest.raises(RequestError, match="vocab_size is 251, the case's vocab is 250; give weights of the") as caught:
+        with pytest.raises(
+            RequestError, match="vocab_size is 251, the case's vocab is 250; give weights of the"
+        ) as caught:
             convert.convert(folder, tmp_path / "to", "hf", 1, wrong)
         assert "--set" not in str(caught.value)  # which convert does not have
     assert not (tmp_path / "to").exists()
@@ -220,7 +274,11 @@ def test_inspect(tmp_path: Path) -> None:
     unusual = ("head_dim", "qk_norm", "window", "rope_scaling")
     dims = {key: value for key, value in asdict(shape).items() if key not in unusual}
     files = [
-        (f"mp_rank_{i:02}/{FILE}", (tmp_path / "m/iter_0135000" / f"mp_rank_{i:02}" / FILE).stat().st_size) for i in range(2)
+        (
+            f"mp_rank_{i:02}/{FILE}",
+            (tmp_path / "m/iter_0135000" / f"mp_rank_{i:02}" / FILE).stat().st_size,
+        )
+        for i in range(2)
     ]
     count = parameters(load.build(shape, CPU, torch.float32))
     assert found == Inspection(
@@ -237,7 +295,13 @@ def test_inspect(tmp_path: Path) -> None:
     )
     done = convert.convert(tmp_path / "m", tmp_path / "hf", "hf", 1)
     again = inspect(tmp_path / "hf")
-    assert (again.layout, again.tp, again.iteration, again.dtype, again.notes) == ("huggingface", 1, None, "fp32", [])
+    assert (again.layout, again.tp, again.iteration, again.dtype, again.notes) == (
+        "huggingface",
+        1,
+        None,
+        "fp32",
+        [],
+    )
     assert again.shape == dims
     assert again.parameters == count
     assert again.files == done.files[:1]
@@ -246,12 +310,20 @@ def test_inspect(tmp_path: Path) -> None:
 
 
 def test_inspect_what_says_little(tmp_path: Path) -> None:
-    write_megatron(tmp_path, change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE))
+    write_megatron(
+        tmp_path, change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE)
+    )
     found = inspect(tmp_path)
     assert found.dtype == "bf16"
     assert found.parameters == parameters(load.build(SHAPE, CPU, torch.float32)) + 2 * 5 * 64
     unknown = dict.fromkeys(("heads", "kv_heads", "vocab", "positions", "rope_base", "norm_eps"))
-    assert found.shape == unknown | {"layers": 2, "hidden": 64, "ffn": 96, "qkv_bias": False, "tied": False}
+    assert found.shape == unknown | {
+        "layers": 2,
+        "hidden": 64,
+        "ffn": 96,
+        "qkv_bias": False,
+        "tied": False,
+    }
     assert "name the case of the model with --case" in found.notes[-1]
 
 
@@ -290,11 +362,22 @@ print(highest - before)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
+)
 @pytest.mark.parametrize("to, tp", [pytest.param("megatron", 4, marks=pytest.mark.long), ("hf", 1)])
 def test_host_memory(to: str, tp: int, tmp_path: Path) -> None:
-    largest = write_large(tmp_path / "from", 2) * (2 if to == "hf" else 1)  # Hugging Face has the embedding in one tensor
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "from"), str(tmp_path / "to"), to, str(tp)]
+    # Hugging Face has the embedding in one tensor
+    largest = write_large(tmp_path / "from", 2) * (2 if to == "hf" else 1)
+    command = [
+        sys.executable,
+        "-c",
+        MEMORY,
+        str(tmp_path / "from"),
+        str(tmp_path / "to"),
+        to,
+        str(tp),
+    ]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert LARGE.vocab * LARGE.hidden * 2 // tp < grown  # the watcher saw the largest
     assert grown < 1.3 * largest, f"{grown}, largest {largest}"

@@ -1,4 +1,6 @@
-"""Conversions that are interrupted go on where they stopped, and none is written where something is already."""
+"""Conversions that are interrupted go on where they stopped, and none is written where something is
+already.
+"""
 
 import errno
 import fcntl
@@ -14,13 +16,7 @@ import pytest
 import torch
 
 from fixtures.conversions import hashes, hf, odd_tensors, refused
-from fixtures.megatron import (
-    CPU,
-    FILE,
-    SHAPE,
-    SHAPES,
-    write_megatron,
-)
+from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, write_megatron
 from steelyard.errors import LostError, RequestError
 from steelyard.weights import convert, load, write
 from steelyard.weights.inspection import inspect
@@ -41,7 +37,8 @@ def stop_after(calls: int) -> Callable[[int, int], None]:
     return progress
 
 
-# 15 tensors a shard, 21 in all of a Hugging Face folder: the first, the last of a file, one after it, the very last.
+# 15 tensors a shard, 21 in all of a Hugging Face folder: the first, the last of a file, one after
+# it, the very last.
 POINTS = [("megatron", 1), ("megatron", 15), ("megatron", 16), ("megatron", 40), ("megatron", 60)]
 POINTS += [("hf", 1), ("hf", 2), ("hf", 9), ("hf", 20), ("hf", 21)]
 
@@ -57,13 +54,19 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
     complete = json.loads((target / "conversion.json").read_text())["files"]
     assert len(list(target.rglob("*.part"))) == 1
     for folder in (target, *target.glob("release")):
-        for action in (inspect, lambda f: load.load(load.build(SHAPE, CPU, torch.float32), f, SHAPE)):
+        for action in (
+            inspect,
+            lambda f: load.load(load.build(SHAPE, CPU, torch.float32), f, SHAPE),
+        ):
             refused(
-                lambda action=action, folder=folder: action(folder), "conversion.json: says that its folder is not complete; "
+                lambda action=action, folder=folder: action(folder),
+                "conversion.json: says that its folder is not complete; ",
             )
     kept = {name: (target / name).stat().st_mtime_ns for name in complete}
     told: list[tuple[int, int]] = []
-    done = convert.convert(source, target, to, 4 if to == "megatron" else 1, None, lambda *it: told.append(it))
+    done = convert.convert(
+        source, target, to, 4 if to == "megatron" else 1, None, lambda *it: told.append(it)
+    )
     assert done.kept == len(complete)
     assert {name: (target / name).stat().st_mtime_ns for name in complete} == kept
     assert told == sorted(told)
@@ -76,7 +79,9 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_some_interruptions_come_after_a_complete_file(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        convert.convert(hf(tmp_path / "first"), tmp_path / "to", "megatron", 4, None, stop_after(40))
+        convert.convert(
+            hf(tmp_path / "first"), tmp_path / "to", "megatron", 4, None, stop_after(40)
+        )
     assert len(json.loads((tmp_path / "to" / "conversion.json").read_text())["files"]) == 2
 
 
@@ -103,7 +108,11 @@ def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
     (target / "conversion.lock").touch()
     (target / ".conversion.json.0a1b2c3d.part").write_bytes(b"{")
     convert.convert(hf(tmp_path / "first"), target, "hf", 1)
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "conversion.json", "model.safetensors"]
+    assert sorted(path.name for path in target.iterdir()) == [
+        "config.json",
+        "conversion.json",
+        "model.safetensors",
+    ]
 
 
 def test_keyboard_interrupt_passes(tmp_path: Path) -> None:
@@ -121,13 +130,33 @@ def test_never_into_the_source(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(source)
     (tmp_path / "up").symlink_to(tmp_path / "a")
     before = hashes(tmp_path)
-    for target in (source, source / "new", tmp_path / "a", tmp_path / "link", tmp_path / "link" / "x", tmp_path / "up"):
-        refused(lambda target=target: convert.convert(source, target, "hf", 1), f"target '{target}' is the source ")
-    for target in (megatron / "ckpts" / "iter_0135000", megatron / "x", megatron / "ckpts" / "iter_0135000" / "mp_rank_00"):
-        refused(lambda target=target: convert.convert(megatron, target, "hf", 1), f"target '{target}' is the source ")
+    for target in (
+        source,
+        source / "new",
+        tmp_path / "a",
+        tmp_path / "link",
+        tmp_path / "link" / "x",
+        tmp_path / "up",
+    ):
+        refused(
+            lambda target=target: convert.convert(source, target, "hf", 1),
+            f"target '{target}' is the source ",
+        )
+    for target in (
+        megatron / "ckpts" / "iter_0135000",
+        megatron / "x",
+        megatron / "ckpts" / "iter_0135000" / "mp_rank_00",
+    ):
+        refused(
+            lambda target=target: convert.convert(megatron, target, "hf", 1),
+            f"target '{target}' is the source ",
+        )
     (tmp_path / "elsewhere").symlink_to(megatron / "ckpts" / "iter_0135000")
     inside = megatron / "ckpts" / "iter_0135000" / "y"
-    refused(lambda: convert.convert(tmp_path / "elsewhere", inside, "hf", 1), f"target '{inside}' is the source ")
+    refused(
+        lambda: convert.convert(tmp_path / "elsewhere", inside, "hf", 1),
+        f"target '{inside}' is the source ",
+    )
     (tmp_path / "elsewhere").unlink()
     assert hashes(tmp_path) == before
 
@@ -136,7 +165,10 @@ def test_targets_of_others(tmp_path: Path) -> None:
     source = hf(tmp_path / "first")
     target = tmp_path / "to"
     target.write_text("a file")
-    refused(lambda: convert.convert(source, target, "hf", 1), f"target '{target}' cannot be read (Not a directory); ")
+    refused(
+        lambda: convert.convert(source, target, "hf", 1),
+        f"target '{target}' cannot be read (Not a directory); ",
+    )
     target.unlink()
     target.mkdir()
     (target / "x").write_text("mine")
@@ -153,7 +185,10 @@ def test_targets_of_others(tmp_path: Path) -> None:
         refused(action, f"{target}/conversion.json: is of another conversion ({what} differ); ")
     for text in ("", "[]", "{}", '{"files": 3}', '{"files": {"x": "y"}}', "[" * 99999):
         (target / "conversion.json").write_text(text)
-        refused(lambda: convert.convert(source, target, "hf", 1), f"{target}/conversion.json: is not the journal of a conv")
+        refused(
+            lambda: convert.convert(source, target, "hf", 1),
+            f"{target}/conversion.json: is not the journal of a conv",
+        )
 
 
 def other_values(folder: Path) -> Path:
@@ -166,7 +201,9 @@ def sources(kind: str, folder: Path) -> tuple[Path, Path]:
         return hf(folder / "first"), other_values(folder / "other")
     tensors = odd_tensors(SHAPE)
     first = write_megatron(folder / "first", tensors=tensors)
-    return first, write_megatron(folder / "other", tensors={name: -tensor for name, tensor in tensors.items()})
+    return first, write_megatron(
+        folder / "other", tensors={name: -tensor for name, tensor in tensors.items()}
+    )
 
 
 @pytest.mark.parametrize("kind", ["hf", "megatron"])
@@ -184,9 +221,13 @@ def test_other_values_of_the_same_shapes(kind: str, tmp_path: Path) -> None:
     refused(lambda: convert.convert(other, target, "megatron", 4), mixed)
     copied = shutil.copytree(first, tmp_path / "copied")
     assert convert.convert(copied, target, "megatron", 4).kept == 2
-    os.utime(first / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7))
+    os.utime(
+        first / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7)
+    )
     assert convert.convert(copied, target, "megatron", 4).kept == 5
-    refused(lambda: convert.convert(first, target, "megatron", 4), f"target '{target}' is not empty; ")
+    refused(
+        lambda: convert.convert(first, target, "megatron", 4), f"target '{target}' is not empty; "
+    )
 
 
 @pytest.mark.parametrize("to, tp", [("hf", 1), ("megatron", 2)])
@@ -196,7 +237,11 @@ def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
     assert done.kept == 0
     before = {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))}
     again = convert.convert(source, target, to, tp)
-    assert (again.files, again.size_bytes, again.kept) == (done.files, done.size_bytes, len(done.files))
+    assert (again.files, again.size_bytes, again.kept) == (
+        done.files,
+        done.size_bytes,
+        len(done.files),
+    )
     assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == before
     assert inspect(target).notes[1:] == []
     empty = f"target '{target}' is not empty; "
@@ -204,7 +249,10 @@ def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
     refused(lambda: convert.convert(other_values(tmp_path / "other"), target, to, tp), empty)
     last = target / done.files[-1][0]
     last.write_bytes(last.read_bytes() + b" ")
-    changed = f"{target}/conversion.json: says that its folder is complete, and {last.name} is not as it was written; "
+    changed = (
+        f"{target}/conversion.json: says that its folder is complete, and {last.name} is not as it"
+        " was written; "
+    )
     refused(lambda: convert.convert(source, target, to, tp), changed)
     last.unlink()
     refused(lambda: convert.convert(source, target, to, tp), changed)
@@ -218,11 +266,18 @@ def test_two_at_once(tmp_path: Path) -> None:
 
     def second(done: int, total: int) -> None:
         seen.append(done)
-        refused(lambda: convert.convert(source, target, "hf", 1), f"target '{target}': another conversion is writing there; ")
+        refused(
+            lambda: convert.convert(source, target, "hf", 1),
+            f"target '{target}': another conversion is writing there; ",
+        )
 
     convert.convert(source, target, "hf", 1, None, second)
     assert len(seen) == 21
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "conversion.json", "model.safetensors"]
+    assert sorted(path.name for path in target.iterdir()) == [
+        "config.json",
+        "conversion.json",
+        "model.safetensors",
+    ]
 
 
 def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +288,9 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1).kept == 0
 
 
-def test_a_lock_of_a_file_that_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_a_file_that_is_gone_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run before removes its file between our opening it and our lock on it."""
     real, calls = fcntl.flock, list[int]()
 
@@ -277,7 +334,12 @@ def test_full_disk(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(write, "_put", full)
-        refused(lambda: convert.convert(source, target, to, 1), "(No space left on device); ", "are kept", kind=LostError)
+        refused(
+            lambda: convert.convert(source, target, to, 1),
+            "(No space left on device); ",
+            "are kept",
+            kind=LostError,
+        )
     convert.convert(source, target, to, 1)
     assert not list(target.rglob("*.part"))
 
@@ -286,4 +348,7 @@ def test_target_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "to"
     source = hf(tmp_path / "first")
-    refused(lambda: convert.convert(source, target, "hf", 1), f"target '{target}' cannot be written (Not a directory); ")
+    refused(
+        lambda: convert.convert(source, target, "hf", 1),
+        f"target '{target}' cannot be written (Not a directory); ",
+    )

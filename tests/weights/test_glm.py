@@ -1,4 +1,6 @@
-"""Checkpoints of a GLM: a round trip to the bit, every layout, and one line for each way in which one can be wrong."""
+"""Checkpoints of a GLM: a round trip to the bit, every layout, and one line for each way in which
+one can be wrong.
+"""
 
 import argparse
 import os
@@ -57,7 +59,8 @@ def refused(folder: Path) -> str:
     with pytest.raises(RequestError) as caught:
         glm_checkpoint.load(model, folder)
     assert "\n" not in str(caught.value)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))  # nothing was copied
+    # nothing was copied
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return str(caught.value)
 
 
@@ -68,7 +71,9 @@ def test_round_trip_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     assert (tmp_path / TRACKER).read_text().strip() == "1200"
     told: list[tuple[int, int]] = []
     facts = glm_checkpoint.load(other, tmp_path, lambda done, total: told.append((done, total)))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert (facts["source"], facts["iteration"], facts["parameters"]) == ("glm", "1200", count)
     size = (tmp_path / "1200" / FILE).stat().st_size
@@ -82,13 +87,25 @@ def test_round_trip_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_checkpoint_of_the_authors_program(tmp_path: Path) -> None:
-    """With an optimizer's state, arguments and what else stands beside the weights; in fp16, for a model kept in fp32."""
+    """With an optimizer's state, arguments and what else stands beside the weights; in fp16, for a
+    model kept in fp32.
+    """
     halves = {name: tensor.half() for name, tensor in weights().items()}
     args = argparse.Namespace(layers=2)
-    folder = put(tmp_path, halves, "release", optimizer={"state": [torch.ones(3)]}, args=args, rng=b"x", dp_world_size=8)
+    folder = put(
+        tmp_path,
+        halves,
+        "release",
+        optimizer={"state": [torch.ones(3)]},
+        args=args,
+        rng=b"x",
+        dp_world_size=8,
+    )
     model = made(9)
     assert glm_checkpoint.load(model, folder)["iteration"] == "release"
-    assert all(torch.equal(parameter, halves[name].float()) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(parameter, halves[name].float()) for name, parameter in model.named_parameters()
+    )
     facts = glm_checkpoint.load(made(9), folder / "release")  # the folder of the file itself
     assert (facts["iteration"], facts["files"][0]["name"]) == ("release", FILE)
 
@@ -104,12 +121,18 @@ def test_safetensors_in_one_file_and_in_many(tmp_path: Path, prefix: str) -> Non
     for i, part in enumerate((names[:9], names[9:])):
         save_file({name: tensors[name] for name in part}, many / f"part-{i}.safetensors")
         where |= dict.fromkeys(part, f"part-{i}.safetensors")
-    (many / "model.safetensors.index.json").write_text(__import__("json").dumps({"weight_map": where}))
+    (many / "model.safetensors.index.json").write_text(
+        __import__("json").dumps({"weight_map": where})
+    )
     for folder, count in ((one, 1), (many, 2)):
         model = made(9)
         facts = glm_checkpoint.load(model, folder)
         assert same(model)
-        assert (facts["source"], len(facts["files"]), "iteration" in facts) == ("safetensors", count, False)
+        assert (facts["source"], len(facts["files"]), "iteration" in facts) == (
+            "safetensors",
+            count,
+            False,
+        )
 
 
 def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
@@ -141,11 +164,15 @@ def test_vocabulary_of_another_size(tmp_path: Path) -> None:
 def test_tensors_that_are_not_the_models(tmp_path: Path) -> None:
     table = weights()
     missing = {name: tensor for name, tensor in table.items() if "layers.1.mlp" not in name}
-    assert refused(put(tmp_path / "a", missing)).endswith(golden("transformer-layers-1-mlp-dense_-4"))
+    assert refused(put(tmp_path / "a", missing)).endswith(
+        golden("transformer-layers-1-mlp-dense_-4")
+    )
     assert "'transformer.layers.2.mlp.bias' F32 [3] has no place" in refused(
         put(tmp_path / "b", table | {"transformer.layers.2.mlp.bias": torch.ones(3)})
     )
-    assert "the shape must be [96, 32]" in refused(put(tmp_path / "c", table | {QKV: torch.ones(32, 96)}))
+    assert "the shape must be [96, 32]" in refused(
+        put(tmp_path / "c", table | {QKV: torch.ones(32, 96)})
+    )
     assert "int8 [96, 32]: allowed dtypes are" in refused(
         put(tmp_path / "d", table | {QKV: torch.ones(96, 32, dtype=torch.int8)})
     )
@@ -203,7 +230,9 @@ class Hostile:
 
 
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
-    """Beside the weights a stranger's object is left alone; in their place it is refused. The file would run it if let."""
+    """Beside the weights a stranger's object is left alone; in their place it is refused. The file
+    would run it if let.
+    """
     told = tmp_path / "told"
     folder = put(tmp_path / "a", weights(), beside=Hostile(told))
     model = made(9)

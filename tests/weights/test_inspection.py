@@ -1,4 +1,6 @@
-"""What is known of a folder before it is read: its family, by the names in it; and of a GLM, what its headers tell."""
+"""What is known of a folder before it is read: its family, by the names in it; and of a GLM, what
+its headers tell.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,10 @@ DIMENSIONS = {"layers": 2, "hidden": 32, "heads": None, "ffn": 48, "vocab": 61, 
 
 def safetensors(folder: Path, prefix: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({prefix + name: tensor.half() for name, tensor in weights().items()}, folder / "model.safetensors")
+    save_file(
+        {prefix + name: tensor.half() for name, tensor in weights().items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -51,7 +56,10 @@ def test_family(name: str, tmp_path: Path) -> None:
     assert (inspect(folder).layout in ("glm", "safetensors")) == (family == "glm")
     other = next(row for row in families.table() if row != family)
     reader = {"llama": load.open_folder, "glm": glm_checkpoint.read}[other]
-    said = f"{folder}: holds a checkpoint of the family {family}, and one of the family {other} is wanted; give "
+    said = (
+        f"{folder}: holds a checkpoint of the family {family}, and one of the family {other} is"
+        " wanted; give "
+    )
     refused(lambda: reader(folder), said)
 
 
@@ -65,7 +73,10 @@ def test_no_family(tmp_path: Path) -> None:
 def test_two_families(tmp_path: Path) -> None:
     put(hf(tmp_path / "x"), weights())
     for action in (inspect, load.open_folder, glm_checkpoint.read):
-        refused(lambda action=action: action(tmp_path / "x"), "holds checkpoints of the families llama and glm; move one away")
+        refused(
+            lambda action=action: action(tmp_path / "x"),
+            "holds checkpoints of the families llama and glm; move one away",
+        )
 
 
 def test_inspect_the_authors_format(tmp_path: Path) -> None:
@@ -90,20 +101,34 @@ def test_inspect_safetensors(tmp_path: Path, prefix: str) -> None:
     size = (safetensors(tmp_path, prefix) / "model.safetensors").stat().st_size
     files = [("model.safetensors", size)]
     digest = glm_checkpoint.read(tmp_path).headers.digest
-    assert inspect(tmp_path) == Inspection("safetensors", 1, None, "fp16", COUNT, size, files, DIMENSIONS, [], digest)
+    assert inspect(tmp_path) == Inspection(
+        "safetensors", 1, None, "fp16", COUNT, size, files, DIMENSIONS, [], digest
+    )
 
 
 def test_inspect_a_glm_that_is_not_whole(tmp_path: Path) -> None:
     """The dimensions that are told are told; what is wrong is a note."""
-    without = {name: tensor for name, tensor in weights().items() if "position" not in name and "layers.1.mlp" not in name}
+    without = {
+        name: tensor
+        for name, tensor in weights().items()
+        if "position" not in name and "layers.1.mlp" not in name
+    }
     found = inspect(put(tmp_path / "a", without))
     assert found.shape == DIMENSIONS | {"positions": None}
     assert found.parameters == sum(tensor.numel() for tensor in without.values())
     assert found.notes[-1].endswith(golden("does-not-tell-positions-of-its"))
     gone = {name: tensor for name, tensor in weights().items() if "layers.1.mlp" not in name}
-    assert "dense_4h_to_h.bias' [32] is missing, 4 in all; " in inspect(put(tmp_path / "b", gone)).notes[-1]
-    odd = weights() | {"word_embeddings.weight": torch.zeros(61), "transformer.position_embeddings.weight": torch.zeros(0, 32)}
-    assert inspect(put(tmp_path / "c", odd)).shape == DIMENSIONS | dict.fromkeys(("hidden", "vocab", "positions"))
+    assert (
+        "dense_4h_to_h.bias' [32] is missing, 4 in all; "
+        in inspect(put(tmp_path / "b", gone)).notes[-1]
+    )
+    odd = weights() | {
+        "word_embeddings.weight": torch.zeros(61),
+        "transformer.position_embeddings.weight": torch.zeros(0, 32),
+    }
+    assert inspect(put(tmp_path / "c", odd)).shape == DIMENSIONS | dict.fromkeys(
+        ("hidden", "vocab", "positions")
+    )
 
 
 def test_a_glm_wider_than_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +146,9 @@ def test_shapes_are_those_of_the_model() -> None:
 def test_a_glm_is_not_converted(tmp_path: Path) -> None:
     for i, source in enumerate((put(tmp_path / "a", weights()), safetensors(tmp_path / "b"))):
         target = tmp_path / str(i)
-        said = f"{source}: holds a checkpoint of the family glm, and one of the family llama is wanted; "
+        said = (
+            f"{source}: holds a checkpoint of the family glm, and one of the family llama is"
+            " wanted; "
+        )
         refused(lambda source=source, target=target: convert.convert(source, target, "hf", 1), said)
         assert not target.exists()

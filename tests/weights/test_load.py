@@ -29,19 +29,27 @@ from steelyard.weights import huggingface
 from steelyard.weights import load as weights
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)]
+)
 def test_parts_cover_every_element_once(shape: LlamaShape) -> None:
     model = weights.build(shape, CPU, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
         for part in huggingface.parts(shape).values():
-            plain = placements.logical_view(part.parameter, model.get_parameter(part.parameter), shape, placements.Shard())
+            plain = placements.logical_view(
+                part.parameter, model.get_parameter(part.parameter), shape, placements.Shard()
+            )
             plain[tuple(slice(*span) for span in part.box)].add_(1)
-    assert Counter(float(v) for p in model.parameters() for v in p.flatten()) == {1.0: parameters(model)}
+    assert Counter(float(v) for p in model.parameters() for v in p.flatten()) == {
+        1.0: parameters(model)
+    }
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)]
+)
 def test_round_trip(shape: LlamaShape, tmp_path: Path) -> None:
     assert_holds(load(write(tmp_path, shape), shape), tensors_of(shape))
 
@@ -59,7 +67,9 @@ def test_sharded(tmp_path: Path) -> None:
     source = weights.load(model, tmp_path, model.shape)
     assert_holds(model, tensors_of(SHAPE))
     files = sorted(set(where.values()))
-    assert source["files"] == [{"name": name, "bytes": (tmp_path / name).stat().st_size} for name in files]
+    assert source["files"] == [
+        {"name": name, "bytes": (tmp_path / name).stat().st_size} for name in files
+    ]
 
 
 def test_shards_may_be_links_out_of_the_folder(tmp_path: Path) -> None:
@@ -76,7 +86,9 @@ def test_shards_may_be_links_out_of_the_folder(tmp_path: Path) -> None:
 def test_copy_to_hf(shape: LlamaShape, tmp_path: Path) -> None:
     model = load(write(tmp_path, shape), shape)
     out_bias = "model.layers.1.self_attn.o_proj.bias"
-    theirs = {name: torch.full_like(t, torch.nan) for name, t in tensors_of(shape).items()} | {out_bias: torch.ones(32)}
+    theirs = {name: torch.full_like(t, torch.nan) for name, t in tensors_of(shape).items()} | {
+        out_bias: torch.ones(32)
+    }
     weights.copy_to_hf(model, theirs)
     assert not theirs.pop(out_bias).any()
     for name, tensor in tensors_of(shape).items():
@@ -89,7 +101,9 @@ def test_source_and_progress(tmp_path: Path) -> None:
     write(tmp_path)
     model = weights.build(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    source = weights.load(model, tmp_path, model.shape, progress=lambda done, total: told.append((done, total)))
+    source = weights.load(
+        model, tmp_path, model.shape, progress=lambda done, total: told.append((done, total))
+    )
     size = 4 * parameters(model)
     assert len(told) == len(tensors_of(SHAPE))
     assert told == sorted(told)
@@ -142,10 +156,21 @@ print(max(highest, anonymous()) - before)
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
+)
 @pytest.mark.parametrize("way", ["streamed", "copied"])
 def test_host_memory(way: str, tmp_path: Path) -> None:
-    shape = LlamaShape(layers=3, hidden=1024, heads=8, kv_heads=8, head_dim=128, ffn=4096, vocab=16000, positions=64)
+    shape = LlamaShape(
+        layers=3,
+        hidden=1024,
+        heads=8,
+        kv_heads=8,
+        head_dim=128,
+        ffn=4096,
+        vocab=16000,
+        positions=64,
+    )
     tensors = tensors_of(shape)
     write(tmp_path, shape, tensors)
     size = sum(t.nbytes for t in tensors.values())
@@ -155,4 +180,6 @@ def test_host_memory(way: str, tmp_path: Path) -> None:
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert grown >= 0.99 * size  # the watcher saw the model
     # The second way keeps a copy of everything: it shows that the limit can be passed.
-    assert (grown < size + 1.3 * largest) == (way == "streamed"), f"{grown} for {size}, largest {largest}"
+    assert (grown < size + 1.3 * largest) == (way == "streamed"), (
+        f"{grown} for {size}, largest {largest}"
+    )

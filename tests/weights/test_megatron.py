@@ -1,4 +1,6 @@
-"""Loading Hugging Face and Megatron checkpoints onto any share: every local parameter is what it must be."""
+"""Loading Hugging Face and Megatron checkpoints onto any share: every local parameter is what it
+must be.
+"""
 
 import json
 import subprocess
@@ -46,8 +48,12 @@ from steelyard.weights import load as weights
 from steelyard.weights.megatron_args import LAYER, ours, theirs
 
 
-def assert_shares(folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tuple[int, ...] = DEGREES) -> None:
-    """Loaded onto every share of every degree, each local parameter is what it must be, padding and all."""
+def assert_shares(
+    folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tuple[int, ...] = DEGREES
+) -> None:
+    """Loaded onto every share of every degree, each local parameter is what it must be, padding and
+    all.
+    """
     for count in degrees:
         rows = shape.vocab if count == 1 else padded(shape.vocab, count)
         for index in range(count):
@@ -66,7 +72,9 @@ def test_huggingface_onto_shares(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("tp", DEGREES)
 def test_megatron_onto_shares(tp: int, kind: str, tmp_path: Path) -> None:
-    assert_shares(write_megatron(tmp_path, SHAPES[kind], tp), SHAPES[kind], tensors_of(SHAPES[kind]))
+    assert_shares(
+        write_megatron(tmp_path, SHAPES[kind], tp), SHAPES[kind], tensors_of(SHAPES[kind])
+    )
 
 
 SPELLINGS: dict[str, Callable[[Tensors], Any]] = {
@@ -80,7 +88,9 @@ SPELLINGS: dict[str, Callable[[Tensors], Any]] = {
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_names(name: str, tmp_path: Path) -> None:
     shape = SHAPES["bias"]
-    assert_shares(write_megatron(tmp_path, shape, spell=SPELLINGS[name]), shape, tensors_of(shape), (1, 4))
+    assert_shares(
+        write_megatron(tmp_path, shape, spell=SPELLINGS[name]), shape, tensors_of(shape), (1, 4)
+    )
 
 
 def test_names_are_read_as_they_are_written() -> None:
@@ -90,7 +100,10 @@ def test_names_are_read_as_they_are_written() -> None:
         assert ours("language_model." + theirs(name)) == ours(theirs(name)) == name
     assert theirs("layers.11.down.weight") == "encoder.layers.11.mlp.dense_4h_to_h.weight"
     assert ours("encoder.layers.01.mlp.dense_4h_to_h.weight") is None
-    assert set(LEGACY.values()) | set(NORMS.values()) | set(CORE.values()) | set(PLAIN_CORE.values()) <= LAYER.keys()
+    assert (
+        set(LEGACY.values()) | set(NORMS.values()) | set(CORE.values()) | set(PLAIN_CORE.values())
+        <= LAYER.keys()
+    )
 
 
 @pytest.mark.parametrize("multiple", [1, 7, 128, 1000])
@@ -111,16 +124,26 @@ def test_folders(given: str, tmp_path: Path) -> None:
     folder = tmp_path if inner else tmp_path / given
     model = weights.build(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    facts = weights.load(model, folder, SHAPE, Shard(), lambda done, total: told.append((done, total)))
+    facts = weights.load(
+        model, folder, SHAPE, Shard(), lambda done, total: told.append((done, total))
+    )
     size = 4 * parameters(model)
     assert told == sorted(told)
     assert told[-1] == (size, size)
     files = [tmp_path / inner / where / f"mp_rank_{i:02}" / FILE for i in range(2)]
-    entries = [sorted((k, "F32", list(t.shape)) for k, t in flat(torch.load(f, weights_only=False)["model"])) for f in files]
+    entries = [
+        sorted(
+            (k, "F32", list(t.shape)) for k, t in flat(torch.load(f, weights_only=False)["model"])
+        )
+        for f in files
+    ]
     covered = [[f.stat().st_size, 135000, e] for f, e in zip(files, entries, strict=True)]
     assert facts == {
         "source": "megatron",
-        "files": [{"name": f"mp_rank_{i:02}/{FILE}", "bytes": f.stat().st_size} for i, f in enumerate(files)],
+        "files": [
+            {"name": f"mp_rank_{i:02}/{FILE}", "bytes": f.stat().st_size}
+            for i, f in enumerate(files)
+        ],
         "header_sha256": sha256(schema.canonical(covered).encode()).hexdigest(),
         "parameters": parameters(model),
         "tp": 2,
@@ -131,8 +154,13 @@ def test_folders(given: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("without", ["args", "most", "vocab", "groups"])
 def test_args_that_say_little(without: str, tmp_path: Path) -> None:
     shape = replace(SHAPE, kv_heads=16) if without == "groups" else SHAPE
-    absent: dict[str, list[str]] = {"vocab": ["vocab_size"], "groups": ["group_query_attention", "num_query_groups"]}
-    args = dict.fromkeys(absent.get(without, list(args_of(shape, 2, 1)) if without == "most" else []))
+    absent: dict[str, list[str]] = {
+        "vocab": ["vocab_size"],
+        "groups": ["group_query_attention", "num_query_groups"],
+    }
+    args = dict.fromkeys(
+        absent.get(without, list(args_of(shape, 2, 1)) if without == "most" else [])
+    )
 
     def change(index: int, file: dict[str, Any]) -> None:
         if without == "args":
@@ -143,7 +171,12 @@ def test_args_that_say_little(without: str, tmp_path: Path) -> None:
 
 
 def test_newer_names_of_args(tmp_path: Path) -> None:
-    args = {"layernorm_epsilon": None, "norm_epsilon": 9.999999747378752e-06, "vocab_size": 99999, "true_vocab_size": 251}
+    args = {
+        "layernorm_epsilon": None,
+        "norm_epsilon": 9.999999747378752e-06,
+        "vocab_size": 99999,
+        "true_vocab_size": 251,
+    }
     write_megatron(tmp_path, args=args | {"rotary_base": 10000, "max_position_embeddings": 4096})
     assert_shares(tmp_path, SHAPE, tensors_of(SHAPE), (1,))
 
@@ -175,7 +208,8 @@ def test_patched_values(tmp_path: Path) -> None:
     shape = replace(SHAPE, qkv_bias=True, head_dim=8, heads=8)
     tensors = tensors_of(shape)
     stored = dict(tensors)
-    order = [0, 2, 4, 6, 1, 3, 5, 7]  # of the plain rows in the file: plain = (even, odd) interleaved
+    # of the plain rows in the file: plain = (even, odd) interleaved
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
     for i in range(2):
         for kind in ("weight", "bias"):
             name = f"model.layers.{i}.self_attn.v_proj.{kind}"
@@ -185,7 +219,9 @@ def test_patched_values(tmp_path: Path) -> None:
 
 
 def test_one_patched_head() -> None:
-    """A head of 4 rows: viewed as (2, 2) = [[a, b], [c, d]], transposed [[a, c], [b, d]], so a, c, b, d."""
+    """A head of 4 rows: viewed as (2, 2) = [[a, b], [c, d]], transposed [[a, c], [b, d]], so a, c,
+    b, d.
+    """
     from steelyard.weights.megatron import _unpatched
 
     head = torch.tensor([1.0, 2, 3, 4]).reshape(1, 1, 4, 1)
@@ -209,12 +245,15 @@ def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
             assert part.shape == placements.local(shape, Shard(index, count))
             assert (part.output.weight is part.embed.weight) == shape.tied
             weights.fill_random(part, 3, shape, Shard(index, count))
-            wanted = in_blocks(shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape)
+            wanted = in_blocks(
+                shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape
+            )
             for name, parameter in part.named_parameters():
                 assert torch.equal(parameter, wanted[name]), (name, index, count)
 
 
-# In a process of its own: the highest anonymous memory while loading, over what the model itself takes.
+# In a process of its own: the highest anonymous memory while loading, over what the model itself
+# takes.
 MEMORY = """
 import json, re, sys, threading, torch
 from pathlib import Path
@@ -257,11 +296,24 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
-@pytest.mark.parametrize("share, way", [((0, 1), "streamed"), ((1, 2), "streamed"), ((1, 4), "streamed"), ((1, 4), "copied")])
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup"
+)
+@pytest.mark.parametrize(
+    "share, way",
+    [((0, 1), "streamed"), ((1, 2), "streamed"), ((1, 4), "streamed"), ((1, 4), "copied")],
+)
 def test_host_memory(share: tuple[int, int], way: str, large: tuple[Path, int]) -> None:
     folder, largest = large
-    command = [sys.executable, "-c", MEMORY, str(folder), json.dumps(asdict(LARGE)), json.dumps(share), way]
+    command = [
+        sys.executable,
+        "-c",
+        MEMORY,
+        str(folder),
+        json.dumps(asdict(LARGE)),
+        json.dumps(share),
+        way,
+    ]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     # The last way keeps a copy of everything: it shows that the limit can be passed.
     assert (grown < 1.3 * largest) == (way == "streamed"), f"{grown}, largest {largest}"

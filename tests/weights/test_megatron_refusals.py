@@ -44,26 +44,45 @@ def refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
 
 QKV0 = "layers__0__self_attention__query_key_value__weight"
 TENSOR_ERRORS: dict[str, tuple[Change, str]] = {
-    "missing": (put(**{QKV0: None}), f"tensor 'language_model.encoder.{QKV0.replace('__', '.')}' is none, in mp_rank_00 it"),
-    "shape": (put(**{QKV0: torch.ones(32, 64)}), "is F32 [32, 64], in mp_rank_00 it is F32 [64, 64]; "),
-    "dtype": (put(**{QKV0: torch.ones(64, 64).half()}), "is F16 [64, 64], in mp_rank_00 it is F32 [64, 64]; "),
+    "missing": (
+        put(**{QKV0: None}),
+        f"tensor 'language_model.encoder.{QKV0.replace('__', '.')}' is none, in mp_rank_00 it",
+    ),
+    "shape": (
+        put(**{QKV0: torch.ones(32, 64)}),
+        "is F32 [32, 64], in mp_rank_00 it is F32 [64, 64]; ",
+    ),
+    "dtype": (
+        put(**{QKV0: torch.ones(64, 64).half()}),
+        "is F16 [64, 64], in mp_rank_00 it is F32 [64, 64]; ",
+    ),
     "unknown": (
         put(layers__0__extra__weight=torch.ones(2)),
         "tensor 'language_model.encoder.layers.0.extra.weight' F32 [2] has",
     ),
-    "twice": (put(final_norm__weight=torch.ones(64)), "is there already as 'language_model.encoder.final_layernorm.weight'; "),
+    "twice": (
+        put(final_norm__weight=torch.ones(64)),
+        "is there already as 'language_model.encoder.final_layernorm.weight'; ",
+    ),
     "norm": (
         put(final_layernorm__weight=torch.ones(64)),
         "final_layernorm.weight' F32 [64] differs from the one in mp_rank_00",
     ),
-    "object": (put(final_layernorm__weight=3), "'language_model.encoder.final_layernorm.weight' is no tensor; "),
+    "object": (
+        put(final_layernorm__weight=3),
+        "'language_model.encoder.final_layernorm.weight' is no tensor; ",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TENSOR_ERRORS)
 def test_one_wrong_shard(name: str, tmp_path: Path) -> None:
     change, fragment = TENSOR_ERRORS[name]
-    refused(write_megatron(tmp_path, change=change), f"{tmp_path}/iter_0135000/mp_rank_01/{FILE}: ", fragment)
+    refused(
+        write_megatron(tmp_path, change=change),
+        f"{tmp_path}/iter_0135000/mp_rank_01/{FILE}: ",
+        fragment,
+    )
 
 
 def everywhere(change: Change) -> Change:
@@ -71,29 +90,69 @@ def everywhere(change: Change) -> Change:
 
 
 ALL_ERRORS: dict[str, tuple[Change, str]] = {
-    "missing": (everywhere(put(**{QKV0: None})), f"{QKV0.replace('__', '.')}' [64, 64] is missing, 1 in all; "),
-    "shape": (everywhere(put(**{QKV0: torch.ones(32, 64)})), "weight' F32 [32, 64]: the shape must be [64, 64]; "),
-    "int8": (everywhere(put(**{QKV0: torch.ones(64, 64).char()})), "int8 [64, 64]: allowed dtypes are F64, F32, F16, BF16; "),
-    "layer": (everywhere(put(layers__2__mlp__dense_4h_to_h__weight=torch.ones(64, 48))), "F32 [64, 48] has no place in this"),
-    "bias": (everywhere(put(layers__1__mlp__dense_4h_to_h__bias=torch.eye(64)[3])), "bias' F32 [64] is not zero, and this"),
+    "missing": (
+        everywhere(put(**{QKV0: None})),
+        f"{QKV0.replace('__', '.')}' [64, 64] is missing, 1 in all; ",
+    ),
+    "shape": (
+        everywhere(put(**{QKV0: torch.ones(32, 64)})),
+        "weight' F32 [32, 64]: the shape must be [64, 64]; ",
+    ),
+    "int8": (
+        everywhere(put(**{QKV0: torch.ones(64, 64).char()})),
+        "int8 [64, 64]: allowed dtypes are F64, F32, F16, BF16; ",
+    ),
+    "layer": (
+        everywhere(put(layers__2__mlp__dense_4h_to_h__weight=torch.ones(64, 48))),
+        "F32 [64, 48] has no place in this",
+    ),
+    "bias": (
+        everywhere(put(layers__1__mlp__dense_4h_to_h__bias=torch.eye(64)[3])),
+        "bias' F32 [64] is not zero, and this",
+    ),
     "qkv bias": (
         everywhere(put(layers__1__self_attention__query_key_value__bias=torch.ones(64))),
         "bias' F32 [64] is not zero, and this",
     ),
-    "no model": (lambda index, file: file.pop("model"), "holds no model, a table of that name is expected; "),
-    "list": (lambda index, file: file.update(model=[1]), "holds no model, a table of that name is expected; "),
-    "empty": (lambda index, file: file.update(model={}), "holds no model, a table of that name is expected; "),
-    "old": (lambda index, file: file.update(checkpoint_version=1.0), "checkpoint_version is 1.0, allowed: 2.0 or later; "),
-    "oldest": (lambda index, file: file.pop("checkpoint_version"), "checkpoint_version is None, allowed: 2.0 or later; "),
-    "iteration": (lambda index, file: file.update(iteration=7), "is of iteration 7, its folder of 135000; "),
-    "no iteration": (lambda index, file: file.pop("iteration"), "is of iteration None, its folder of 135000; "),
+    "no model": (
+        lambda index, file: file.pop("model"),
+        "holds no model, a table of that name is expected; ",
+    ),
+    "list": (
+        lambda index, file: file.update(model=[1]),
+        "holds no model, a table of that name is expected; ",
+    ),
+    "empty": (
+        lambda index, file: file.update(model={}),
+        "holds no model, a table of that name is expected; ",
+    ),
+    "old": (
+        lambda index, file: file.update(checkpoint_version=1.0),
+        "checkpoint_version is 1.0, allowed: 2.0 or later; ",
+    ),
+    "oldest": (
+        lambda index, file: file.pop("checkpoint_version"),
+        "checkpoint_version is None, allowed: 2.0 or later; ",
+    ),
+    "iteration": (
+        lambda index, file: file.update(iteration=7),
+        "is of iteration 7, its folder of 135000; ",
+    ),
+    "no iteration": (
+        lambda index, file: file.pop("iteration"),
+        "is of iteration None, its folder of 135000; ",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ALL_ERRORS)
 def test_wrong_shards(name: str, tmp_path: Path) -> None:
     change, fragment = ALL_ERRORS[name]
-    refused(write_megatron(tmp_path, change=change), f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ", fragment)
+    refused(
+        write_megatron(tmp_path, change=change),
+        f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ",
+        fragment,
+    )
 
 
 ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
@@ -101,12 +160,18 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden": ({"hidden_size": 32}, "hidden_size is 32, the case's hidden is 64; "),
     "heads": ({"num_attention_heads": 8}, "num_attention_heads is 8, the case's heads is 16; "),
     "groups": ({"num_query_groups": 4}, "num_query_groups is 4, the case's kv_heads is 8; "),
-    "no groups": ({"group_query_attention": False}, "without group_query_attention is 16, the case's kv_heads is 8; "),
+    "no groups": (
+        {"group_query_attention": False},
+        "without group_query_attention is 16, the case's kv_heads is 8; ",
+    ),
     "head": ({"kv_channels": 8}, "kv_channels is 8, the case's head_dim is 4; "),
     "ffn": ({"ffn_hidden_size": 48}, "ffn_hidden_size is 48, the case's ffn is 96; "),
     "vocab": ({"vocab_size": 250}, "vocab_size is 250, the case's vocab is 251; "),
     "true vocab": ({"true_vocab_size": 250}, "true_vocab_size is 250, the case's vocab is 251; "),
-    "eps": ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06, the case's norm_eps is 1e-05; "),
+    "eps": (
+        {"layernorm_epsilon": 1e-6},
+        "layernorm_epsilon is 1e-06, the case's norm_eps is 1e-05; ",
+    ),
     "rope": ({"rotary_base": 500000}, "rotary_base is 500000, the case's rope_base is 10000.0; "),
     "tied": (
         {"untie_embeddings_and_output_weights": False},
@@ -121,7 +186,10 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "rotary_seq_len_interpolation_factor is 4, allowed: 1; ",
     ),
     "percent": ({"rotary_percent": 0.5}, "rotary_percent is 0.5, allowed: 1.0; "),
-    "positions": ({"position_embedding_type": "yarn"}, "position_embedding_type is 'yarn', allowed: 'rope'; "),
+    "positions": (
+        {"position_embedding_type": "yarn"},
+        "position_embedding_type is 'yarn', allowed: 'rope'; ",
+    ),
     "no rope": ({"no_rope_freq": [0, 0, 0, 1]}, "no_rope_freq is [0, 0, 0, 1], allowed: None; "),
     "scaled": ({"use_rope_scaling": True}, "use_rope_scaling is True, allowed: False; "),
     "experts": ({"num_experts": 8}, "num_experts is 8, allowed: 0, 1, [1]; "),
@@ -131,9 +199,15 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "1p": ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True, allowed: False; "),
     "qk norm": ({"qk_layernorm": True}, "qk_layernorm is True, allowed: False; "),
     "qk l2": ({"qk_l2_norm": True}, "qk_l2_norm is True, allowed: False; "),
-    "latent": ({"multi_latent_attention": True}, "multi_latent_attention is True, allowed: False; "),
+    "latent": (
+        {"multi_latent_attention": True},
+        "multi_latent_attention is True, allowed: False; ",
+    ),
     "window": ({"window_size": (128, 0)}, "window_size is (128, 0), allowed: (-1, -1); "),
-    "softmax": ({"softmax_type": "off-by-one"}, "softmax_type is 'off-by-one', allowed: 'vanilla'; "),
+    "softmax": (
+        {"softmax_type": "off-by-one"},
+        "softmax_type is 'off-by-one', allowed: 'vanilla'; ",
+    ),
     "newer eps": (
         {"norm_epsilon": 1e-6, "layernorm_epsilon": 1e-5},
         "norm_epsilon is 1e-06, the case's norm_eps is 1e-05; ",
@@ -145,10 +219,25 @@ ARGS_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     "args",
     [
-        {"rotary_seq_len_interpolation_factor": 1, "rotary_percent": 1, "num_experts": 0, "softmax_type": "vanilla"},
-        {"position_embedding_type": "rope", "num_experts": [1], "window_size": (-1, -1), "add_bias_linear": True},
+        {
+            "rotary_seq_len_interpolation_factor": 1,
+            "rotary_percent": 1,
+            "num_experts": 0,
+            "softmax_type": "vanilla",
+        },
+        {
+            "position_embedding_type": "rope",
+            "num_experts": [1],
+            "window_size": (-1, -1),
+            "add_bias_linear": True,
+        },
         {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True},
-        {"use_rope_scaling": False, "rope_scaling_factor": 8.0, "apply_query_key_layer_scaling": True, "qk_layernorm": False},
+        {
+            "use_rope_scaling": False,
+            "rope_scaling_factor": 8.0,
+            "apply_query_key_layer_scaling": True,
+            "qk_layernorm": False,
+        },
     ],
 )
 def test_args_that_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
@@ -158,28 +247,46 @@ def test_args_that_change_nothing(args: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ARGS_ERRORS)
 def test_args_of_another_model(name: str, tmp_path: Path) -> None:
     args, fragment = ARGS_ERRORS[name]
-    refused(write_megatron(tmp_path, args=args), f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ", fragment)
+    refused(
+        write_megatron(tmp_path, args=args),
+        f"{tmp_path}/iter_0135000/mp_rank_00/{FILE}: ",
+        fragment,
+    )
 
 
 def test_vocabulary_too_small(tmp_path: Path) -> None:
     write_megatron(tmp_path, args={"vocab_size": None})
-    refused(tmp_path, "2 shards of it hold 256 rows, the case's vocab is 300; ", shape=replace(SHAPE, vocab=300))
+    refused(
+        tmp_path,
+        "2 shards of it hold 256 rows, the case's vocab is 300; ",
+        shape=replace(SHAPE, vocab=300),
+    )
 
 
 def test_case_that_cannot_be_divided(tmp_path: Path) -> None:
     few = replace(SHAPE, kv_heads=1, heads=8, head_dim=8)
     every = dict.fromkeys(args_of(SHAPE, 2, 1))
     write_megatron(tmp_path, args=every)
-    refused(tmp_path, "is one of 2 shards, and the case's kv_heads 1 cannot be divided by 2; ", shape=few)
+    refused(
+        tmp_path,
+        "is one of 2 shards, and the case's kv_heads 1 cannot be divided by 2; ",
+        shape=few,
+    )
 
 
 def test_tied_model_with_an_output(tmp_path: Path) -> None:
     write_megatron(tmp_path, args={"untie_embeddings_and_output_weights": None})
-    refused(tmp_path, "tensor 'language_model.output_layer.weight' F32 [128, 64] has no", shape=SHAPES["tied"])
+    refused(
+        tmp_path,
+        "tensor 'language_model.output_layer.weight' F32 [128, 64] has no",
+        shape=SHAPES["tied"],
+    )
 
 
 def test_shards_of_two_releases(tmp_path: Path) -> None:
-    write_megatron(tmp_path, where="release", change=lambda index, file: file.update(iteration=index))
+    write_megatron(
+        tmp_path, where="release", change=lambda index, file: file.update(iteration=index)
+    )
     refused(tmp_path, f"{tmp_path}/release/mp_rank_01/{FILE}: is of iteration 1, mp_rank_00 of 0; ")
 
 
@@ -193,13 +300,19 @@ def test_missing_shards(tmp_path: Path) -> None:
     (at / "mp_rank_03").rename(at / "mp_rank_02")
     refused(tmp_path, f"{at}: 4 shards are told of, 3 are here: mp_rank_03 is missing; fetch it")
     shutil.rmtree(at / "mp_rank_02")
-    refused(tmp_path, f"{at}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them")
+    refused(
+        tmp_path,
+        f"{at}: 4 shards are told of, 2 are here: mp_rank_02 and 1 more are missing; fetch them",
+    )
 
 
 def test_one_shard_too_many(tmp_path: Path) -> None:
     at = write_megatron(tmp_path, tp=2) / "iter_0135000"
     shutil.copytree(at / "mp_rank_01", at / "mp_rank_02")
-    refused(tmp_path, f"{at}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away")
+    refused(
+        tmp_path,
+        f"{at}: 2 shards are told of, 3 are here: mp_rank_02 is none of them; move it away",
+    )
 
 
 def exchange(at: Path) -> None:
@@ -212,13 +325,18 @@ def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
     convert.convert(write_megatron(tmp_path / "from"), tmp_path / "to", "megatron", 4)
     at = tmp_path / "to" / "iter_0135000"
     exchange(at)
-    refused(tmp_path / "to", f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
+    refused(
+        tmp_path / "to",
+        f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
+    )
     exchange(at)
     load(tmp_path / "to", SHAPE, Shard())
 
 
 def test_exchanged_shards_of_others(tmp_path: Path) -> None:
-    """Megatron keeps the rank in all of a training, which is the shard's number if there was nothing but its shards."""
+    """Megatron keeps the rank in all of a training, which is the shard's number if there was
+    nothing but its shards.
+    """
 
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = index
@@ -226,10 +344,15 @@ def test_exchanged_shards_of_others(tmp_path: Path) -> None:
     at = write_megatron(tmp_path, tp=4, args={"world_size": 4}, change=change) / "iter_0135000"
     load(tmp_path, SHAPE, Shard())
     exchange(at)
-    refused(tmp_path, f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ")
+    refused(
+        tmp_path,
+        f"{at}/mp_rank_01/{FILE}: is shard 2 of its checkpoint, and its folder is mp_rank_01; ",
+    )
 
 
-@pytest.mark.parametrize("world, ranks", [(4, (0, 0, 0, 0)), (8, (0, 2, 1, 3)), (None, (0, 2, 1, 3)), (4, (0, 2, 4, 6))])
+@pytest.mark.parametrize(
+    "world, ranks", [(4, (0, 0, 0, 0)), (8, (0, 2, 1, 3)), (None, (0, 2, 1, 3)), (4, (0, 2, 4, 6))]
+)
 def test_ranks_that_say_nothing(world: int | None, ranks: tuple[int, ...], tmp_path: Path) -> None:
     """Tools that convert write every shard from one process."""
 
@@ -265,14 +388,21 @@ def test_trackers(tmp_path: Path) -> None:
     tracker.write_text("7")
     refused(tmp_path, f"{tracker}: says 7, and there is no folder iter_0000007; ")
     tracker.unlink()
-    refused(tmp_path, f"{tmp_path}: has no latest_checkpointed_iteration.txt ", f"; give {tmp_path}/iter_0135000")
+    refused(
+        tmp_path,
+        f"{tmp_path}: has no latest_checkpointed_iteration.txt ",
+        f"; give {tmp_path}/iter_0135000",
+    )
     shutil.rmtree(tmp_path / "iter_0135000")
     refused(tmp_path, str(tmp_path))
 
 
 def test_both_layouts_in_one_folder(tmp_path: Path) -> None:
     write(write_megatron(tmp_path), SHAPE)
-    refused(tmp_path, f"{tmp_path}: holds a Hugging Face and a Megatron checkpoint; give {tmp_path}/iter_0135000")
+    refused(
+        tmp_path,
+        f"{tmp_path}: holds a Hugging Face and a Megatron checkpoint; give {tmp_path}/iter_0135000",
+    )
     load(tmp_path / "iter_0135000", SHAPE, Shard())
 
 

@@ -11,7 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fixtures.huggingface import Q0, SHAPE, TIED, assert_holds, load, refused, tensors_of, write, write_index, write_sharded
+from fixtures.huggingface import (
+    Q0,
+    SHAPE,
+    TIED,
+    assert_holds,
+    load,
+    refused,
+    tensors_of,
+    write,
+    write_index,
+    write_sharded,
+)
 
 TYPES = "allowed: 'llama', 'aquila', 'mistral', 'qwen2', 'qwen3'; "
 CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
@@ -19,28 +30,46 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the case's layers is 2; "),
     "heads": ({"num_attention_heads": 8}, "num_attention_heads is 8, the case's heads is 4; "),
     "groups": ({"num_key_value_heads": 1}, "num_key_value_heads is 1, the case's kv_heads is 2; "),
-    "no groups": ({"num_key_value_heads": None}, "num_key_value_heads is 4, the case's kv_heads is 2; "),
+    "no groups": (
+        {"num_key_value_heads": None},
+        "num_key_value_heads is 4, the case's kv_heads is 2; ",
+    ),
     "ffn": ({"intermediate_size": 47}, "intermediate_size is 47, the case's ffn is 48; "),
     "vocab": ({"vocab_size": 64}, "vocab_size is 64, the case's vocab is 61; "),
     "no vocab": ({"vocab_size": None}, "vocab_size is None, the case's vocab is 61; "),
     "eps": ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06, the case's norm_eps is 1e-05; "),
     "no eps": ({"rms_norm_eps": None}, "rms_norm_eps is 1e-06, the case's norm_eps is 1e-05; "),
-    "tied": ({"tie_word_embeddings": True}, "tie_word_embeddings is True, the case's tied is False; "),
+    "tied": (
+        {"tie_word_embeddings": True},
+        "tie_word_embeddings is True, the case's tied is False; ",
+    ),
     "bias": ({"attention_bias": None}, "attention_bias is False, the case's qkv_bias is True; "),
     "head": ({"head_dim": 16}, "head_dim is 16, the case's head_dim is 8; "),
     "theta": ({"rope_theta": 5e5}, "rope_theta is 500000.0, the case's rope_base is 10000.0; "),
-    "theta, new": ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, "),
+    "theta, new": (
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5}},
+        "rope_theta is 500000.0, ",
+    ),
     "theta, old": ({"rope_scaling": {"rope_theta": 5e5}}, "rope_theta is 500000.0, "),
-    "scaled, new": ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling is {'kind': 'llama3', 'factor': None, "),
+    "scaled, new": (
+        {"rope_parameters": {"rope_type": "llama3"}},
+        "rope_scaling is {'kind': 'llama3', 'factor': None, ",
+    ),
     "scaled, old": (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         "rope_scaling is {'kind': 'linear', 'factor': 2.0}, the case's rope_scaling is None; ",
     ),
     "dynamic": (
         {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default', 'linear', 'llama3'; ",
+        (
+            "rope_type is 'dynamic' (depends on the length of the batch), allowed: 'default',"
+            " 'linear', 'llama3'; "
+        ),
     ),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', allowed: 'default', 'linear', 'llama3'; "),
+    "yarn": (
+        {"rope_parameters": {"rope_type": "yarn"}},
+        "rope_type is 'yarn', allowed: 'default', 'linear', 'llama3'; ",
+    ),
     "rope": ({"rope_scaling": [1]}, "rope_scaling is [1], not a table; "),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, allowed: 1.0; "),
     "type": ({"model_type": "gemma", "hidden_size": 64}, f"model_type is 'gemma', {TYPES}"),
@@ -50,11 +79,21 @@ CONFIG_ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "qkv_bias of model_type 'mistral' is False, the case's qkv_bias is True; ",
     ),
     "window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 0,
+        },
         "window is 8, ",
     ),
     "half a window": (
-        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 1,
+        },
         "some layers have a sliding window and others none; ",
     ),
     "act": ({"hidden_act": "gelu"}, "hidden_act is 'gelu', allowed: 'silu'; "),
@@ -107,7 +146,10 @@ def test_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    refused(write(tmp_path) / "config.json", f"weights '{tmp_path}/config.json' is a file; give the folder of the checkpoint")
+    refused(
+        write(tmp_path) / "config.json",
+        f"weights '{tmp_path}/config.json' is a file; give the folder of the checkpoint",
+    )
 
 
 def test_neither_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +174,10 @@ def test_no_weights(tmp_path: Path) -> None:
     neither = "has neither model.safetensors nor model.safetensors.index.json; "
     refused(tmp_path, neither + "give a Hugging Face folder")
     (tmp_path / "consolidated.00.pth").write_bytes(b"\x80")
-    known = "only model.safetensors and pytorch_model.bin are read, convert 'consolidated.00.pth' with transformers'"
+    known = (
+        "only model.safetensors and pytorch_model.bin are read, convert 'consolidated.00.pth' with"
+        " transformers'"
+    )
     refused(tmp_path, neither + known)
 
 
@@ -150,19 +195,31 @@ def put(**changes: Tensor) -> Callable[[Tensors], Tensors]:
 OUT_BIAS = "model__layers__0__self_attn__o_proj__bias"
 TENSOR_ERRORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "missing": (without(Q0), f"tensor '{Q0}' [32, 32] is missing, 1 in all; "),
-    "two": (without("lm_head.weight", "model.norm.weight"), "tensor 'lm_head.weight' [61, 32] is missing, 2 in all; "),
-    "bias": (without("model.layers.1.self_attn.k_proj.bias"), "k_proj.bias' [16] is missing, 1 in all; "),
+    "two": (
+        without("lm_head.weight", "model.norm.weight"),
+        "tensor 'lm_head.weight' [61, 32] is missing, 2 in all; ",
+    ),
+    "bias": (
+        without("model.layers.1.self_attn.k_proj.bias"),
+        "k_proj.bias' [16] is missing, 1 in all; ",
+    ),
     "extra": (put(extra=torch.ones(3)), "tensor 'extra' F32 [3] has no place in this model; "),
     "layer": (
         put(model__layers__2__mlp__down_proj__weight=torch.ones(32, 48)),
         "down_proj.weight' F32 [32, 48] has no",
     ),
-    "shape": (put(**{Q0.replace(".", "__"): torch.ones(16, 32)}), f"'{Q0}' F32 [16, 32]: the shape must be [32, 32]; "),
+    "shape": (
+        put(**{Q0.replace(".", "__"): torch.ones(16, 32)}),
+        f"'{Q0}' F32 [16, 32]: the shape must be [32, 32]; ",
+    ),
     "flat": (
         put(**{Q0.replace(".", "__"): torch.ones(1024)}),
         f"tensor '{Q0}' F32 [1024]: the shape must be [32, 32]; ",
     ),
-    "up": (put(model__layers__0__mlp__up_proj__weight=torch.ones(32, 48)), "[32, 48]: the shape must be [48, 32]; "),
+    "up": (
+        put(model__layers__0__mlp__up_proj__weight=torch.ones(32, 48)),
+        "[32, 48]: the shape must be [48, 32]; ",
+    ),
     "int": (
         put(model__norm__weight=torch.ones(32, dtype=torch.int8)),
         "'model.norm.weight' I8 [32]: allowed dtypes are",
@@ -175,7 +232,10 @@ TENSOR_ERRORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
         put(**{OUT_BIAS: torch.eye(32)[31].contiguous()}),
         "o_proj.bias' [32] is not zero, and this model's output",
     ),
-    "nan": (put(**{OUT_BIAS: torch.full((32,), torch.nan)}), "o_proj.bias' [32] is not zero, and this model's output"),
+    "nan": (
+        put(**{OUT_BIAS: torch.full((32,), torch.nan)}),
+        "o_proj.bias' [32] is not zero, and this model's output",
+    ),
 }
 
 
@@ -186,7 +246,10 @@ def test_wrong_tensors(name: str, tmp_path: Path) -> None:
 
 
 def test_tensors_that_say_nothing_new(tmp_path: Path) -> None:
-    extra = {"model.rotary_emb.inv_freq": torch.rand(4), "model.layers.1.self_attn.rotary_emb.inv_freq": torch.rand(4)}
+    extra = {
+        "model.rotary_emb.inv_freq": torch.rand(4),
+        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.rand(4),
+    }
     extra |= {f"model.layers.{i}.self_attn.o_proj.bias": torch.zeros(32) for i in range(2)}
     assert_holds(load(write(tmp_path, tensors=tensors_of(SHAPE) | extra)), tensors_of(SHAPE))
 
@@ -197,7 +260,11 @@ def test_head_of_a_tied_model(tmp_path: Path) -> None:
     assert_holds(load(write(tmp_path, TIED, tensors | {"lm_head.weight": head}), TIED), tensors)
     head[60, 31] += 1
     write(tmp_path, TIED, tensors | {"lm_head.weight": head})
-    refused(tmp_path, "tensor 'lm_head.weight' [61, 32] differs from model.embed_tokens.weight", shape=TIED)
+    refused(
+        tmp_path,
+        "tensor 'lm_head.weight' [61, 32] differs from model.embed_tokens.weight",
+        shape=TIED,
+    )
 
 
 def header_bytes(raw: bytes) -> int:
@@ -221,7 +288,9 @@ def test_truncated_shard(name: str, tmp_path: Path) -> None:
     file = sorted(set(write_sharded(tmp_path).values()))[1]
     raw = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(raw[: CUTS[name](raw)])
-    refused(tmp_path, f"{tmp_path}/{file}: is not a whole safetensors file (", "; download it again")
+    refused(
+        tmp_path, f"{tmp_path}/{file}: is not a whole safetensors file (", "; download it again"
+    )
 
 
 @pytest.mark.parametrize("length", [0, 1, 2**20, 2**27, 2**63, 2**64 - 1])
@@ -240,7 +309,15 @@ def test_lying_offsets_and_bytes_at_the_end(tmp_path: Path) -> None:
     refused(tmp_path, f"{path}: is not a whole safetensors file (")
 
 
-ELSEWHERE = ["../x.safetensors", "/x.safetensors", "a/b.safetensors", "a\\b.safetensors", "..", "", "x.bin"]
+ELSEWHERE = [
+    "../x.safetensors",
+    "/x.safetensors",
+    "a/b.safetensors",
+    "a\\b.safetensors",
+    "..",
+    "",
+    "x.bin",
+]
 ELSEWHERE += ["a\0.safetensors", "a\n.safetensors", "\ud800.safetensors"]
 
 
@@ -251,14 +328,21 @@ def test_index_that_points_elsewhere(file: Any, tmp_path: Path) -> None:
     where = write_sharded(folder)
     save_file({Q0: torch.ones(32, 32)}, tmp_path / "x.safetensors")
     write_index(folder, where | {Q0: file})
-    refused(folder, "model.safetensors.index.json: names the shard ", "allowed: a plain file name ending in .safetensors; ")
+    refused(
+        folder,
+        "model.safetensors.index.json: names the shard ",
+        "allowed: a plain file name ending in .safetensors; ",
+    )
 
 
 @pytest.mark.parametrize("where", [None, {}, ["x.safetensors"], "x"])
 def test_index_without_a_map(where: Any, tmp_path: Path) -> None:
     write_sharded(tmp_path)
     write_index(tmp_path, where)
-    refused(tmp_path, "model.safetensors.index.json: has no table weight_map of tensor name to file name; ")
+    refused(
+        tmp_path,
+        "model.safetensors.index.json: has no table weight_map of tensor name to file name; ",
+    )
 
 
 def test_missing_shard(tmp_path: Path) -> None:
@@ -280,7 +364,12 @@ def test_index_and_shards_disagree(tmp_path: Path) -> None:
     refused(tmp_path, f"tensor 'ghost' should be in '{mine}', it is in None; ")
     write_index(tmp_path, where)
     save_file(load_file(tmp_path / other) | {Q0: torch.ones(32, 32)}, tmp_path / other)
-    refused(tmp_path, f"tensor '{Q0}' should be in '{mine}', it is in ['{min(mine, other)}', '{max(mine, other)}']; ")
+    refused(
+        tmp_path,
+        f"tensor '{Q0}' should be in '{mine}', it is in ['{min(mine, other)}',"
+        f" '{max(mine, other)}']; ",
+    )
 
 
-# In a process of its own: the highest anonymous memory while loading, over what it was before the model was built.
+# In a process of its own: the highest anonymous memory while loading, over what it was before the
+# model was built.

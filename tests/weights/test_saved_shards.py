@@ -1,4 +1,6 @@
-"""Weights that torch.save wrote, pytorch_model.bin, in one file or several: read as safetensors are, and never run."""
+"""Weights that torch.save wrote, pytorch_model.bin, in one file or several: read as safetensors
+are, and never run.
+"""
 
 import json
 import os
@@ -10,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fixtures.huggingface import SHAPE, TIED, assert_holds, config_of, load, refused, tensors_of, write
+from fixtures.huggingface import (
+    SHAPE,
+    TIED,
+    assert_holds,
+    config_of,
+    load,
+    refused,
+    tensors_of,
+    write,
+)
 from steelyard.models.llama import LlamaShape
 from steelyard.weights import huggingface
 from steelyard.weights import load as weights
@@ -25,7 +36,9 @@ def write_saved(folder: Path, tensors: Any = None, shape: LlamaShape = SHAPE) ->
     return folder
 
 
-def write_shards(folder: Path, change: Callable[[dict[str, str]], None] = lambda where: None) -> Path:
+def write_shards(
+    folder: Path, change: Callable[[dict[str, str]], None] = lambda where: None
+) -> Path:
     (folder / "config.json").write_text(json.dumps(config_of(SHAPE)))
     where: dict[str, str] = {}
     parts: dict[str, dict[str, Tensor]] = {}
@@ -50,7 +63,9 @@ def test_one_file(shape: LlamaShape, tmp_path: Path) -> None:
 def test_several_files(tmp_path: Path) -> None:
     assert_holds(load(write_shards(tmp_path)), tensors_of(SHAPE))
     told = inspect(tmp_path)
-    assert [name for name, _ in told.files] == [f"pytorch_model-{i}-of-00003.bin" for i in ("00001", "00002", "00003")]
+    assert [name for name, _ in told.files] == [
+        f"pytorch_model-{i}-of-00003.bin" for i in ("00001", "00002", "00003")
+    ]
     assert (told.layout, told.dtype, told.notes) == ("huggingface", "fp32", [])
 
 
@@ -61,7 +76,10 @@ def test_its_digest_tells_of_its_tensors(tmp_path: Path) -> None:
         folder.mkdir()
     twice = {name: tensor * 2 for name, tensor in tensors_of(SHAPE).items()}
     less = {name: tensor.half() for name, tensor in tensors_of(SHAPE).items()}
-    made = [write_saved(folder, tensors) for folder, tensors in zip(folders, (None, twice, less), strict=True)]
+    made = [
+        write_saved(folder, tensors)
+        for folder, tensors in zip(folders, (None, twice, less), strict=True)
+    ]
     one, same, other = (weights.open_folder(folder).headers.digest for folder in made)
     assert one == same != other
 
@@ -110,12 +128,18 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     refused(tmp_path, "'model' is no tensor; ")
 
 
-@pytest.mark.parametrize("file", ["../pytorch_model.bin", "/etc/passwd", "a\\b.bin", "model.safetensors", "x.bin.py"])
+@pytest.mark.parametrize(
+    "file", ["../pytorch_model.bin", "/etc/passwd", "a\\b.bin", "model.safetensors", "x.bin.py"]
+)
 def test_names_of_shards_stay_in_the_folder(file: str, tmp_path: Path) -> None:
     def change(where: dict[str, str]) -> None:
         where[next(iter(where))] = file
 
-    refused(write_shards(tmp_path, change), "names the shard ", "allowed: a plain file name ending in .bin; ")
+    refused(
+        write_shards(tmp_path, change),
+        "names the shard ",
+        "allowed: a plain file name ending in .bin; ",
+    )
 
 
 def test_a_shard_that_is_not_there(tmp_path: Path) -> None:

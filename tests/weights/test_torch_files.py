@@ -20,10 +20,17 @@ def test_a_megatron_checkpoint(protocol, tmp_path):
     found = read(saved(tmp_path, whole, pickle_protocol=protocol))
     assert found.keys() == whole.keys()
     args = found["args"]
-    assert (args.name, args.state["num_layers"], args.state["dtype"]) == ("argparse.Namespace", 24, torch.bfloat16)
+    assert (args.name, args.state["num_layers"], args.state["dtype"]) == (
+        "argparse.Namespace",
+        24,
+        torch.bfloat16,
+    )
     kind = args.state["kind"]
     # Python 3.11.0 to 3.11.3 pickle an enum by its name, through getattr; others by its value.
-    assert (kind.name, kind.args) == (f"{ModelType.__module__}.ModelType", (1,)) or kind.name.endswith(".getattr")
+    assert (kind.name, kind.args) == (
+        f"{ModelType.__module__}.ModelType",
+        (1,),
+    ) or kind.name.endswith(".getattr")
     assert (found["iteration"], found["checkpoint_version"]) == (100, 3.0)
     for name, table in whole["model"].items():
         assert type(found["model"][name]) is dict
@@ -34,8 +41,11 @@ def test_a_megatron_checkpoint(protocol, tmp_path):
     assert states["random_rng_state"] == wanted["random_rng_state"]
     same(states["torch_rng_state"], wanted["torch_rng_state"])
     assert states["np_rng_state"][0] == "MT19937"
-    keys = states["np_rng_state"][1]  # numpy's module has had two names, and since protocol 5 another function
-    assert re.fullmatch(r"numpy\._?core\.(multiarray\._reconstruct|numeric\._frombuffer)", keys.name)
+    # numpy's module has had two names, and since protocol 5 another function
+    keys = states["np_rng_state"][1]
+    assert re.fullmatch(
+        r"numpy\._?core\.(multiarray\._reconstruct|numeric\._frombuffer)", keys.name
+    )
     assert protocol == 5 or keys.state[1] == (624,)
     assert states["tracker"].name == "collections.defaultdict"
     same(states["tracker"].items["model-parallel-rng"][0], torch.arange(4, dtype=torch.uint8))
@@ -45,7 +55,11 @@ def test_a_megatron_checkpoint(protocol, tmp_path):
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_data_comes_out_as_the_unpickler_makes_it(protocol, tmp_path):
-    value = NEST if protocol > 3 else [*NEST[1:7], {"a": (1, 2, 3, 4), 2: [NEST[0]["a"]] * 2, (1, ("b", 2)): 1.5}]
+    value = (
+        NEST
+        if protocol > 3
+        else [*NEST[1:7], {"a": (1, 2, 3, 4), 2: [NEST[0]["a"]] * 2, (1, ("b", 2)): 1.5}]
+    )
     data = pickle.dumps(value, protocol)
     assert read(raw(tmp_path, data)) == pickle.loads(data) == value
     assert read(raw(tmp_path, pickletools.optimize(data))) == value
@@ -59,7 +73,10 @@ def test_views_share_the_bytes_of_their_storage(tmp_path):
 
 
 def test_a_storage_is_a_tensor_of_one_dimension(tmp_path):
-    same(read(saved(tmp_path, torch.tensor([1, 2], dtype=torch.int16).untyped_storage())), torch.tensor([1, 0, 2, 0]).byte())
+    same(
+        read(saved(tmp_path, torch.tensor([1, 2], dtype=torch.int16).untyped_storage())),
+        torch.tensor([1, 0, 2, 0]).byte(),
+    )
 
 
 def test_writing_does_not_reach_the_file(tmp_path):

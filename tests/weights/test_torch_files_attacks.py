@@ -1,4 +1,6 @@
-"""Hostile and damaged files of torch.save: nothing they name is imported or called, and each gets one line."""
+"""Hostile and damaged files of torch.save: nothing they name is imported or called, and each gets
+one line.
+"""
 
 import os
 import pickle
@@ -52,7 +54,13 @@ def attacks(marker: str) -> dict[str, bytes]:
         }.items()
     }
     return made | {
-        "called twice": b"\x80\x02c__builtin__\ngetattr\n" + system + b"X\x08\x00\x00\x00__call__\x86R" + arg + b"\x85R.",
+        "called twice": (
+            b"\x80\x02c__builtin__\ngetattr\n"
+            + system
+            + b"X\x08\x00\x00\x00__call__\x86R"
+            + arg
+            + b"\x85R."
+        ),
         "module": b"\x80\x02cimportlib\nimport_module\nX\x0b\x00\x00\x00antigravity\x85R.",
         "global": b"\x80\x02cantigravity\nfly\n.",
         "stack global": b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + arg + b"\x85R.",
@@ -60,13 +68,27 @@ def attacks(marker: str) -> dict[str, bytes]:
         "obj": b"(" + system + quoted + b"o.",
         "newobj": b"\x80\x02" + system + arg + b"\x85\x81.",
         "newobj_ex": b"\x80\x04" + system + arg + b"\x85}\x92.",
-        "newobj_ex with names": b"\x80\x04" + system + b")}X\x07\x00\x00\x00command" + arg + b"s\x92.",
-        "build a global": b"\x80\x02" + system + b"}X\x08\x00\x00\x00__call__" + system + b"sb" + arg + b"\x85R.",
-        "build slots": b"\x80\x02" + system + b"N}X\x04\x00\x00\x00name" + system + b"s\x86b" + arg + b"\x85R.",
+        "newobj_ex with names": (
+            b"\x80\x04" + system + b")}X\x07\x00\x00\x00command" + arg + b"s\x92."
+        ),
+        "build a global": (
+            b"\x80\x02" + system + b"}X\x08\x00\x00\x00__call__" + system + b"sb" + arg + b"\x85R."
+        ),
+        "build slots": (
+            b"\x80\x02" + system + b"N}X\x04\x00\x00\x00name" + system + b"s\x86b" + arg + b"\x85R."
+        ),
         "build a stub": b"\x80\x02ca\nb\n)\x81" + system + arg + b"\x85Rb.",
-        "build with setstate": b"\x80\x02ca\nb\n)\x81}X\x0c\x00\x00\x00__setstate__" + system + b"sb" + arg + b"b.",
-        "build the rebuilder": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x08\x00\x00\x00__code__" + system + b"sb.",
-        "build an ordered dict": b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00items" + system + b"sb.",
+        "build with setstate": (
+            b"\x80\x02ca\nb\n)\x81}X\x0c\x00\x00\x00__setstate__" + system + b"sb" + arg + b"b."
+        ),
+        "build the rebuilder": (
+            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x08\x00\x00\x00__code__"
+            + system
+            + b"sb."
+        ),
+        "build an ordered dict": (
+            b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00items" + system + b"sb."
+        ),
         "items of a global": b"\x80\x02" + system + b"(X\x01\x00\x00\x00a" + arg + b"u.",
         "values of a global": b"\x80\x02" + system + b"(" + arg + b"e.",
         "pid with a call": b"\x80\x02" + system + arg + b"\x85RQ.",
@@ -80,8 +102,16 @@ ATTACKS = sorted(attacks(MARKER))
 
 
 def tables() -> Any:
-    every = (torch_files.KNOWN, torch_files.REBUILD, torch_files.STEPS, torch_files.DTYPES, torch_archive.STORAGES)
-    classes = [dict(vars(kind)) for kind in (Stub, TensorRef, torch_files._Machine, torch_archive.Archive)]
+    every = (
+        torch_files.KNOWN,
+        torch_files.REBUILD,
+        torch_files.STEPS,
+        torch_files.DTYPES,
+        torch_archive.STORAGES,
+    )
+    classes = [
+        dict(vars(kind)) for kind in (Stub, TensorRef, torch_files._Machine, torch_archive.Archive)
+    ]
     functions = [(f.__code__, dict(f.__dict__), f.__defaults__) for f in torch_files.KNOWN.values()]
     return [dict(table) for table in every], classes, functions
 
@@ -101,7 +131,8 @@ def test_nothing_is_called(name, tmp_path, monkeypatch):
         repr(found)
     assert not (tmp_path / MARKER).exists()
     assert "antigravity" not in sys.modules
-    assert {one for one in sys.modules if not one.startswith("encodings.")} <= modules  # codecs load when first used
+    # codecs load when first used
+    assert {one for one in sys.modules if not one.startswith("encodings.")} <= modules
     assert tables() == before
 
 
@@ -120,7 +151,15 @@ def test_what_an_attack_leaves_is_its_name_and_arguments(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "code", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00", b"Pa\n", b"\x80\x05\x97", b"\x80\x05N\x98"]
+    "code",
+    [
+        b"\x82\x01",
+        b"\x83\x01\x00",
+        b"\x84\x01\x00\x00\x00",
+        b"Pa\n",
+        b"\x80\x05\x97",
+        b"\x80\x05N\x98",
+    ],
 )
 def test_opcodes_that_reach_outside(code, tmp_path):
     refused(raw(tmp_path, code + b"."), "its pickle has the opcode ")
@@ -200,35 +239,79 @@ def test_limits(limit, value, fragment, tmp_path, monkeypatch):
 
 def storage(key: str = "0", count: Any = b"K\x04", kind: str = "FloatStorage") -> bytes:
     keyed = b"X" + struct.pack("<I", len(key)) + key.encode()
-    return b"(X\x07\x00\x00\x00storagectorch\n" + kind.encode() + b"\n" + keyed + b"X\x03\x00\x00\x00cpu" + count + b"tQ"
+    return (
+        b"(X\x07\x00\x00\x00storagectorch\n"
+        + kind.encode()
+        + b"\n"
+        + keyed
+        + b"X\x03\x00\x00\x00cpu"
+        + count
+        + b"tQ"
+    )
 
 
 def tensor(
-    offset: bytes = b"K\x00", size: bytes = b"K\x04\x85", stride: bytes = b"K\x01\x85", base: bytes | None = None
+    offset: bytes = b"K\x00",
+    size: bytes = b"K\x04\x85",
+    stride: bytes = b"K\x01\x85",
+    base: bytes | None = None,
 ) -> bytes:
-    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(" + (base or storage()) + offset + size + stride + b"\x89}tR."
+    return (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
+        + (base or storage())
+        + offset
+        + size
+        + stride
+        + b"\x89}tR."
+    )
 
 
 def test_a_tensor_written_by_hand(tmp_path):
-    same(read(raw(tmp_path, tensor(), {"0": np.arange(4, dtype="<f4").tobytes()})), torch.arange(4.0))
+    same(
+        read(raw(tmp_path, tensor(), {"0": np.arange(4, dtype="<f4").tobytes()})), torch.arange(4.0)
+    )
 
 
 HUGE = b"\x8a\x09" + (2**64).to_bytes(9, "little")
 LARGE = b"\x8a\x08" + (2**62).to_bytes(8, "little")
 BEYOND = {
-    "key that climbs": (tensor(base=storage("../data.pkl")), "'data/../data.pkl' is asked for and is not in it"),
+    "key that climbs": (
+        tensor(base=storage("../data.pkl")),
+        "'data/../data.pkl' is asked for and is not in it",
+    ),
     "absent key": (tensor(base=storage("7")), "'data/7' is asked for and is not in it"),
     "long key": (tensor(base=storage("x\n" * 999)), "'data/x\\nx\\n"),
     "count": (tensor(base=storage(count=b"K\x05")), "storage '0' has 16 bytes, 20 are asked for"),
-    "negative count": (tensor(base=storage(count=b"J\xff\xff\xff\xff")), "shape or stride has -1, allowed: 0 to"),
-    "huge count": (tensor(base=storage(count=HUGE)), "shape or stride has 18446744073709551616, allowed: "),
-    "text count": (tensor(base=storage(count=b"X\x01\x00\x00\x00a")), "shape or stride has 'a', allowed: "),
+    "negative count": (
+        tensor(base=storage(count=b"J\xff\xff\xff\xff")),
+        "shape or stride has -1, allowed: 0 to",
+    ),
+    "huge count": (
+        tensor(base=storage(count=HUGE)),
+        "shape or stride has 18446744073709551616, allowed: ",
+    ),
+    "text count": (
+        tensor(base=storage(count=b"X\x01\x00\x00\x00a")),
+        "shape or stride has 'a', allowed: ",
+    ),
     "true count": (tensor(base=storage(count=b"\x88")), "shape or stride has True, allowed: "),
-    "kind": (tensor(base=storage(kind="QInt8Storage")), "a storage is of the type Stub('torch.QInt8Storage')"),
+    "kind": (
+        tensor(base=storage(kind="QInt8Storage")),
+        "a storage is of the type Stub('torch.QInt8Storage')",
+    ),
     "no storage": (tensor(base=b"K\x01"), "a tensor is made of something that is not a storage"),
-    "pid of text": (b"\x80\x02X\x01\x00\x00\x00aQ.", "an external object is asked for that is not a storage"),
-    "short pid": (b"\x80\x02X\x07\x00\x00\x00storage\x85Q.", "an external object is asked for that is not a storage"),
-    "pid in a pid": (b"\x80\x02(" + storage() + storage() + b"K\x01K\x01K\x01tQ.", "an external object is asked for"),
+    "pid of text": (
+        b"\x80\x02X\x01\x00\x00\x00aQ.",
+        "an external object is asked for that is not a storage",
+    ),
+    "short pid": (
+        b"\x80\x02X\x07\x00\x00\x00storage\x85Q.",
+        "an external object is asked for that is not a storage",
+    ),
+    "pid in a pid": (
+        b"\x80\x02(" + storage() + storage() + b"K\x01K\x01K\x01tQ.",
+        "an external object is asked for",
+    ),
     "size": (tensor(size=b"K\x05\x85"), "a tensor at 0 reaches beyond its storage of 16 bytes"),
     "offset": (tensor(offset=b"K\x01"), "a tensor at 1 reaches beyond its storage of 16 bytes"),
     "negative offset": (tensor(offset=b"J\xff\xff\xff\xff"), "a tensor at -1 reaches beyond"),
@@ -237,20 +320,44 @@ BEYOND = {
     "stride": (tensor(stride=b"K\x02\x85"), "a tensor at 0 reaches beyond its storage of 16 bytes"),
     "negative stride": (tensor(stride=b"J\xff\xff\xff\xff\x85"), "shape or stride has -1"),
     "negative size": (tensor(size=b"J\xff\xff\xff\xff\x85"), "shape or stride has -1"),
-    "float size": (tensor(size=b"G\x3f\xf0\x00\x00\x00\x00\x00\x00\x85"), "shape or stride has 1.0"),
-    "huge size": (tensor(size=HUGE + b"\x85", stride=b"K\x00\x85"), "shape or stride has 18446744073709551616"),
-    "repeated": (tensor(size=LARGE + b"\x85", stride=b"K\x00\x85"), "a tensor is larger than 2**63 bytes"),
+    "float size": (
+        tensor(size=b"G\x3f\xf0\x00\x00\x00\x00\x00\x00\x85"),
+        "shape or stride has 1.0",
+    ),
+    "huge size": (
+        tensor(size=HUGE + b"\x85", stride=b"K\x00\x85"),
+        "shape or stride has 18446744073709551616",
+    ),
+    "repeated": (
+        tensor(size=LARGE + b"\x85", stride=b"K\x00\x85"),
+        "a tensor is larger than 2**63 bytes",
+    ),
     "repeated less": (
         tensor(size=b"J\x00\x00\x00\x02\x85", stride=b"K\x00\x85"),
         "repeats its storage of 16 bytes into 134217728",
     ),
-    "empty and huge": (tensor(size=b"K\x00" + LARGE + b"\x86", stride=b"K\x00K\x00\x86"), "larger than 2**63 bytes"),
+    "empty and huge": (
+        tensor(size=b"K\x00" + LARGE + b"\x86", stride=b"K\x00K\x00\x86"),
+        "larger than 2**63 bytes",
+    ),
     "lengths": (tensor(stride=b")"), "not two tuples of one length"),
     "list of sizes": (tensor(size=b"]"), "not two tuples of one length"),
-    "dimensions": (tensor(size=b"(" + b"K\x01" * 65 + b"t", stride=b"(" + b"K\x01" * 65 + b"t"), "has 65 dimensions"),
-    "a view as a storage": (tensor(base=tensor(size=b"K\x02\x85", stride=b"K\x02\x85")[2:-1]), "that is not a storage"),
-    "metadata": (tensor().replace(b"\x89}tR", b"\x89}}X\x03\x00\x00\x00neg\x88stR"), "lazily negated or conjugated"),
-    "dtype": (tensor().replace(b"_v2", b"_v3").replace(b"\x89}tR", b"\x89}X\x01\x00\x00\x00atR"), "dtype is not one"),
+    "dimensions": (
+        tensor(size=b"(" + b"K\x01" * 65 + b"t", stride=b"(" + b"K\x01" * 65 + b"t"),
+        "has 65 dimensions",
+    ),
+    "a view as a storage": (
+        tensor(base=tensor(size=b"K\x02\x85", stride=b"K\x02\x85")[2:-1]),
+        "that is not a storage",
+    ),
+    "metadata": (
+        tensor().replace(b"\x89}tR", b"\x89}}X\x03\x00\x00\x00neg\x88stR"),
+        "lazily negated or conjugated",
+    ),
+    "dtype": (
+        tensor().replace(b"_v2", b"_v3").replace(b"\x89}tR", b"\x89}X\x01\x00\x00\x00atR"),
+        "dtype is not one",
+    ),
 }
 
 
@@ -272,12 +379,21 @@ def directory_changed(path: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     "change, fragment",
     [
-        (lambda c, at: struct.pack_into("<H", c, at + 10, 8), "'data/0' is compressed or encrypted"),
+        (
+            lambda c, at: struct.pack_into("<H", c, at + 10, 8),
+            "'data/0' is compressed or encrypted",
+        ),
         (lambda c, at: struct.pack_into("<H", c, at + 8, 1), "'data/0' is compressed or encrypted"),
-        (lambda c, at: struct.pack_into("<II", c, at + 20, 9999, 9999), "'data/0' reaches beyond the end of the file"),
+        (
+            lambda c, at: struct.pack_into("<II", c, at + 20, 9999, 9999),
+            "'data/0' reaches beyond the end of the file",
+        ),
         (lambda c, at: struct.pack_into("<I", c, at + 42, 5), "'data/0' has no header"),
         (lambda c, at: struct.pack_into("<I", c, at + 42, 2**31), "'data/0' has no header"),
-        (lambda c, at: struct.pack_into("<H", c, at + 6, 99), "the zip directory, is missing or damaged"),
+        (
+            lambda c, at: struct.pack_into("<H", c, at + 6, 99),
+            "the zip directory, is missing or damaged",
+        ),
     ],
 )
 def test_zips_that_lie(change, fragment, tmp_path):
@@ -305,7 +421,10 @@ def test_what_is_not_a_file_of_torch_save(tmp_path):
     ):
         path.write_bytes(content)
         refused(path, fragment)
-    refused(saved(tmp_path, {"a": 1}, _use_new_zipfile_serialization=False), "torch's old format is not read; ")
+    refused(
+        saved(tmp_path, {"a": 1}, _use_new_zipfile_serialization=False),
+        "torch's old format is not read; ",
+    )
     refused(raw(tmp_path, b"N.", byteorder=b"big"), "its byte order is b'big', allowed: little; ")
     refused(raw(tmp_path, b"N.", **{"constants.pkl": b""}), "is a TorchScript archive")
     with zipfile.ZipFile(path, "w") as archive:
@@ -323,7 +442,9 @@ def test_what_is_not_a_file_of_torch_save(tmp_path):
 
 def test_a_torchscript_archive(tmp_path):
     torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "script.pt")
-    refused(tmp_path / "script.pt", "is a TorchScript archive, not a checkpoint; save its state_dict")
+    refused(
+        tmp_path / "script.pt", "is a TorchScript archive, not a checkpoint; save its state_dict"
+    )
 
 
 def walk(value: Any) -> None:
@@ -372,7 +493,9 @@ def mutate(data: bytes, draw: random.Random) -> bytes:
 def test_damaged_pickles(seed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     draw = random.Random(seed)
-    with zipfile.ZipFile(saved(tmp_path, checkpoint(), pickle_protocol=draw.choice((2, 4)))) as archive:
+    with zipfile.ZipFile(
+        saved(tmp_path, checkpoint(), pickle_protocol=draw.choice((2, 4)))
+    ) as archive:
         entries = {name.split("/", 1)[1]: archive.read(name) for name in archive.namelist()}
     data = entries.pop("data.pkl")
     bases = [data, data, *attacks(MARKER).values()]

@@ -1,4 +1,6 @@
-"""One catalogue: every code that is used has a text in both languages, every text is used, and the two say the same values."""
+"""One catalogue: every code that is used has a text in both languages, every text is used, and the
+two say the same values.
+"""
 
 import ast
 import re
@@ -27,7 +29,11 @@ SRC = Path(words.__file__).parents[1]
 FILES = [path for path in sorted(SRC.rglob("*.py")) if "words" not in path.parts]
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
 CODES = set(words.SHIPPED)
-MESSAGE_CODES = {code for part in (english.checks, english.notes, english.metrics, english.machine) for code in part.TEXTS}
+MESSAGE_CODES = {
+    code
+    for part in (english.checks, english.notes, english.metrics, english.machine)
+    for code in part.TEXTS
+}
 # Codes that are put together: what they begin with, and who knows what follows.
 NO_TEXTS = {"__init__", "meanings", "cases"}
 HAN = re.compile(r"[\u3001\u3002\u4e00-\u9fff]")
@@ -47,7 +53,11 @@ def placeholders(template: str) -> set[str]:
 def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
     for path, tree in TREES.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == name
+            ):
                 yield path, node
 
 
@@ -60,7 +70,9 @@ def constants(node: ast.expr) -> list[str]:
 
 def literal_keys(node: ast.expr) -> set[str] | None:
     """The names of values that are written out; None where they come from elsewhere."""
-    if not isinstance(node, ast.Dict) or not all(isinstance(key, ast.Constant) for key in node.keys):
+    if not isinstance(node, ast.Dict) or not all(
+        isinstance(key, ast.Constant) for key in node.keys
+    ):
         return None
     return {str(key.value) for key in node.keys if isinstance(key, ast.Constant)}
 
@@ -78,7 +90,11 @@ def test_both_languages_say_the_same_values(code: str) -> None:
 
 @pytest.mark.parametrize("one", [english, chinese])
 def test_every_code_stands_once_in_every_language(one: ModuleType) -> None:
-    parts = [path.stem for path in Path(str(one.__file__)).parent.glob("*.py") if path.stem not in NO_TEXTS]
+    parts = [
+        path.stem
+        for path in Path(str(one.__file__)).parent.glob("*.py")
+        if path.stem not in NO_TEXTS
+    ]
     every = [code for part in parts for code in getattr(one, part).TEXTS]
     assert len(every) == len(set(every))
     assert set(every) == CODES
@@ -88,7 +104,10 @@ def test_every_code_stands_once_in_every_language(one: ModuleType) -> None:
 
 def test_all_chinese_stands_in_one_place() -> None:
     assert [path for path in FILES if HAN.search(path.read_text())] == []
-    texts = [*english.TEXTS.values(), *(text for pair in english.MEANINGS.values() for text in pair)]
+    texts = [
+        *english.TEXTS.values(),
+        *(text for pair in english.MEANINGS.values() for text in pair),
+    ]
     # An address of FlagPerf's has a Chinese anchor.
     assert [text for text in texts if HAN.search(text) and "](../" not in text] == []
 
@@ -113,9 +132,12 @@ def test_values_that_are_written_out_are_those_of_the_text() -> None:
 
 
 def test_codes_are_put_together_in_known_families_alone() -> None:
-    """A code that is a variable comes from a table of codes; one that is a formatted string is of a family."""
+    """A code that is a variable comes from a table of codes; one that is a formatted string is of a
+    family.
+    """
     for path, call in MESSAGES:
-        if isinstance(call.args[0], ast.JoinedStr) and path != SRC / "metrics" / "result.py":  # by the result of a check
+        # by the result of a check
+        if isinstance(call.args[0], ast.JoinedStr) and path != SRC / "metrics" / "result.py":
             start = call.args[0].values[0]
             assert isinstance(start, ast.Constant), path
             assert start.value in FAMILIES, path
@@ -124,7 +146,11 @@ def test_codes_are_put_together_in_known_families_alone() -> None:
 def test_every_text_is_used() -> None:
     trees = [*TREES.values(), ast.parse((SRC / "words" / "__init__.py").read_text())]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    said = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    said = {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
     ends = {f"{code}.{end}" for code in said for end in ("ok", "bad")}
     made = [one for one in map(pattern, nodes) if one is not None]
     unused = {code for code in CODES - said - ends if not code.startswith(tuple(FAMILIES))}
@@ -136,14 +162,26 @@ def pattern(node: ast.AST) -> str | None:
     """What a formatted string may be, of those that can be a code: one with a dot of its own."""
     if not isinstance(node, ast.JoinedStr):
         return None
-    found = "".join(re.escape(str(one.value)) if isinstance(one, ast.Constant) else ".+" for one in node.values)
+    found = "".join(
+        re.escape(str(one.value)) if isinstance(one, ast.Constant) else ".+" for one in node.values
+    )
     return found if "\\." in found else None
 
 
 def test_every_check_has_a_text_for_each_result() -> None:
     """One that is only made where something is wrong has none for ok."""
-    pairs = {code for name, call in CHECKS if name == "judged" for code in constants(call.args[SAID[name]])}
-    for_wrong = {code for name, call in CHECKS if name == "failed" for code in constants(call.args[SAID[name]])}
+    pairs = {
+        code
+        for name, call in CHECKS
+        if name == "judged"
+        for code in constants(call.args[SAID[name]])
+    }
+    for_wrong = {
+        code
+        for name, call in CHECKS
+        if name == "failed"
+        for code in constants(call.args[SAID[name]])
+    }
     # The code is a variable in one place, chosen between these two.
     pairs |= {"check.covered", "check.covered_part", "check.accounted", "check.accounted_short"}
     for_ok = {"check.reported_few", "check.accounted_short"}  # where nothing can be wrong
@@ -165,14 +203,27 @@ def test_the_text_of_a_check_agrees_with_its_result(code: str) -> None:
 
 def test_what_a_window_leaves_out_is_no_complaint() -> None:
     """It read "ok: 904 questions without an answer"."""
-    told = {"pass": "infer", "items": 1000, "answered": 96, "nouns": words.items("question"), "missing": 904, "repeated": 0}
-    said = "infer: 96 of 1,000 questions have an answer, none has two; the window (--steps) leaves out the others"
+    told = {
+        "pass": "infer",
+        "items": 1000,
+        "answered": 96,
+        "nouns": words.items("question"),
+        "missing": 904,
+        "repeated": 0,
+    }
+    said = (
+        "infer: 96 of 1,000 questions have an answer, none has two; the window (--steps) leaves out"
+        " the others"
+    )
     assert words.text(Message("check.covered_part.ok", told)) == said
-    assert words.text(Message("check.covered_part.ok", told), "zh").startswith("infer：1,000 道题中有 96 道题有答案")
+    assert words.text(Message("check.covered_part.ok", told), "zh").startswith(
+        "infer：1,000 道题中有 96 道题有答案"
+    )
 
 
 def test_version_1_has_every_note_and_its_parts() -> None:
-    later = {"note.stepped_down", "note.emulated", "note.selected", "note.own_case", "note.counted"}  # of later records
+    # of later records
+    later = {"note.stepped_down", "note.emulated", "note.selected", "note.own_case", "note.counted"}
     notes = {code for code in CODES if code.startswith("note.")} - later
     assert notes == {code for code in version_1.NOTES if code.startswith("note.")}
     for code, template in version_1.NOTES.items():
@@ -187,7 +238,9 @@ def test_every_unit_of_every_metric_has_a_text() -> None:
             units |= {metric.base_unit}
         units |= {f"{task.noun}s/s", f"{task.noun}s/J", f"J/{task.noun}"}
         assert f"items.{task.noun}" in CODES
-    assert {f"unit.{unit}" for unit in units if unit} == {code for code in CODES if code.startswith("unit.")}
+    assert {f"unit.{unit}" for unit in units if unit} == {
+        code for code in CODES if code.startswith("unit.")
+    }
 
 
 def test_every_failure_has_a_sentence() -> None:
@@ -204,7 +257,9 @@ def test_every_failure_has_a_sentence() -> None:
 def test_every_text_of_a_shipped_case_has_a_translation(name: str) -> None:
     told = tomllib.loads((resources.files("steelyard") / "cases" / f"{name}.toml").read_text())
     texts = [told["title"], told["about"]]
-    texts += [row[key] for row in told.get("reference", []) for key in ("source", "note") if key in row]
+    texts += [
+        row[key] for row in told.get("reference", []) for key in ("source", "note") if key in row
+    ]
     for text in texts:
         assert text in chinese.CASES, text
         assert words.case_text(text, "en") == text
@@ -237,16 +292,21 @@ def test_a_package_brings_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     said = Message("rhyme.no_pair", {"word": "month"})
-    assert (words.text(said), words.text(said, "zh")) == ("no word rhymes with month", "没有词与 month 押韵")
-    assert (words.unit("rhymes/s", "en"), words.unit("rhymes/s", "zh"), words.unit("odes/s", "zh")) == (
-        "rhymes/s",
-        "韵/s",
-        "odes/s",
+    assert (words.text(said), words.text(said, "zh")) == (
+        "no word rhymes with month",
+        "没有词与 month 押韵",
     )
+    assert (
+        words.unit("rhymes/s", "en"),
+        words.unit("rhymes/s", "zh"),
+        words.unit("odes/s", "zh"),
+    ) == ("rhymes/s", "韵/s", "odes/s")
     assert (words.items("rhyme"), words.items("ode")) == (Message("items.rhyme"), "odes")
 
 
-def test_a_text_that_is_there_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_is_there_twice_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path, '"quality.random", "other words", "别的话"')
     monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -271,4 +331,7 @@ def test_lists_and_nested_messages() -> None:
 
 
 def test_values_are_never_templates() -> None:
-    assert words.text(Message("quality.no_base", {"metric": "{0.__class__}"})) == "{0.__class__} is unknown"
+    assert (
+        words.text(Message("quality.no_base", {"metric": "{0.__class__}"}))
+        == "{0.__class__} is unknown"
+    )

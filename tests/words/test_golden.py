@@ -1,5 +1,6 @@
-"""Every text in each language, with sample values, as it stands in golden/: one file a language. The texts are checked here, so
-other tests compare codes and values. Write the files again with: python -m words.test_golden (in tests/)."""
+"""Every text in each language, with sample values, as it stands in golden/: one file a language.
+The texts are checked here, so other tests compare codes and values. Write the files again with:
+python -m words.test_golden (in tests/)."""
 
 from pathlib import Path
 from string import Formatter
@@ -20,10 +21,14 @@ def sample(name: str, form: str) -> str | float:
 
 
 def rendered(template: str) -> str:
-    fields = [(name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None]
+    fields = [
+        (name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None
+    ]
     values = {name: sample(name, form) for name, form in fields}
     places = [values[str(number)] for number in range(sum(name.isdigit() for name in values))]
-    return template.format(*places, **{name: value for name, value in values.items() if not name.isdigit()})
+    return template.format(
+        *places, **{name: value for name, value in values.items() if not name.isdigit()}
+    )
 
 
 def golden(lang: Lang) -> str:

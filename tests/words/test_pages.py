@@ -1,4 +1,6 @@
-"""Whole Chinese pages of published records: no English sentence is left but names and what is quoted."""
+"""Whole Chinese pages of published records: no English sentence is left but names and what is
+quoted.
+"""
 
 import json
 import re
@@ -17,7 +19,8 @@ from steelyard.record import record, spec
 from steelyard.report.derived import DerivedTexts
 from steelyard.words import Words
 
-# Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an identifier.
+# Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an
+# identifier.
 ENGLISH = re.compile(r"(?<![\w.=/\\-])[A-Za-z]{2,}(?:[,;:]? [A-Za-z]{2,}){2,}(?![\w=/])")
 # Names and terms of the field, which Chinese texts keep too.
 NAMES = ("model flops utilization",)
@@ -32,7 +35,9 @@ def told(path: Path) -> dict[str, Any]:
 def smallest(**wanted: str) -> Path:
     def fits(path: Path) -> bool:
         one = told(path)
-        return all((one["case"] if key == "name" else one)[key] == value for key, value in wanted.items())
+        return all(
+            (one["case"] if key == "name" else one)[key] == value for key, value in wanted.items()
+        )
 
     return min(filter(fits, RUNS), key=lambda path: path.stat().st_size)
 
@@ -77,10 +82,15 @@ def page(path: Path, format: str) -> str:
 
 
 def evidence(found: dict[str, Any]) -> Iterator[str]:
-    """What is no text of this program: names of machines and packages, sources, and what programs said."""
+    """What is no text of this program: names of machines and packages, sources, and what programs
+    said.
+    """
     yield json.dumps(found["environment"], ensure_ascii=False)
     yield json.dumps(found["engine"], ensure_ascii=False)
-    yield json.dumps([found["site"], found["data"], found["weights"], found["failure"], found["reasons"]], ensure_ascii=False)
+    yield json.dumps(
+        [found["site"], found["data"], found["weights"], found["failure"], found["reasons"]],
+        ensure_ascii=False,
+    )
 
 
 def english(text: str, known: str) -> list[str]:
@@ -103,25 +113,38 @@ def test_an_english_sentence_would_be_found() -> None:
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
 def test_a_chinese_page_of_a_machine_is_chinese(path: Path) -> None:
     found = ceilings.read(path)
-    texts = [one.reason or "" for one in found.benches] + [str(one.detail.get("how", "")) for one in found.benches]
+    texts = [one.reason or "" for one in found.benches] + [
+        str(one.detail.get("how", "")) for one in found.benches
+    ]
     names = [one.name for one in found.benches]
     known = json.dumps([told(path)["environment"], texts, names], ensure_ascii=False)
     page = report.render_spec([spec.read(path)], "md", "zh")
     assert english(page, known) == []
-    assert "不稳定" in page or not any(one.note and one.note.startswith("not steady") for one in found.ceilings)
+    assert "不稳定" in page or not any(
+        one.note and one.note.startswith("not steady") for one in found.ceilings
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_what_is_derived_is_what_is_stored(name: str) -> None:
-    """In English a page says what a new record would hold; codes, names and results are those of the record."""
+    """In English a page says what a new record would hold; codes, names and results are those of
+    the record.
+    """
     found = record.read(PAGES[name])
     checks = DerivedTexts(found, Words("en")).checks()
     assert {(one.name, one.ok) for one in found.checks} <= {(one.name, one.ok) for one in checks}
-    assert [one.code for one in DerivedTexts(found, Words("zh")).reasons()] == [one.code for one in found.reasons]
-    assert all(re.search(r"[\u4e00-\u9fff]", one.detail) for one in DerivedTexts(found, Words("zh")).checks())
+    assert [one.code for one in DerivedTexts(found, Words("zh")).reasons()] == [
+        one.code for one in found.reasons
+    ]
+    assert all(
+        re.search(r"[\u4e00-\u9fff]", one.detail)
+        for one in DerivedTexts(found, Words("zh")).checks()
+    )
     assert len(DerivedTexts(found, Words("zh")).notes()) >= len(found.notes)
     for metric, value in found.metrics.items():
-        assert bool(DerivedTexts(found, Words("zh")).metric_note(metric)) == bool(value.note), metric
+        assert bool(DerivedTexts(found, Words("zh")).metric_note(metric)) == bool(value.note), (
+            metric
+        )
     assert bool(DerivedTexts(found, Words("zh")).quality_note()) == (not found.quality.evaluated)
 
 
@@ -131,7 +154,9 @@ def test_a_failure_is_said_and_quoted() -> None:
     assert first.quoted == found.reasons[0].text
     assert first.whole(Words("zh")) == f"{first.text}：“{first.quoted}”"
     other = found.model_copy(update={"reasons": [record.Reason(code="new_one", text="why")]})
-    assert DerivedTexts(other, Words("en")).reasons()[0].whole(Words("en")) == "The run failed: “why”"
+    assert (
+        DerivedTexts(other, Words("en")).reasons()[0].whole(Words("en")) == "The run failed: “why”"
+    )
 
 
 def test_text_that_does_not_follow_from_samples_is_shown_as_it_is() -> None:

@@ -1,4 +1,6 @@
-"""Versions of the wording: a record's notes are those of its own version, and of no other. From 3 on they are messages."""
+"""Versions of the wording: a record's notes are those of its own version, and of no other. From 3
+on they are messages.
+"""
 
 import hashlib
 import json
@@ -63,8 +65,14 @@ def test_a_stored_message_is_read_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_not_finite_is_stored_as_its_name() -> None:
-    said = Message("check.plausible.bad", {"rate": float("inf"), "what": Message("limit.matmul", {"margin": float("nan")})})
-    assert words.storable(said).values == {"rate": "inf", "what": Message("limit.matmul", {"margin": "nan"})}
+    said = Message(
+        "check.plausible.bad",
+        {"rate": float("inf"), "what": Message("limit.matmul", {"margin": float("nan")})},
+    )
+    assert words.storable(said).values == {
+        "rate": "inf",
+        "what": Message("limit.matmul", {"margin": "nan"}),
+    }
     assert words.text(words.storable(said)) == golden("check-plausible-bad-inf-nan-times")
 
 
@@ -75,13 +83,20 @@ def test_notes_are_verified_by_code_and_values(tmp_path: Path) -> None:
     assert isinstance(first, Message)
     share = first.values["share"]
     assert isinstance(share, float)
-    for code, value, wrong in ((first.code, share * (1 + 1e-12), []), (first.code, share / 2, WRONG), ("note.x", share, WRONG)):
+    for code, value, wrong in (
+        (first.code, share * (1 + 1e-12), []),
+        (first.code, share / 2, WRONG),
+        ("note.x", share, WRONG),
+    ):
         said = Message(code, {**first.values, "share": value})
         assert verify(resealed(path, notes=[said, *rest])) == wrong
     assert verify(resealed(path, notes=[words.text(first), *rest])) == WRONG
 
 
-@pytest.mark.parametrize("told", [{"code": 1}, {"code": "a", "values": {"b": None}}, {"code": "a", "also": 1}, {"values": {}}])
+@pytest.mark.parametrize(
+    "told",
+    [{"code": 1}, {"code": "a", "values": {"b": None}}, {"code": "a", "also": 1}, {"values": {}}],
+)
 def test_what_is_no_message_is_not_read(told: dict[str, Any], tmp_path: Path) -> None:
     path = of_version(3, tmp_path)
     path.write_bytes(record.canonical_bytes(json.loads(path.read_bytes()) | {"notes": [told]}))
@@ -90,9 +105,18 @@ def test_what_is_no_message_is_not_read(told: dict[str, Any], tmp_path: Path) ->
 
 
 def test_sentences_of_wording_2_are_frozen() -> None:
-    """Records of wording 2 are verified by the English notes of its time. If you change one of those, keep the old template
-    in `words/version_1.py`, as one of wording 2."""
-    codes = sorted({*version_1.NOTES, "note.stepped_down", "note.emulated", "note.selected", "note.own_case", "note.counted"})
+    """Records of wording 2 are verified by the English notes of its time. If you change one of
+    those, keep the old template in `words/version_1.py`, as one of wording 2."""
+    codes = sorted(
+        {
+            *version_1.NOTES,
+            "note.stepped_down",
+            "note.emulated",
+            "note.selected",
+            "note.own_case",
+            "note.counted",
+        }
+    )
     texts = "\n".join(words.table()[code].en for code in codes)
     assert hashlib.sha256(texts.encode()).hexdigest()[:16] == "d5881283ad1442c7"
 
@@ -110,7 +134,9 @@ def test_all_versions_verify(wording: int | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wording", "other"), [(None, 2), (2, None), (3, 2), (2, 3)])
-def test_a_note_of_another_version_does_not_verify(wording: int | None, other: int | None, tmp_path: Path) -> None:
+def test_a_note_of_another_version_does_not_verify(
+    wording: int | None, other: int | None, tmp_path: Path
+) -> None:
     path, strange = of_version(wording, tmp_path), notes(of_version(other, tmp_path / "other"))
     assert len(strange) == len(notes(path)) > 0
     assert verify(resealed(path, notes=strange)) == WRONG

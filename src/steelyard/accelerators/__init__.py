@@ -1,7 +1,8 @@
-"""The table of accelerators: what this machine has, how to watch it, and which class drives it in each framework.
+"""The table of accelerators: what this machine has, how to watch it, and which class drives it in
+each framework.
 
-Nothing heavy is imported here. Other packages add rows through the entry-point group `steelyard.accelerators`: each entry
-point names an `Accelerator`.
+Nothing heavy is imported here. Other packages add rows through the entry-point group
+`steelyard.accelerators`: each entry point names an `Accelerator`.
 """
 
 import os
@@ -42,7 +43,8 @@ CUDA = Accelerator(
     ignored_variables=("NVIDIA_TF32_OVERRIDE",),
     worker_variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # the order that NVML counts in
     deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    interface_variables={"NCCL_SOCKET_IFNAME": "={}"},  # NCCL takes a bare name for the beginning of one
+    # NCCL takes a bare name for the beginning of one
+    interface_variables={"NCCL_SOCKET_IFNAME": "={}"},
     torch_build=nvml.torch_build,
     states=nvml.states,
     steps=nvml.STEPS,
@@ -73,7 +75,9 @@ def table() -> dict[str, Accelerator]:
 
 
 def names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
-    """Return the names that any row lists in a field: workers may use libraries of several rows, such as Gloo beside NCCL."""
+    """Return the names that any row lists in a field: workers may use libraries of several rows,
+    such as Gloo beside NCCL.
+    """
     return frozenset(name for row in table().values() for name in field(row))
 
 

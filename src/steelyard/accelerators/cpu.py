@@ -27,7 +27,9 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def model_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the CPU's model, or its architecture where the kernel names no model (most Arm machines)."""
+    """Return the CPU's model, or its architecture where the kernel names no model (most Arm
+    machines).
+    """
     found = _first_line("model name", cpuinfo)
     return platform.machine() if found is None else found
 
@@ -53,8 +55,8 @@ def free() -> int:
 
 
 def available_to_process() -> int:
-    """Return the bytes that this process can still take: of the host's free memory, within the limits of
-    its control group and of its address space (ulimit -v)."""
+    """Return the bytes that this process can still take: of the host's free memory, within the
+    limits of its control group and of its address space (ulimit -v)."""
     own = psutil.Process().memory_info()
     limits = [free(), capacity()[0] - own.rss]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -74,7 +76,9 @@ def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
 
 
 def _limits(proc: Path, groups: Path) -> list[Path]:
-    """Where limits of this process's memory may stand: of its control group, or a container's root, in versions 2 and 1."""
+    """Where limits of this process's memory may stand: of its control group, or a container's root,
+    in versions 2 and 1.
+    """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -84,8 +88,16 @@ def _limits(proc: Path, groups: Path) -> list[Path]:
         _, controllers, group = [*line.split(":", 2), "", ""][:3]
         if controllers in ("", "memory"):
             root = groups / controllers
-            places = [root, *(root.joinpath(*Path(group).parts[1 : i + 1]) for i in range(1, len(Path(group).parts)))]
-            out += [place / name for place in places for name in ("memory.max", "memory.limit_in_bytes")]
+            places = [
+                root,
+                *(
+                    root.joinpath(*Path(group).parts[1 : i + 1])
+                    for i in range(1, len(Path(group).parts))
+                ),
+            ]
+            out += [
+                place / name for place in places for name in ("memory.max", "memory.limit_in_bytes")
+            ]
     return out
 
 
@@ -101,7 +113,9 @@ def source() -> Source:
 
 
 class HostDevice:
-    """The device class of a CPU without a framework; each framework adds its own part. All ranks of a host share its CPUs."""
+    """The device class of a CPU without a framework; each framework adds its own part. All ranks of
+    a host share its CPUs.
+    """
 
     backend = "gloo"
     matmul_shape = 1024
@@ -119,7 +133,11 @@ class HostDevice:
         """Nothing to reset: the framework keeps no count of a CPU's memory."""
 
     def memory(self) -> dict[str, int | None]:
-        return {"allocated_bytes": None, "reserved_bytes": None, "in_use_bytes": psutil.Process().memory_info().rss}
+        return {
+            "allocated_bytes": None,
+            "reserved_bytes": None,
+            "in_use_bytes": psutil.Process().memory_info().rss,
+        }
 
     def identity(self) -> dict[str, Any]:
         found = find()[0]
@@ -132,8 +150,9 @@ class HostDevice:
 
 
 class Resident:
-    """Reads the resident bytes of processes and of all they started; pages that processes share count for each. None where
-    none is there. What they started is looked for at every fifth reading: looking takes longer than reading."""
+    """Reads the resident bytes of processes and of all they started; pages that processes share
+    count for each. None where none is there. What they started is looked for at every fifth
+    reading: looking takes longer than reading."""
 
     def __init__(self) -> None:
         self._readings = 0
@@ -144,12 +163,18 @@ class Resident:
         if self._readings % LOOK == 0 or pids != self._pids:
             self._pids, self._below = pids, below(pids, PROC)
         self._readings += 1
-        known = [size for size in map(_resident_bytes, dict.fromkeys([*pids, *self._below])) if size is not None]
+        known = [
+            size
+            for size in map(_resident_bytes, dict.fromkeys([*pids, *self._below]))
+            if size is not None
+        ]
         return {"memory_bytes": sum(known) if known else None}
 
 
 def _resident_bytes(pid: int) -> int | None:
-    """Of a process that is there, from the second number of statm, in pages: what psutil reads, at a tenth of the time."""
+    """Of a process that is there, from the second number of statm, in pages: what psutil reads, at
+    a tenth of the time.
+    """
     try:
         return int((PROC / str(pid) / "statm").read_bytes().split()[1]) * PAGE_BYTES
     except (OSError, IndexError):
@@ -157,8 +182,8 @@ def _resident_bytes(pid: int) -> int | None:
 
 
 def below(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
-    """All processes that these started, as the kernel lists them: looking through all processes of a host would be seen in a
-    measurement."""
+    """All processes that these started, as the kernel lists them: looking through all processes of
+    a host would be seen in a measurement."""
     out: list[int] = []
     level = list(pids)
     while level:
@@ -186,9 +211,13 @@ def _children(pid: int, proc: Path) -> list[int]:
 
 
 def environment(matmul: str) -> dict[str, str]:
-    """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction in any matmul in bf16:
-    there, and only there, oneDNN is told to do without."""
-    return {ISA: WITHOUT_AMX} if matmul in ("bf16", "fp8") and ISA not in os.environ and amx() is False else {}
+    """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction
+    in any matmul in bf16: there, and only there, oneDNN is told to do without."""
+    return (
+        {ISA: WITHOUT_AMX}
+        if matmul in ("bf16", "fp8") and ISA not in os.environ and amx() is False
+        else {}
+    )
 
 
 def amx() -> bool | None:
@@ -206,7 +235,9 @@ def _survives() -> bool:
     if find_spec("torch") is None:
         return True
     try:
-        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except subprocess.TimeoutExpired:
         return True
     return done.returncode != -signal.SIGILL

@@ -34,4 +34,6 @@ class Device(HostDevice):
     def set_precision(self, matmul: str) -> None:
         if matmul not in PRECISIONS:
             allowed = ", ".join(PRECISIONS)
-            raise RequestError(f"a CPU has no precision {matmul!r}; use --precision with one of: {allowed}")
+            raise RequestError(
+                f"a CPU has no precision {matmul!r}; use --precision with one of: {allowed}"
+            )

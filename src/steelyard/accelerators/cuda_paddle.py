@@ -1,4 +1,5 @@
-"""NVIDIA devices in framework paddle, loaded by workers only: events, memory, identity and precision.
+"""NVIDIA devices in framework paddle, loaded by workers only: events, memory, identity and
+precision.
 
 Written from Paddle 3.3's own source; nobody here has run it on a GPU yet (docs/engines.md).
 """
@@ -23,7 +24,10 @@ class Device:
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
         if not paddle.device.is_compiled_with_cuda():
-            raise RequestError("this Paddle is built for CPUs; install paddlepaddle-gpu, or choose --accelerator cpu")
+            raise RequestError(
+                "this Paddle is built for CPUs; install paddlepaddle-gpu, or choose"
+                " --accelerator cpu"
+            )
         self._index, self.place = local_rank, f"gpu:{local_rank}"
         os.environ["FLAGS_selected_gpus"] = str(local_rank)  # noqa: SIM112  Paddle's own spelling
         paddle.set_device(self.place)
@@ -51,7 +55,8 @@ class Device:
 
     def identity(self) -> dict[str, Any]:
         seen = _cuda.get_device_properties(self._index)
-        found = nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))  # Paddle does not tell which one it is
+        # Paddle does not tell which one it is
+        found = nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return {
             "name": seen.name,
             "uuid": found[self._index].uuid if self._index < len(found) else None,

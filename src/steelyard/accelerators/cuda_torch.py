@@ -1,4 +1,6 @@
-"""NVIDIA devices in framework torch, loaded by workers only: events, memory, identity and precision."""
+"""NVIDIA devices in framework torch, loaded by workers only: events, memory, identity and
+precision.
+"""
 
 import os
 from collections.abc import Callable
@@ -12,33 +14,40 @@ from steelyard.errors import RequestError
 _cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
 _cudnn: Any = torch.backends.cudnn
 
-# By what the weights are kept in. The flash kernel takes 16-bit types only. Both align a causal mask at a row's end, so
-# that they serve shared prefixes too.
+# By what the weights are kept in. The flash kernel takes 16-bit types only. Both align a causal
+# mask at a row's end, so that they serve shared prefixes too.
 ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}  # compute capability of the first tensor cores for it
+# compute capability of the first tensor cores for it
+SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
 
 class Graphs:
-    """Records what is launched. All graphs share a pool of memory. Torch's generator is taken along: a replay draws anew."""
+    """Records what is launched. All graphs share a pool of memory. Torch's generator is taken
+    along: a replay draws anew.
+    """
 
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Any:
         graph = _cuda.CUDAGraph()
-        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # NCCL's threads may ask for events
+        # NCCL's threads may ask for events
+        with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 
 
 def _let_segments_grow() -> None:
-    """Before anything is allocated. Micro-batches of other sizes otherwise leave holes: 5.7 GiB of 106, which is what a size
-    that was chosen to fit lacks. A setting of the user's own stays."""
+    """Before anything is allocated. Micro-batches of other sizes otherwise leave holes: 5.7 GiB of
+    106, which is what a size that was chosen to fit lacks. A setting of the user's own stays."""
     if not any(name in os.environ for name in ALLOCATOR):
         core: Any = torch._C
-        change = getattr(core, "_accelerator_setAllocatorSettings", None) or _cuda.memory._set_allocator_settings
+        change = (
+            getattr(core, "_accelerator_setAllocatorSettings", None)
+            or _cuda.memory._set_allocator_settings
+        )
         change("expandable_segments:True")
 
 
@@ -102,7 +111,9 @@ class Device:
 
     @property
     def lacks(self) -> dict[str, str]:
-        """By compute capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries emulate or refuse it."""
+        """By compute capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries
+        emulate or refuse it.
+        """
         have = torch.cuda.get_device_capability(self._index)
         return {
             name: f"compute capability {have[0]}.{have[1]}: {name} needs {least[0]}.{least[1]}"
@@ -115,8 +126,9 @@ class Device:
         return
 
     def set_precision(self, matmul: str) -> None:
-        """Through the older pair of flags: they set the newer `fp32_precision` too, so that both can be read later.
-        The newer ones leave the older unreadable (torch 2.13 raises), and torch's own compiler still reads those."""
+        """Through the older pair of flags: they set the newer `fp32_precision` too, so that both
+        can be read later. The newer ones leave the older unreadable (torch 2.13 raises), and
+        torch's own compiler still reads those."""
         if matmul == "fp8" and "fp8" in self.lacks:
             raise RequestError(f"{self.lacks['fp8']}; use --precision bf16")
         tf32 = matmul == "tf32"

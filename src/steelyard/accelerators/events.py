@@ -39,14 +39,18 @@ class ReportedEvent(_Reading):
 
 
 class HostEvent(_Reading):
-    """An event of a device that works when it is told to, such as a CPU: a reading of the host's clock."""
+    """An event of a device that works when it is told to, such as a CPU: a reading of the host's
+    clock.
+    """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock())
 
 
 class StreamEvent:
-    """A mark in a device's stream, made of a framework's own event that has been recorded; the host does not wait for it."""
+    """A mark in a device's stream, made of a framework's own event that has been recorded; the host
+    does not wait for it.
+    """
 
     def __init__(self, event: Any) -> None:
         self._event = event
@@ -60,4 +64,10 @@ class StreamEvent:
 
 def clock_of(event: Event) -> ClockName:
     """Whose clock an event is on."""
-    return "host" if isinstance(event, HostEvent) else "reported" if isinstance(event, ReportedEvent) else "device"
+    return (
+        "host"
+        if isinstance(event, HostEvent)
+        else "reported"
+        if isinstance(event, ReportedEvent)
+        else "device"
+    )

@@ -22,7 +22,8 @@ class ClockReason:
     severity: Severity
 
 
-# nvml.h, nvmlClocksEventReasons. Running at the power limit is normal for large matmuls; heat and power brakes are not.
+# nvml.h, nvmlClocksEventReasons. Running at the power limit is normal for large matmuls; heat and
+# power brakes are not.
 REASONS = (
     ClockReason(0x001, "gpu_idle", "nothing"),
     ClockReason(0x002, "applications_clocks", "nothing"),
@@ -56,7 +57,8 @@ def _pynvml() -> Any:
 def find(visible: str | None) -> list[Found]:
     """The devices a CUDA program would see under this value of CUDA_VISIBLE_DEVICES, in its order.
 
-    Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with that set.
+    Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with
+    that set.
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -77,7 +79,8 @@ def find(visible: str | None) -> list[Found]:
 
 def _unusable(error: Exception) -> RequestError:
     return RequestError(
-        f"NVML: {str(error).rstrip('.')}; fix the driver, or set CUDA_VISIBLE_DEVICES= to run without NVIDIA devices"
+        f"NVML: {str(error).rstrip('.')}; fix the driver, or set CUDA_VISIBLE_DEVICES= to run"
+        " without NVIDIA devices"
     )
 
 
@@ -86,13 +89,25 @@ def _all(nvml: Any) -> list[Found]:
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = _first(nvml, handle, (lambda api, device: api.nvmlDeviceGetMemoryInfo(device).total,))
-        found.append(Found(nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle), memory, index, driver))
+        memory = _first(
+            nvml, handle, (lambda api, device: api.nvmlDeviceGetMemoryInfo(device).total,)
+        )
+        found.append(
+            Found(
+                nvml.nvmlDeviceGetName(handle),
+                nvml.nvmlDeviceGetUUID(handle),
+                memory,
+                index,
+                driver,
+            )
+        )
     return found
 
 
 def select(devices: list[Found], visible: str | None) -> list[Found]:
-    """CUDA's own rules: nothing after the first entry that names no device; no device where one is named twice."""
+    """CUDA's own rules: nothing after the first entry that names no device; no device where one is
+    named twice.
+    """
     if visible is None:
         return devices
     chosen: list[Found] = []
@@ -108,9 +123,15 @@ def select(devices: list[Found], visible: str | None) -> list[Found]:
 
 def _device(devices: list[Found], entry: str) -> Found | None:
     if entry.startswith("MIG-"):
-        raise RequestError(f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices")
+        raise RequestError(
+            f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices"
+        )
     if entry.startswith("GPU-"):
-        fits = [device for device in devices if device.uuid is not None and device.uuid.startswith(entry)]
+        fits = [
+            device
+            for device in devices
+            if device.uuid is not None and device.uuid.startswith(entry)
+        ]
         return fits[0] if len(fits) == 1 else None
     return next((device for device in devices if str(device.index) == entry), None)
 
@@ -120,15 +141,17 @@ _BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
 
 Read = Callable[[Any, Any], Any]
 
-# Each column and the calls that give it, the preferred one first: drivers and devices lack some. Memory without the
-# driver's own reserve (v2) is what nvidia-smi shows.
+# Each column and the calls that give it, the preferred one first: drivers and devices lack some.
+# Memory without the driver's own reserve (v2) is what nvidia-smi shows.
 READERS: dict[str, tuple[Read, ...]] = {
     "memory_bytes": (
         lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used,
         lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device).used,
     ),
     "sm_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_SM),),
-    "memory_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),),
+    "memory_clock_mhz": (
+        lambda nvml, device: nvml.nvmlDeviceGetClockInfo(device, nvml.NVML_CLOCK_MEM),
+    ),
     "power_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerUsage(device) / 1000,),
     "energy_j": (lambda nvml, device: nvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1000,),
     "temperature_c": (
@@ -143,8 +166,9 @@ READERS: dict[str, tuple[Read, ...]] = {
 }
 
 
-# The energy counter takes the driver 4 ms of a core (H200), a hundred times any other reading: read five times a second it
-# would cost 2 % of a core for each device. Energy is taken between two readings, so that one in two seconds does.
+# The energy counter takes the driver 4 ms of a core (H200), a hundred times any other reading: read
+# five times a second it would cost 2 % of a core for each device. Energy is taken between two
+# readings, so that one in two seconds does.
 SLOW = ("energy_j",)
 SELDOM = 10
 
@@ -153,7 +177,11 @@ def free(found: list[Found]) -> list[int | None]:
     """What no process uses of their memory."""
     used = [source.read(())["memory_bytes"] for source in sources(found)]
     return [
-        device.memory_bytes - taken if device.memory_bytes is not None and isinstance(taken, int) else None
+        (
+            device.memory_bytes - taken
+            if device.memory_bytes is not None and isinstance(taken, int)
+            else None
+        )
         for device, taken in zip(found, used, strict=True)
     ]
 
@@ -169,22 +197,36 @@ def sources(found: list[Found]) -> list[Source]:
 
 # What can make the same device another one, by setting. Watts and degrees as nvidia-smi shows them.
 STATES: dict[str, tuple[Read, ...]] = {
-    "persistence": (lambda nvml, device: nvml.nvmlDeviceGetPersistenceMode(device) == nvml.NVML_FEATURE_ENABLED,),
+    "persistence": (
+        lambda nvml, device: nvml.nvmlDeviceGetPersistenceMode(device) == nvml.NVML_FEATURE_ENABLED,
+    ),
     "processes": READERS["processes"],
     "sm_clock_mhz": READERS["sm_clock_mhz"],
-    "sm_clock_max_mhz": (lambda nvml, device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),),
-    "application_clock_mhz": (lambda nvml, device: nvml.nvmlDeviceGetApplicationsClock(device, nvml.NVML_CLOCK_SM),),
+    "sm_clock_max_mhz": (
+        lambda nvml, device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
+    ),
+    "application_clock_mhz": (
+        lambda nvml, device: nvml.nvmlDeviceGetApplicationsClock(device, nvml.NVML_CLOCK_SM),
+    ),
     "application_clock_default_mhz": (
         lambda nvml, device: nvml.nvmlDeviceGetDefaultApplicationsClock(device, nvml.NVML_CLOCK_SM),
     ),
     "power_limit_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerManagementLimit(device) / 1000,),
-    "power_default_w": (lambda nvml, device: nvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1000,),
-    "ecc": (lambda nvml, device: nvml.nvmlDeviceGetEccMode(device)[0] == nvml.NVML_FEATURE_ENABLED,),
-    "mig": (lambda nvml, device: nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE,),
+    "power_default_w": (
+        lambda nvml, device: nvml.nvmlDeviceGetPowerManagementDefaultLimit(device) / 1000,
+    ),
+    "ecc": (
+        lambda nvml, device: nvml.nvmlDeviceGetEccMode(device)[0] == nvml.NVML_FEATURE_ENABLED,
+    ),
+    "mig": (
+        lambda nvml, device: nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE,
+    ),
     "reasons": READERS["reasons"],
     "temperature_c": READERS["temperature_c"],
     "slowdown_c": (
-        lambda nvml, device: nvml.nvmlDeviceGetTemperatureThreshold(device, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        lambda nvml, device: nvml.nvmlDeviceGetTemperatureThreshold(
+            device, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        ),
     ),
     "runtime": (lambda nvml, device: _version(nvml.nvmlSystemGetCudaDriverVersion_v2()),),
 }
@@ -209,26 +251,41 @@ def states(found: list[Found], root: Path = Path("/")) -> list[State]:
     out: list[State] = []
     for rank, device in enumerate(found):
         handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
-        told: State = {"device": f"cuda:{rank}", **{name: _first(nvml, handle, calls) for name, calls in STATES.items()}}
+        told: State = {
+            "device": f"cuda:{rank}",
+            **{name: _first(nvml, handle, calls) for name, calls in STATES.items()},
+        }
         seen = told["reasons"]
-        told["invalidating"] = [n for n in seen if SEVERITY.get(n) == "invalidates"] if isinstance(seen, list) else None
-        address = _first(nvml, handle, (lambda api, one: _text(api.nvmlDeviceGetPciInfo(one).busId),))
+        told["invalidating"] = (
+            [n for n in seen if SEVERITY.get(n) == "invalidates"]
+            if isinstance(seen, list)
+            else None
+        )
+        address = _first(
+            nvml, handle, (lambda api, one: _text(api.nvmlDeviceGetPciInfo(one).busId),)
+        )
         told["numa_node"] = None if address is None else numa_node(address, root)
         out.append(told)
     return out
 
 
 def numa_node(address: str, root: Path = Path("/")) -> int | None:
-    """Of a PCI device; None where the machine does not tell. NVML has eight digits of the domain, the kernel four."""
+    """Of a PCI device; None where the machine does not tell. NVML has eight digits of the domain,
+    the kernel four.
+    """
     domain, _, rest = address.lower().partition(":")
     with suppress(OSError, ValueError):
-        node = int((root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text())
+        node = int(
+            (root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text()
+        )
         return node if node >= 0 else None
     return None
 
 
 def torch_build(folder: Path | None = None) -> str | None:
-    """Return the CUDA version that torch was built for, from the text of its version.py: importing torch takes seconds."""
+    """Return the CUDA version that torch was built for, from the text of its version.py: importing
+    torch takes seconds.
+    """
     if folder is None:
         spec = find_spec("torch")
         if spec is None or spec.origin is None:
@@ -272,7 +329,9 @@ class Readings:
 
 
 def _first(nvml: Any, handle: Any, calls: tuple[Read, ...]) -> Any:
-    """The first answer; None where the device, its driver or this release of pynvml (AttributeError) has none."""
+    """The first answer; None where the device, its driver or this release of pynvml
+    (AttributeError) has none.
+    """
     for call in calls:
         try:
             return call(nvml, handle)

@@ -11,7 +11,8 @@ from steelyard.schema import Frozen
 
 PRECISIONS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
 GIB = 1 << 30
-# A device shows a few per cent less than the memory on its label; products that share a name differ by a factor.
+# A device shows a few per cent less than the memory on its label; products that share a name differ
+# by a factor.
 MEMORY_TOLERANCE = 0.1
 
 
@@ -31,7 +32,9 @@ class Peak(Frozen):
     def _known_precisions(self) -> "Peak":
         unknown = self.flops_per_s.keys() - PRECISIONS
         if unknown:
-            raise ValueError(f"{self.name}: unknown precisions {sorted(unknown)}; known are {sorted(PRECISIONS)}")
+            raise ValueError(
+                f"{self.name}: unknown precisions {sorted(unknown)}; known are {sorted(PRECISIONS)}"
+            )
         return self
 
     def fits(self, device_name: str, memory_bytes: int | None) -> bool:
@@ -39,7 +42,10 @@ class Peak(Frozen):
             return False
         if self.memory_gib is None:
             return True
-        return memory_bytes is not None and abs(memory_bytes / GIB / self.memory_gib - 1) <= MEMORY_TOLERANCE
+        return (
+            memory_bytes is not None
+            and abs(memory_bytes / GIB / self.memory_gib - 1) <= MEMORY_TOLERANCE
+        )
 
 
 class _Table(Frozen):
@@ -52,7 +58,9 @@ class _Table(Frozen):
         for row in self.peak:
             twice = [name for name in row.match if count[name] > 1 and row.memory_gib is None]
             if twice:
-                raise ValueError(f"{row.name}: {twice} also in another row, and no memory_gib to tell them apart")
+                raise ValueError(
+                    f"{row.name}: {twice} also in another row, and no memory_gib to tell them apart"
+                )
         return self
 
 

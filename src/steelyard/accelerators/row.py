@@ -1,4 +1,6 @@
-"""What an accelerator is: one row that says what the host can see of it, and which class drives it in each framework."""
+"""What an accelerator is: one row that says what the host can see of it, and which class drives it
+in each framework.
+"""
 
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +21,9 @@ Severity = Literal["nothing", "note", "invalidates"]
 
 @dataclass(frozen=True)
 class Found:
-    """A device as its driver shows it. Its place in the list is its user's local rank; `index` is the driver's own."""
+    """A device as its driver shows it. Its place in the list is its user's local rank; `index` is
+    the driver's own.
+    """
 
     name: str
     uuid: str | None
@@ -30,8 +34,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """A device and its reading now, the same columns every time. `read` takes the run's workers on this host. It may leave a
-    slow column None most of the time; `whole` never does, and is asked first and last."""
+    """A device and its reading now, the same columns every time. `read` takes the run's workers on
+    this host. It may leave a slow column None most of the time; `whole` never does, and is asked
+    first and last."""
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
@@ -39,7 +44,9 @@ class Source:
 
 
 class FrameworkDevice(Protocol):
-    """A device class for any framework, made with the local rank and the clock of the measured loop."""
+    """A device class for any framework, made with the local rank and the clock of the measured
+    loop.
+    """
 
     @property
     def backend(self) -> str:
@@ -79,7 +86,9 @@ class TorchDevice(FrameworkDevice, Protocol):
         """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
 
     def attention(self, dtype_name: str, shared: bool) -> str:
-        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common prefix."""
+        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common
+        prefix.
+        """
 
     # A device class may leave out what follows.
 
@@ -94,10 +103,14 @@ class TorchDevice(FrameworkDevice, Protocol):
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """What it has not, with the reason: names of precisions, `copies` from and to the host, `peers`."""
+        """What it has not, with the reason: names of precisions, `copies` from and to the host,
+        `peers`.
+        """
 
     def capacity(self) -> tuple[int, str] | None:
-        """Bytes that a process can have, where that is told and not tried, and who tells it. None: found by allocating."""
+        """Bytes that a process can have, where that is told and not tried, and who tells it. None:
+        found by allocating.
+        """
 
 
 class PaddleDevice(FrameworkDevice, Protocol):
@@ -109,7 +122,9 @@ class PaddleDevice(FrameworkDevice, Protocol):
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of shards`, `flash`."""
+        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of
+        shards`, `flash`.
+        """
 
     def threads(self) -> int: ...
 
@@ -120,27 +135,40 @@ class Accelerator:
 
     name: str
     find: Callable[[], list[Found]]
-    sources: Callable[[list[Found]], list[Source]]  # what is read off the devices in use while a run goes on
+    # what is read off the devices in use while a run goes on
+    sources: Callable[[list[Found]], list[Source]]
     devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
     divisible: bool = False  # several workers may share one device
     is_host: bool = False  # its device is the host's own cores, which all other processes use too
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
-    severity: Mapping[str, Severity] = field(default_factory=dict)  # what each slowdown reason means; others are a note
-    libraries: tuple[str, ...] = ()  # its runtime and libraries: a record states their versions, null where none is known
+    # what each slowdown reason means; others are a note
+    severity: Mapping[str, Severity] = field(default_factory=dict)
+    # its runtime and libraries: a record states their versions, null where none is known
+    libraries: tuple[str, ...] = ()
     collectives: str | None = None  # its library for collectives, whose version workers report too
-    packages: tuple[str, ...] = ()  # Python packages that belong to it: a record states their versions
-    variables: tuple[str, ...] = ()  # full names of variables that can change a result: a record keeps their values
+    # Python packages that belong to it: a record states their versions
+    packages: tuple[str, ...] = ()
+    # full names of variables that can change a result: a record keeps their values
+    variables: tuple[str, ...] = ()
     tune_variables: tuple[str, ...] = ()  # that `tune.env` and a site file may set
     site_variables: tuple[str, ...] = ()  # that a site file alone may set
-    ignored_variables: tuple[str, ...] = ()  # that workers do not inherit: they run a precision as another
+    # that workers do not inherit: they run a precision as another
+    ignored_variables: tuple[str, ...] = ()
     worker_variables: Mapping[str, str] = field(default_factory=dict)  # what workers get in any run
-    deterministic_variables: Mapping[str, str] = field(default_factory=dict)  # what they get too with tune.deterministic
-    interface_variables: Mapping[str, str] = field(default_factory=dict)  # name → value, with {} for the network interface
-    free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)  # bytes of their memory, now
-    environment: Callable[[str], dict[str, str]] = lambda matmul: {}  # variables for workers on it, by what matmuls run in
-    torch_build: Callable[[], str | None] = lambda: None  # version of its runtime that the installed torch was built for
-    states: Callable[[list[Found]], list[State]] = lambda found: []  # what can make the same device another one, by setting
-    steps: Mapping[str, Message] = field(default_factory=dict)  # what helps against a finding of `steelyard check`, by its key
+    # what they get too with tune.deterministic
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)
+    # name → value, with {} for the network interface
+    interface_variables: Mapping[str, str] = field(default_factory=dict)
+    # bytes of their memory, now
+    free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)
+    # variables for workers on it, by what matmuls run in
+    environment: Callable[[str], dict[str, str]] = lambda matmul: {}
+    # version of its runtime that the installed torch was built for
+    torch_build: Callable[[], str | None] = lambda: None
+    # what can make the same device another one, by setting
+    states: Callable[[list[Found]], list[State]] = lambda found: []
+    # what helps against a finding of `steelyard check`, by its key
+    steps: Mapping[str, Message] = field(default_factory=dict)
 
     def most(self, found: list[Found]) -> int:
         """How many workers its devices can serve."""

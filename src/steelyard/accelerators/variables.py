@@ -1,13 +1,17 @@
-"""Environment variables that can change a result, by name. A record keeps their values, and those of no others.
+"""Environment variables that can change a result, by name. A record keeps their values, and those
+of no others.
 
-Names, never beginnings of names: under a common beginning such as `NCCL_` or `TORCH` people keep tokens and passwords too.
-Each list holds what its library documents as changing what is computed, or how fast. Names of files and folders are left out.
+Names, never beginnings of names: under a common beginning such as `NCCL_` or `TORCH` people keep
+tokens and passwords too. Each list holds what its library documents as changing what is computed,
+or how fast. Names of files and folders are left out.
 
-Names that end in `_TUNE` may be set by `tune.env` and by a site file, those in `_SITE` by a site file alone. A case can come
-from a stranger, so that none of them names a program, a library or a plug-in to load.
+Names that end in `_TUNE` may be set by `tune.env` and by a site file, those in `_SITE` by a site
+file alone. A case can come from a stranger, so that none of them names a program, a library or a
+plug-in to load.
 """
 
-# https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), cuBLAS's and cuDNN's own manuals
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), cuBLAS's and
+# cuDNN's own manuals
 CUDA = (
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_EMULATE_SINGLE_PRECISION",
@@ -39,7 +43,8 @@ CUDA_TUNE = (
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 
-# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; NCCL_IB_PKEY has the name of a secret, and stays out
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; NCCL_IB_PKEY has the name of a
+# secret, and stays out
 NCCL = (
     "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
     "NCCL_CHECKS_DISABLE",
@@ -125,9 +130,11 @@ NCCL_SITE = (
     "NCCL_SOCKET_IFNAME",
     "NCCL_SOCKET_NTHREADS",
 )
-NCCL_ADDRESSES = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE")  # a site file may set them; no record keeps them
+# a site file may set them; no record keeps them
+NCCL_ADDRESSES = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE")
 
-# OpenMP 5.2, chapter 21; Intel's and LLVM's runtimes; oneMKL's and oneDNN's manuals; torch.distributed on Gloo
+# OpenMP 5.2, chapter 21; Intel's and LLVM's runtimes; oneMKL's and oneDNN's manuals;
+# torch.distributed on Gloo
 CPU = (
     "DNNL_CPU_ISA_HINTS",
     "DNNL_DEFAULT_FPMATH_MODE",
@@ -163,16 +170,11 @@ CPU = (
     "ONEDNN_MAX_CPU_ISA",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
 )
-CPU_TUNE = (
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-)
-CPU_SITE = (
-    "GLOO_DEVICE_TRANSPORT",
-    "GLOO_SOCKET_IFNAME",
-)
+CPU_TUNE = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+CPU_SITE = ("GLOO_DEVICE_TRANSPORT", "GLOO_SOCKET_IFNAME")
 
-# https://docs.pytorch.org/docs/stable/torch_environment_variables.html and the notes that it leads to
+# https://docs.pytorch.org/docs/stable/torch_environment_variables.html and the notes that it leads
+# to
 TORCH = (
     "PYTORCH_JIT",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -219,10 +221,18 @@ TORCH = (
     "TORCH_SHOW_CPP_STACKTRACES",
 )
 
-SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "AUTH", "CREDENTIAL")  # in no name that is kept
-PLACES = ("_DIR", "_HOME", "_PATH", "_FILE")  # places of files change no result, and are nobody's business
+# in no name that is kept
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "AUTH", "CREDENTIAL")
+# places of files change no result, and are nobody's business
+PLACES = ("_DIR", "_HOME", "_PATH", "_FILE")
 
 
 def kept(name: str, allowed: frozenset[str]) -> bool:
-    """Whether a record keeps a variable: its name is listed, and is neither that of a place nor that of a secret."""
-    return name in allowed and not name.endswith(PLACES) and not any(word in name.upper() for word in SECRET)
+    """Whether a record keeps a variable: its name is listed, and is neither that of a place nor
+    that of a secret.
+    """
+    return (
+        name in allowed
+        and not name.endswith(PLACES)
+        and not any(word in name.upper() for word in SECRET)
+    )

@@ -13,13 +13,16 @@ from steelyard.schema import Frozen
 Size = Literal["smoke", "full"]
 
 AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
-# Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and a batch that still keeps
-# matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best on an H200, docs/notebook.md).
+# Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and
+# a batch that still keeps matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best
+# on an H200, docs/notebook.md).
 UNKNOWN_MEMORY = {"micro_batch": 1, "batch_tokens": 8192}
 
 
 class Gate(Frozen):
-    """Quality a valid result of scoring must have; applied only to a full run with the case's real weights."""
+    """Quality a valid result of scoring must have; applied only to a full run with the case's real
+    weights.
+    """
 
     metric: str
     target: float
@@ -28,7 +31,9 @@ class Gate(Frozen):
 
 
 class Falling(Frozen):
-    """Quality a valid result of training must have: a loss below another, and below a bound where one is stated."""
+    """Quality a valid result of training must have: a loss below another, and below a bound where
+    one is stated.
+    """
 
     metric: str
     below: str
@@ -47,34 +52,68 @@ class Tune(Frozen):
 
     parallel: str = Field(
         "DP",
-        description="degrees such as TP2DP4; one without a number takes the devices that the others leave",
+        description=(
+            "degrees such as TP2DP4; one without a number takes the devices that the others leave"
+        ),
     )
     batch_tokens: int = Field(
-        32768, ge=1, le=MOST, description="scoring: tokens computed together in one batch; in a case also auto"
+        32768,
+        ge=1,
+        le=MOST,
+        description="scoring: tokens computed together in one batch; in a case also auto",
     )
-    micro_batch: int = Field(1, ge=1, le=MOST, description="training: rows computed together; in a case also auto")
+    micro_batch: int = Field(
+        1, ge=1, le=MOST, description="training: rows computed together; in a case also auto"
+    )
     sharding: Literal[0, 1, 2, 3] = Field(
-        0, description="training: what replicas divide: nothing, optimiser states, gradients too, weights too"
+        0,
+        description=(
+            "training: what replicas divide: nothing, optimiser states, gradients too, weights too"
+        ),
     )
-    sharding_degree: int | None = Field(None, ge=1, le=MOST, description="training: replicas that divide them; default: all")
+    sharding_degree: int | None = Field(
+        None, ge=1, le=MOST, description="training: replicas that divide them; default: all"
+    )
     distributed: bool = Field(
-        False, description="training: on one device, run the code of several with its collectives, to measure what it costs"
+        False,
+        description=(
+            "training: on one device, run the code of several with its collectives, to measure what"
+            " it costs"
+        ),
     )
-    recompute: Literal["none", "selective", "full"] = Field("none", description="training: activations computed again")
-    pack: bool = Field(True, description="conversations: several samples to a row; else each alone, padded")
-    compile: bool = Field(True, description="compile the infer pass (the val pass never is), or training")
-    attention: str = Field("auto", description="attention kernel, or auto: the accelerator's choice")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="training: activations computed again"
+    )
+    pack: bool = Field(
+        True, description="conversations: several samples to a row; else each alone, padded"
+    )
+    compile: bool = Field(
+        True, description="compile the infer pass (the val pass never is), or training"
+    )
+    attention: str = Field(
+        "auto", description="attention kernel, or auto: the accelerator's choice"
+    )
     batching: Literal["auto", "packed", "sorted", "single"] = Field(
-        "auto", description="packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
+        "auto",
+        description=(
+            "packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
+        ),
     )
     pad_to: int = Field(16, ge=1, le=MOST, description="padded lengths are multiples of this")
     order: int = Field(0, description="seed of the order in which prompts are packed")
     checkpoint_every: int | None = Field(
-        None, ge=1, le=MOST, description="training: steps between two checkpoints; None: none is kept"
+        None,
+        ge=1,
+        le=MOST,
+        description="training: steps between two checkpoints; None: none is kept",
     )
-    deterministic: bool = Field(False, description="the same bits in every run, from slower kernels where there are others")
+    deterministic: bool = Field(
+        False, description="the same bits in every run, from slower kernels where there are others"
+    )
     warmup: int = Field(2, ge=0, le=MOST, description="batches run before a pass, outside it")
-    env: dict[str, str] = Field({}, description="environment of the workers; only names that an accelerator's row allows")
+    env: dict[str, str] = Field(
+        {}, description="environment of the workers; only names that an accelerator's row allows"
+    )
 
     @model_validator(mode="after")
     def _plain_env(self) -> Self:
@@ -85,17 +124,22 @@ class Tune(Frozen):
 
 
 def _check_names(tune: Tune) -> Tune:
-    """Raise ValueError for a variable that no accelerator's row allows: a case can come from a stranger. A record may hold
-    variables of an accelerator that is not installed here."""
+    """Raise ValueError for a variable that no accelerator's row allows: a case can come from a
+    stranger. A record may hold variables of an accelerator that is not installed here."""
     allowed = accelerators.tune_variables() if tune.env else frozenset()
     unknown = sorted(set(tune.env) - allowed)
     if unknown:
-        raise ValueError(f"environment variable {unknown[0]} is not one a tune may set; allowed: {', '.join(sorted(allowed))}")
+        raise ValueError(
+            f"environment variable {unknown[0]} is not one a tune may set; allowed:"
+            f" {', '.join(sorted(allowed))}"
+        )
     return tune
 
 
 class Reference(Frozen):
-    """A published row. `ran_as` is the precision that really ran, where the label says something else."""
+    """A published row. `ran_as` is the precision that really ran, where the label says something
+    else.
+    """
 
     source: str
     config: str
@@ -114,9 +158,15 @@ class Case(Frozen):
     question: Question
     tune: Annotated[Tune, AfterValidator(_check_names)] = Tune()
     gate: Gate | Falling | Target | None = None
-    devices: list[int] = Field([1], description="numbers of devices on which `run smoke` shows the case")
-    published: dict[str, int] = Field({}, description="facts on the published data set that no key holds")
-    max_interval: float | None = Field(None, gt=0, description="widest 95 % interval of the headline rate, as a share of it")
+    devices: list[int] = Field(
+        [1], description="numbers of devices on which `run smoke` shows the case"
+    )
+    published: dict[str, int] = Field(
+        {}, description="facts on the published data set that no key holds"
+    )
+    max_interval: float | None = Field(
+        None, gt=0, description="widest 95 % interval of the headline rate, as a share of it"
+    )
     reference: list[Reference] = Field(default_factory=list)
 
     @model_validator(mode="after")
@@ -126,7 +176,10 @@ class Case(Frozen):
             allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
             for name in (self.gate.metric, getattr(self.gate, "below", self.gate.metric)):
                 if name not in allowed:
-                    raise ValueError(f"gate: {row.name} has no metric {name!r}; allowed: {', '.join(sorted(allowed))}")
+                    raise ValueError(
+                        f"gate: {row.name} has no metric {name!r}; allowed:"
+                        f" {', '.join(sorted(allowed))}"
+                    )
         unknown = sorted(set(self.published) - set(row.published_facts))
         if unknown:
             known = ", ".join(row.published_facts) or "none"

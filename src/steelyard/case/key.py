@@ -1,7 +1,7 @@
 """The key of a question: a hash that says whether two records answer the same one.
 
-A key never changes once it is published. So a field that came later enters the hash only where it differs from its default,
-and every such field is a row of LATER.
+A key never changes once it is published. So a field that came later enters the hash only where it
+differs from its default, and every such field is a row of LATER.
 """
 
 import hashlib
@@ -9,7 +9,8 @@ from typing import Any
 
 from steelyard.schema import canonical
 
-# Fields that older keys do not hold: where they stand in a question, and the default with which they stay out.
+# Fields that older keys do not hold: where they stand in a question, and the default with which
+# they stay out.
 LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("train", "evaluate_every"), None),
     (("train",), None),  # scoring has none, and had keys before there was training
@@ -23,7 +24,9 @@ LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
 
 
 def key_of(question: dict[str, Any], fingerprint: str) -> str:
-    """The key of a question as a table, such as a record holds, with the fingerprint of the data that were really read."""
+    """The key of a question as a table, such as a record holds, with the fingerprint of the data
+    that were really read.
+    """
     return hashlib.sha256(canonical(hashed(question, fingerprint)).encode()).hexdigest()[:16]
 
 
@@ -41,7 +44,11 @@ def _without_default(table: dict[str, Any], place: tuple[str, ...], default: Any
         return table
     if rest:
         inner = table[first]
-        return {**table, first: _without_default(inner, tuple(rest), default)} if isinstance(inner, dict) else table
+        return (
+            {**table, first: _without_default(inner, tuple(rest), default)}
+            if isinstance(inner, dict)
+            else table
+        )
     if table[first] != default or type(table[first]) is not type(default):
         return table
     return {name: value for name, value in table.items() if name != first}

@@ -1,7 +1,8 @@
 """A new case: the question of a shipped case of the same task, asked of another model.
 
-Whatever is not the model's is taken from that case, its template. What belongs to the template's model alone (gate, published
-rows, the fingerprint of its tokens) is left out, and what had to be assumed is said.
+Whatever is not the model's is taken from that case, its template. What belongs to the template's
+model alone (gate, published rows, the fingerprint of its tokens) is left out, and what had to be
+assumed is said.
 """
 
 import re
@@ -35,7 +36,8 @@ class Model:
     smoke: dict[str, Any] | None  # the same, tiny; None: it could not be made
     comments: Mapping[str, str] = field(default_factory=dict)
     precision: str | None = None  # what its weights are stored in, where that is known
-    divisions: tuple[str, ...] | None = None  # those that an engine has for it; None: the template's
+    # those that an engine has for it; None: the template's
+    divisions: tuple[str, ...] | None = None
     assumed: tuple[str, ...] = ()
 
 
@@ -74,10 +76,7 @@ def starts_random(row: Task) -> bool:
 
 
 def lacks_tokenizer(
-    row: Task,
-    data: Path | None,
-    tokenizer: Path | None,
-    weights: Path | None,
+    row: Task, data: Path | None, tokenizer: Path | None, weights: Path | None
 ) -> bool:
     """Whether a task reads texts that are here, and no tokenizer is named or lies beside them or
     the weights."""
@@ -101,14 +100,20 @@ def make(name: str, task: str, model: Model) -> New:
     template = templates()[row.name]
     shipped = resolve.read(template).table
     assumed = [*model.assumed]
-    question = {**shipped["question"], "model": model.table, "data": _data(shipped["question"]["data"])}
+    question = {
+        **shipped["question"],
+        "model": model.table,
+        "data": _data(shipped["question"]["data"]),
+    }
     _fit(question, model.table["positions"], assumed)
     if not row.kind_row.trains and model.precision is not None:
         question["precision"] = model.precision
         assumed.append(f"precision {model.precision}, as the weights are stored")
     else:
         assumed.append(f"precision {question['precision']}, as in {template}")
-    divisions = [one for one in shipped["divisions"] if model.divisions is None or one in model.divisions]
+    divisions = [
+        one for one in shipped["divisions"] if model.divisions is None or one in model.divisions
+    ]
     table: dict[str, Any] = {
         "name": name,
         "title": f"{model.folder}: {row.name}",
@@ -116,7 +121,8 @@ def make(name: str, task: str, model: Model) -> New:
         "divisions": divisions,
         "max_interval": shipped.get("max_interval"),
         "question": question,
-        # How many devices share a model is for whoever knows both: without it, each holds a whole one.
+        # How many devices share a model is for whoever knows both: without it, each holds a whole
+        # one.
         "tune": {key: value for key, value in shipped.get("tune", {}).items() if key != "parallel"},
     }
     if row.kind_row.trains and "below" in shipped.get("gate", {}):
@@ -142,15 +148,26 @@ def _fit(question: dict[str, Any], positions: int, assumed: list[str]) -> None:
         told = question.get(part, {}).get(name)
         if told is not None and told > positions:
             question[part] = {**question[part], name: positions}
-            assumed.append(f"{part}.{name} {positions} instead of {told}: the model has no more positions")
+            assumed.append(
+                f"{part}.{name} {positions} instead of {told}: the model has no more positions"
+            )
 
 
 def _about(shipped: Mapping[str, Any], question: Mapping[str, Any], template: str) -> str:
-    same = all(question.get(part, {}).get(name) == shipped["question"].get(part, {}).get(name) for part, name in LENGTHS)
-    return str(shipped["about"]) if same else f"As {template}, with texts as long as the model has positions."
+    same = all(
+        question.get(part, {}).get(name) == shipped["question"].get(part, {}).get(name)
+        for part, name in LENGTHS
+    )
+    return (
+        str(shipped["about"])
+        if same
+        else f"As {template}, with texts as long as the model has positions."
+    )
 
 
-def _smoke(shipped: Mapping[str, Any], model: Model, table: Mapping[str, Any], assumed: list[str]) -> dict[str, Any]:
+def _smoke(
+    shipped: Mapping[str, Any], model: Model, table: Mapping[str, Any], assumed: list[str]
+) -> dict[str, Any]:
     """The template's, of a model of the same kind that is tiny."""
     if model.smoke is None:
         assumed.append("no size smoke: this model could not be made tiny")
@@ -159,9 +176,15 @@ def _smoke(shipped: Mapping[str, Any], model: Model, table: Mapping[str, Any], a
     out.pop("devices", None)
     tiny = {**model.smoke}
     for key, value in out["question"]["model"].items():
-        if key in tiny and key != "nominal_parameters" and not isinstance(model.smoke.get("config"), dict):
+        if (
+            key in tiny
+            and key != "nominal_parameters"
+            and not isinstance(model.smoke.get("config"), dict)
+        ):
             tiny[key] = value
-    out["question"]["model"] = {key: value for key, value in tiny.items() if model.table.get(key) != value}
+    out["question"]["model"] = {
+        key: value for key, value in tiny.items() if model.table.get(key) != value
+    }
     if "gate" not in table:
         out.pop("gate", None)
     return out
@@ -173,7 +196,9 @@ def _comments(row: Task, template: str, model: Model) -> dict[str, str]:
         "name": "of records and pages; the file may have another",
         "divisions": "closed: every token is computed; open: what prompts share is computed once",
         "max_interval": "the widest 95 % interval of the rate that is valid, as a share of it",
-        "question": "what is asked: a change of anything below it is another question, with another key",
+        "question": (
+            "what is asked: a change of anything below it is another question, with another key"
+        ),
         "question.task": "steelyard run needs its data: --data",
         "question.precision": "what matmuls run in; --precision changes it for one run",
         "question.model": "from config.json",
@@ -181,7 +206,9 @@ def _comments(row: Task, template: str, model: Model) -> dict[str, str]:
         "question.train": as_there,
         "tune": "may be changed without changing the question: --set tune.KEY=VALUE",
         "gate": f"what a valid result must have; {as_there}",
-        "smoke.question": "size smoke: the same, tiny, with made data; seconds on a CPU: --size smoke",
+        "smoke.question": (
+            "size smoke: the same, tiny, with made data; seconds on a CPU: --size smoke"
+        ),
         "smoke.tune.env": "tiny matmuls gain nothing from more threads",
     }
     for name, info in row.data.model_fields.items():
@@ -191,7 +218,10 @@ def _comments(row: Task, template: str, model: Model) -> dict[str, str]:
 
 def _head(model: Model, row: Task, name: str, template: str, assumed: list[str]) -> str:
     lines = [
-        f"{model.folder} on {row.name}, made by `steelyard case new` from {', '.join(model.files)}.",
+        (
+            f"{model.folder} on {row.name}, made by `steelyard case new` from"
+            f" {', '.join(model.files)}."
+        ),
         "docs/cases.md explains every key. Assumed:",
         *(f"- {one}" for one in assumed),
     ]
@@ -215,6 +245,8 @@ def _origins(text: str, origins: Mapping[str, str], template: str) -> dict[str, 
                 level.append((f"{prefix}{key}.", value))
             else:
                 whole = f"{prefix}{key}"
-                near = next((one for one in origins if whole == one or whole.startswith(f"{one}.")), None)
+                near = next(
+                    (one for one in origins if whole == one or whole.startswith(f"{one}.")), None
+                )
                 out[whole] = origins[near] if near else f"{MADE} {template}"
     return out

@@ -1,4 +1,6 @@
-"""Precisions: what matmuls run in, and what is kept in which type. A named preset is one row of a table."""
+"""Precisions: what matmuls run in, and what is kept in which type. A named preset is one row of a
+table.
+"""
 
 from typing import Literal
 
@@ -12,8 +14,8 @@ Kept = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
-    """`matmul` names the peak-table column that MFU is measured against; fp8 is that of the layers' matrices alone, and bf16
-    what all else is computed in. The last two are of training only."""
+    """`matmul` names the peak-table column that MFU is measured against; fp8 is that of the layers'
+    matrices alone, and bf16 what all else is computed in. The last two are of training only."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +34,9 @@ def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
 
 
 def _train(name: str, matmul: Matmul, kept: Kept, gradients: Kept | None = None) -> Precision:
-    return Precision(name=name, matmul=matmul, weights=kept, gradients=gradients or kept, states=kept)
+    return Precision(
+        name=name, matmul=matmul, weights=kept, gradients=gradients or kept, states=kept
+    )
 
 
 SCORE = {
@@ -56,7 +60,8 @@ TRAIN = {
         _train("bf16-pure", "bf16", "bf16"),
         _train("fp8", "fp8", "fp32"),
         _train("fp8-pure", "fp8", "bf16"),
-        # Paddle's mixed precision of level O2: 16-bit gradients, summed as such, beside fp32 master weights and states.
+        # Paddle's mixed precision of level O2: 16-bit gradients, summed as such, beside fp32 master
+        # weights and states.
         _train("fp16-o2", "fp16", "fp32", "fp16"),
         _train("bf16-o2", "bf16", "fp32", "bf16"),
     )
@@ -69,7 +74,9 @@ def presets() -> dict[str, dict[str, Precision]]:
 
 
 def name_of(kind: str, parts: dict[str, object]) -> str:
-    """The name of a combination: a preset's, where it is exactly that; else its parts, such as `matmul fp16, weights fp32`."""
+    """The name of a combination: a preset's, where it is exactly that; else its parts, such as
+    `matmul fp16, weights fp32`.
+    """
     for name, preset in presets().get(kind, {}).items():
         if preset.model_dump(exclude={"name"}) == {part: parts.get(part) for part in PARTS}:
             return name

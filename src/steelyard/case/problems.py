@@ -1,7 +1,7 @@
 """What is wrong with a case file: every problem at once, each with its line, in words of the file.
 
-The words of the library that finds them (types, unions, validators) mean nothing to whoever wrote the file, so each kind of
-problem has a sentence of its own.
+The words of the library that finds them (types, unions, validators) mean nothing to whoever wrote
+the file, so each kind of problem has a sentence of its own.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,9 @@ SENTENCES = {
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
     **dict.fromkeys(("string_type", "string_sub_type"), "must be text in quotes"),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a table"),
+    **dict.fromkeys(
+        ("dict_type", "model_type", "model_attributes_type", "mapping_type"), "must be a table"
+    ),
     "list_type": "must be a list",
     "literal_error": "allowed: {expected}",
     "union_tag_invalid": "{discriminator} allowed: {expected_tags}",
@@ -44,19 +46,28 @@ ALIASES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), "layers"),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), "hidden"),
     **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), "heads"),
-    **dict.fromkeys(("num_key_value_heads", "num_query_groups", "n_kv_heads", "num_kv_heads"), "kv_heads"),
+    **dict.fromkeys(
+        ("num_key_value_heads", "num_query_groups", "n_kv_heads", "num_kv_heads"), "kv_heads"
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff"), "ffn"),
     **dict.fromkeys(("vocab_size", "n_vocab"), "vocab"),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_length"), "positions"),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_length"),
+        "positions",
+    ),
     **dict.fromkeys(("rope_theta", "rotary_base", "theta"), "rope_base"),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), "norm_eps"),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), "norm_eps"
+    ),
     **dict.fromkeys(("attention_bias", "add_qkv_bias", "bias"), "qkv_bias"),
     **dict.fromkeys(("tie_word_embeddings", "tie_embeddings"), "tied"),
     **dict.fromkeys(("head_size", "kv_channels"), "head_dim"),
     "model_type": "family",
     **dict.fromkeys(("dtype", "torch_dtype"), "precision"),
     **dict.fromkeys(("num_shots", "num_fewshot", "n_shot", "few_shot"), "shots"),
-    **dict.fromkeys(("seq_length", "sequence_length", "max_seq_length", "seq_len", "block_size"), "length"),
+    **dict.fromkeys(
+        ("seq_length", "sequence_length", "max_seq_length", "seq_len", "block_size"), "length"
+    ),
     **dict.fromkeys(("global_batch_size", "batch_size", "train_batch_size"), "batch"),
     **dict.fromkeys(("train_iters", "max_steps", "num_steps"), "steps"),
     **dict.fromkeys(("learning_rate", "max_lr"), "lr"),
@@ -90,7 +101,9 @@ class CaseError(RequestError):
         comma = ", " if first.where else ": "
         line = f"{self.title}{comma}{first}; {SEE}"
         told = "; ".join(map(str, problems[:MOST]))
-        super().__init__(line if len(problems) == 1 else f"{self.title}: {len(problems)} problems: {told}; {SEE}")
+        super().__init__(
+            line if len(problems) == 1 else f"{self.title}: {len(problems)} problems: {told}; {SEE}"
+        )
 
     @property
     def lines(self) -> list[str]:
@@ -98,7 +111,11 @@ class CaseError(RequestError):
         if len(self.problems) == 1:
             return [str(self)]
         more = [f"… and {len(self.problems) - MOST} more"] if len(self.problems) > MOST else []
-        return [f"{self.title}: {len(self.problems)} problems; {SEE}", *map(str, self.problems[:MOST]), *more]
+        return [
+            f"{self.title}: {len(self.problems)} problems; {SEE}",
+            *map(str, self.problems[:MOST]),
+            *more,
+        ]
 
 
 @dataclass(frozen=True)
@@ -115,11 +132,15 @@ class Found:
 def collect(
     error: ValidationError, text: str, origins: Mapping[str, str], size: str, allowed: Iterable[str]
 ) -> list[tuple[int, Problem]]:
-    """Every problem of a table, with its line in the file. `size`: of which the table is, whose own tables stand below `smoke`
-    in the file. `allowed`: the keys that cases have."""
+    """Every problem of a table, with its line in the file. `size`: of which the table is, whose own
+    tables stand below `smoke` in the file. `allowed`: the keys that cases have."""
     at, names = numbers(text), list(allowed)
     every = _of_one_kind([_found(one) for one in error.errors()])
-    renamed = {(*one.place[:-1], ALIASES.get(str(one.place[-1]))) for one in every if one.kind == "extra_forbidden"}
+    renamed = {
+        (*one.place[:-1], ALIASES.get(str(one.place[-1])))
+        for one in every
+        if one.kind == "extra_forbidden"
+    }
     left = [one for one in every if not (one.kind == "missing" and one.place in renamed)]
     out = []
     for one in left:
@@ -138,7 +159,9 @@ def _found(one: Any) -> Found:
 
 
 def _of_one_kind(every: list[Found]) -> list[Found]:
-    """Of a table that may be one of several kinds (a gate), the problems of the kind that has fewest, without its name."""
+    """Of a table that may be one of several kinds (a gate), the problems of the kind that has
+    fewest, without its name.
+    """
     out = [one for one in every if not _kind(one)]
     for key in dict.fromkeys(one.place[0] for one in every if _kind(one)):
         kinds: dict[str, list[Found]] = {}
@@ -146,7 +169,10 @@ def _of_one_kind(every: list[Found]) -> list[Found]:
             if _kind(one) and one.place[0] == key:
                 kinds.setdefault(str(one.place[1]), []).append(one)
         least = min(kinds.values(), key=len)
-        out += [Found((key, *one.place[2:]), one.kind, one.told, one.value, one.message) for one in least]
+        out += [
+            Found((key, *one.place[2:]), one.kind, one.told, one.value, one.message)
+            for one in least
+        ]
     return out
 
 
@@ -155,8 +181,12 @@ def _kind(one: Found) -> bool:
     return len(one.place) > 1 and isinstance(one.place[1], str) and one.place[1][:1].isupper()
 
 
-def _line(place: Place, at: dict[Place, int], origins: Mapping[str, str], size: str) -> tuple[int, str]:
-    """Where it stands: what sorts it, and in words. A key that is missing stands where its table does."""
+def _line(
+    place: Place, at: dict[Place, int], origins: Mapping[str, str], size: str
+) -> tuple[int, str]:
+    """Where it stands: what sorts it, and in words. A key that is missing stands where its table
+    does.
+    """
     for end in range(len(place), 0, -1):
         if origins.get(".".join(map(str, place[:end]))) == "command line":
             return 0, "command line"
@@ -185,7 +215,9 @@ def _sentence(one: Found, names: list[str]) -> str:
 
 
 def _instead(where: str, names: list[str]) -> str:
-    """What to write for a key that is none: what others call so, or what it looks like, in the same table."""
+    """What to write for a key that is none: what others call so, or what it looks like, in the same
+    table.
+    """
     parent, _, name = where.rpartition(".")
     beside = [one.rpartition(".")[2] for one in names if one.rpartition(".")[0] == parent]
     if ALIASES.get(name) in beside:

@@ -1,4 +1,6 @@
-"""What a case asks: model, data, precision, and how a model is trained. Everything here, and nothing else, is in the key."""
+"""What a case asks: model, data, precision, and how a model is trained. Everything here, and
+nothing else, is in the key.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -45,10 +47,14 @@ def _model(value: Any) -> Any:
 
 
 class Train(Frozen):
-    """How a model is trained. Rates fall from `lr` to `min_lr` between the end of the warm-up and `decay_steps`."""
+    """How a model is trained. Rates fall from `lr` to `min_lr` between the end of the warm-up and
+    `decay_steps`.
+    """
 
     length: int = Field(2048, ge=2, description="tokens of a row")
-    batch: int = Field(ge=1, le=MOST, description="the global batch: rows of a corpus, or samples of conversations")
+    batch: int = Field(
+        ge=1, le=MOST, description="the global batch: rows of a corpus, or samples of conversations"
+    )
     steps: int = Field(ge=1, le=MOST)
     lr: float = Field(gt=0)
     min_lr: float = Field(ge=0)
@@ -62,12 +68,17 @@ class Train(Frozen):
     clip: float = Field(gt=0, description="highest norm of all gradients")
     bound: float | None = Field(None, gt=0, description="a loss beyond it ends the run")
     evaluate_every: int | None = Field(
-        None, ge=1, le=MOST, description="samples between two evaluations; None: around the steps only"
+        None,
+        ge=1,
+        le=MOST,
+        description="samples between two evaluations; None: around the steps only",
     )
 
 
 class Question(Frozen):
-    """What is asked. Everything here, and nothing else, goes into the key. A task is spelled as in keys."""
+    """What is asked. Everything here, and nothing else, goes into the key. A task is spelled as in
+    keys.
+    """
 
     kind: str  # of work: the name of a row of tasks.kind
     task: str
@@ -96,15 +107,23 @@ class Question(Frozen):
     def _fit(self) -> Self:
         row = self.row
         if not isinstance(self.data, row.data):
-            raise ValueError(f"task {row.name!r} has data of kind {row.name!r}, not {getattr(self.data, 'kind', None)!r}")
+            raise ValueError(
+                f"task {row.name!r} has data of kind {row.name!r}, not"
+                f" {getattr(self.data, 'kind', None)!r}"
+            )
         if not families.does(self.model.family, row.work):
-            raise ValueError(f"task {row.name!r} is not one for a model of family {self.model.family!r}")
+            raise ValueError(
+                f"task {row.name!r} is not one for a model of family {self.model.family!r}"
+            )
         if self.kind != row.kind:
             raise ValueError(f"task {row.name!r} is of kind {row.kind!r}, not {self.kind!r}")
         if self.kind_row.trains != (self.train is not None):
             raise ValueError("a question of kind 'train' has a table train, and no other has")
         if self.train is not None and self.train.length > self.model.positions:
-            raise ValueError(f"train.length {self.train.length} is more than the model's {self.model.positions} positions")
+            raise ValueError(
+                f"train.length {self.train.length} is more than the model's {self.model.positions}"
+                " positions"
+            )
         return self
 
     @property
@@ -123,7 +142,9 @@ class Question(Frozen):
         if check is not None:
             plugins.load(check)(folder, self.model)
 
-    def asked(self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]) -> Asked:
+    def asked(
+        self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]
+    ) -> Asked:
         """The question as its task is told it."""
         return Asked(
             data=self.data,

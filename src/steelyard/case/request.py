@@ -17,12 +17,22 @@ ENGINE = "engine."  # what a key of EngineSettings begins with
 
 
 class EngineSettings(Frozen):
-    """What `--set engine.KEY=VALUE` says: where an engine lives. It is a fact on a host, and no part of a case."""
+    """What `--set engine.KEY=VALUE` says: where an engine lives. It is a fact on a host, and no
+    part of a case.
+    """
 
-    python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = Field(
-        None, description="the Python that workers run in, where the engine is installed in another virtual environment"
+    python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
+        Field(
+            None,
+            description=(
+                "the Python that workers run in, where the engine is installed in another virtual"
+                " environment"
+            ),
+        )
     )
-    checkout: Path | None = Field(None, description="the folder of the program that the engine starts")
+    checkout: Path | None = Field(
+        None, description="the folder of the program that the engine starts"
+    )
 
 
 def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
@@ -32,24 +42,33 @@ def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
         key, sign, text = setting.partition("=")
         resolve.check_key(key, [f"{ENGINE}{name}" for name in EngineSettings.model_fields], "--set")
         if not sign:
-            raise RequestError(f"--set {setting!r} is not of the form key=value, such as engine.python=venv/bin/python")
+            raise RequestError(
+                f"--set {setting!r} is not of the form key=value, such as"
+                " engine.python=venv/bin/python"
+            )
         given[key.removeprefix(ENGINE)] = text
     try:
-        return EngineSettings.model_validate(given), [one for one in settings if not one.startswith(ENGINE)]
+        return EngineSettings.model_validate(given), [
+            one for one in settings if not one.startswith(ENGINE)
+        ]
     except ValidationError as error:
         raise RequestError(f"--set {ENGINE}{first_problem(error)}") from error
 
 
-def settings_by_engine(settings: list[str], names: list[str]) -> tuple[dict[str, EngineSettings], list[str]]:
-    """The same where several engines run: each setting names its engine, as in `engine.python=megatron:venv/bin/python`."""
+def settings_by_engine(
+    settings: list[str], names: list[str]
+) -> tuple[dict[str, EngineSettings], list[str]]:
+    """The same where several engines run: each setting names its engine, as in
+    `engine.python=megatron:venv/bin/python`.
+    """
     by_name: dict[str, list[str]] = {}
     for setting in (one for one in settings if one.startswith(ENGINE)):
         key, _, text = setting.partition("=")
         name, sign, value = text.partition(":")
         if not sign or name not in names:
             raise RequestError(
-                f"--set {setting!r}: with --engine all a setting names its engine, such as {key}=megatron:venv/bin/python; "
-                f"known: {', '.join(names)}"
+                f"--set {setting!r}: with --engine all a setting names its engine, such as"
+                f" {key}=megatron:venv/bin/python; known: {', '.join(names)}"
             )
         by_name.setdefault(name, []).append(f"{key}={value}")
     found = {name: engine_settings(own)[0] for name, own in by_name.items()}

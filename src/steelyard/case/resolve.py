@@ -1,7 +1,7 @@
 """From a case file to a case: its size, then what a command line changes.
 
-A case file holds the full size; its `[smoke]` table holds what the smoke size changes. A file, then its size, then the
-command line: later wins, and every value remembers where it came from.
+A case file holds the full size; its `[smoke]` table holds what the smoke size changes. A file, then
+its size, then the command line: later wins, and every value remembers where it came from.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,9 @@ CASE = "case"  # the origin of what a case file says
 
 @dataclass(frozen=True)
 class Resolved:
-    """A case with every override applied, and where each value came from (dotted name → origin). `auto` names the tunes that
-    plan/auto.py sets once the devices are known; until then they have what runs where nothing is known of those."""
+    """A case with every override applied, and where each value came from (dotted name → origin).
+    `auto` names the tunes that plan/auto.py sets once the devices are known; until then they have
+    what runs where nothing is known of those."""
 
     case: Case
     origins: dict[str, str]
@@ -42,12 +43,16 @@ class Resolved:
 def names() -> list[str]:
     """The cases that come with the package."""
     folder = resources.files("steelyard") / "cases"
-    return sorted(p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml"))
+    return sorted(
+        p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")
+    )
 
 
 @dataclass(frozen=True)
 class Source:
-    """A case as text, before anything is made of it. `origins`: where values came from, of a case that is in no file."""
+    """A case as text, before anything is made of it. `origins`: where values came from, of a case
+    that is in no file.
+    """
 
     path: str
     text: str
@@ -59,13 +64,19 @@ class Source:
         table, origins = deepcopy(self.table), dict[str, str]()
         smoke = table.pop("smoke", {})
         if not isinstance(smoke, dict):
-            raise RequestError(f"case {self.path!r}: smoke is {short_repr(smoke)}; it must be a table: what size smoke changes")
+            raise RequestError(
+                f"case {self.path!r}: smoke is {short_repr(smoke)}; it must be a table: what size"
+                " smoke changes"
+            )
         _note(table, CASE, origins)
         if size == "smoke":
             table = _merge(table, smoke)
             _note(smoke, f"{CASE}, size smoke", origins)
         table["size"] = size
-        return table, {key: self.origins.get(key, found) if found == CASE else found for key, found in origins.items()}
+        return table, {
+            key: self.origins.get(key, found) if found == CASE else found
+            for key, found in origins.items()
+        }
 
 
 def read(name: str) -> Source:
@@ -74,7 +85,8 @@ def read(name: str) -> Source:
         path = Path(name)
         if not path.exists():
             raise RequestError(
-                f"case file {name!r} does not exist; give the path of a TOML file or one of: {', '.join(names())}"
+                f"case file {name!r} does not exist; give the path of a TOML file or one of:"
+                f" {', '.join(names())}"
             )
         raw = _read_file(path)
     elif name in names():
@@ -85,11 +97,16 @@ def read(name: str) -> Source:
     try:
         table = files.parse_toml(raw)
     except files.TomlLimitError as error:
-        raise RequestError(f"case file {name!r}: {error}; a case has tables four deep, and short names") from error
+        raise RequestError(
+            f"case file {name!r}: {error}; a case has tables four deep, and short names"
+        ) from error
     except ValueError as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
     if _deeper(table, MAX_TOML_DEPTH):
-        raise RequestError(f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
+        raise RequestError(
+            f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has tables"
+            " four deep"
+        )
     return Source(name, raw.decode("utf-8"), table)
 
 
@@ -99,18 +116,25 @@ def _read_file(path: Path) -> bytes:
         return files.read(path, MAX_CASE_BYTES, unpack=False)
     except files.TooLargeError as error:
         raise RequestError(
-            f"case file {str(path)!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few kilobytes"
+            f"case file {str(path)!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few"
+            " kilobytes"
         ) from error
     except OSError as error:
-        raise RequestError(f"case file {str(path)!r} cannot be read: {error.strerror}; check its path") from error
+        raise RequestError(
+            f"case file {str(path)!r} cannot be read: {error.strerror}; check its path"
+        ) from error
 
 
 def _deeper(value: Any, most: int) -> bool:
-    """Whether tables and lists are nested deeper than that; dotted keys nest as deep as they are long."""
+    """Whether tables and lists are nested deeper than that; dotted keys nest as deep as they are
+    long.
+    """
     level = [value]
     for _ in range(most + 1):
         level = [one for one in level if isinstance(one, dict | list)]
-        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [
+            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+        ]
     return bool(level)
 
 
@@ -127,7 +151,9 @@ def resolve(
     if size not in (None, "smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
     if division not in (None, *get_args(Division)):
-        raise RequestError(f"--division {division!r} is not known; allowed: {', '.join(get_args(Division))}")
+        raise RequestError(
+            f"--division {division!r} is not known; allowed: {', '.join(get_args(Division))}"
+        )
     origins["size"] = "command line" if size else "default"
     question = table.get("question")
     if isinstance(question, dict):
@@ -144,8 +170,12 @@ def resolve(
     return Resolved(case, origins, source.path, auto)
 
 
-def _validate(table: dict[str, Any], origins: dict[str, str], source: Source) -> tuple[Case, tuple[str, ...]]:
-    """The case of a table, and its tunes that are auto; or all that is wrong with its file, at either size."""
+def _validate(
+    table: dict[str, Any], origins: dict[str, str], source: Source
+) -> tuple[Case, tuple[str, ...]]:
+    """The case of a table, and its tunes that are auto; or all that is wrong with its file, at
+    either size.
+    """
     try:
         return _case(table, origins)
     except ValidationError as error:
@@ -155,7 +185,9 @@ def _validate(table: dict[str, Any], origins: dict[str, str], source: Source) ->
             other = source.sized("full" if size == "smoke" else "smoke")
             _case(*other)
         except ValidationError as second:
-            every += problems.collect(second, source.text, other[1], str(other[0]["size"]), _keys_of_cases())
+            every += problems.collect(
+                second, source.text, other[1], str(other[0]["size"]), _keys_of_cases()
+            )
         raise problems.CaseError(source.path, problems.in_order(every)) from error
 
 
@@ -179,21 +211,31 @@ def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...
 
 def auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
     """The tunes that were chosen by the devices, as the origins of a record tell."""
-    return tuple(name for name in UNKNOWN_MEMORY if origins.get(f"tune.{name}", "").startswith(f"{AUTO} ("))
+    return tuple(
+        name for name in UNKNOWN_MEMORY if origins.get(f"tune.{name}", "").startswith(f"{AUTO} (")
+    )
 
 
 def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
     """A model changed on the command line is no longer of the size that its case names."""
     key = "question.model.nominal_parameters"
-    model = table.get("question", {}).get("model") if isinstance(table.get("question"), dict) else None
-    changed = any(name.startswith("question.model.") for name, origin in origins.items() if origin == "command line")
+    model = (
+        table.get("question", {}).get("model") if isinstance(table.get("question"), dict) else None
+    )
+    changed = any(
+        name.startswith("question.model.")
+        for name, origin in origins.items()
+        if origin == "command line"
+    )
     if isinstance(model, dict) and changed and origins.get(key) != "command line":
         model["nominal_parameters"] = None
         origins[key] = "unknown: the model was changed"
 
 
 def changed_question(origins: dict[str, str]) -> list[str]:
-    """What the command line changed of the question, beside its precision and division, which have names of their own."""
+    """What the command line changed of the question, beside its precision and division, which have
+    names of their own.
+    """
     named = ("question.division", "question.precision")
     return sorted(
         key
@@ -213,7 +255,10 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
     named = presets().get(str(question.get("kind")), {})
     name = question["precision"]
     if name not in named and origins.get("question.precision") == "command line":
-        raise RequestError(f"precision {name!r} is not known; allowed for {question.get('kind')}: {', '.join(named)}")
+        raise RequestError(
+            f"precision {name!r} is not known; allowed for {question.get('kind')}:"
+            f" {', '.join(named)}"
+        )
     if name not in named:
         return  # one of the problems of the file
     question["precision"] = named[name].model_dump(mode="json")
@@ -224,11 +269,16 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
 def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
     key, sign, text = setting.partition("=")
     if not sign or not key:
-        raise RequestError(f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384")
+        raise RequestError(
+            f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384"
+        )
     check_key(key, settable(), "--set")
     value = typed(text)
     if key.count(".") + 1 > MAX_TOML_DEPTH or _deeper(value, MAX_TOML_DEPTH):
-        raise RequestError(f"--set {short_repr(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has tables four deep")
+        raise RequestError(
+            f"--set {short_repr(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has"
+            " tables four deep"
+        )
     if key.startswith("tune.env.") and not isinstance(value, str):
         value = text  # a variable is text, whatever it looks like
     *parents, leaf = key.split(".")
@@ -242,7 +292,9 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
 
 
 def check_key(key: str, allowed: list[str], option: str) -> None:
-    """Whether an option takes a key. Variables of the workers' environment are not listed one by one."""
+    """Whether an option takes a key. Variables of the workers' environment are not listed one by
+    one.
+    """
     if key in allowed or key.startswith("tune.env."):
         return
     raise RequestError(f"{option}: no key {short_repr(key)}; {known(key, allowed, 'allowed')}")
@@ -258,7 +310,12 @@ def typed(text: str) -> Any:
 
 def settable() -> list[str]:
     """Every key that --set takes, read off the schemas of cases, tasks and families."""
-    out = {"max_interval", *_keys("tune", Tune), *_keys("question", Question), *_keys("question.train", Train)}
+    out = {
+        "max_interval",
+        *_keys("tune", Tune),
+        *_keys("question", Question),
+        *_keys("question.train", Train),
+    }
     for gate in (Gate, Falling, Target):
         out |= _keys("gate", gate)
     for task in tasks.table().values():
@@ -293,7 +350,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
-        out[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        out[key] = (
+            _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
     return out
 
 

@@ -1,4 +1,6 @@
-"""Sweeps: keys with several values each, and the grid of points that they make. Pure: nothing is resolved or run here."""
+"""Sweeps: keys with several values each, and the grid of points that they make. Pure: nothing is
+resolved or run here.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,18 +28,29 @@ class Axis:
 
 
 def axes(options: list[str], given: Mapping[str, str]) -> tuple[Axis, ...]:
-    """What the options of a command line sweep. `given` are keys that it also sets, each with the words that do."""
+    """What the options of a command line sweep. `given` are keys that it also sets, each with the
+    words that do.
+    """
     out: list[Axis] = []
     for option in options:
         axis = _axis(option)
         for other in out:
             if axis.key == other.key:
-                raise RequestError(f"--sweep {option!r}: {axis.key} is swept twice; name all its values in one --sweep")
+                raise RequestError(
+                    f"--sweep {option!r}: {axis.key} is swept twice; name all its values in one"
+                    " --sweep"
+                )
             if _overlap(axis.key, other.key):
-                raise RequestError(f"--sweep {option!r}: {axis.key} and {other.key} set the same value; leave one out")
+                raise RequestError(
+                    f"--sweep {option!r}: {axis.key} and {other.key} set the same value; leave"
+                    " one out"
+                )
         for key, words in given.items():
             if _overlap(axis.key, key):
-                raise RequestError(f"--sweep {option!r}: {axis.key} is also set by {words}; leave one of the two out")
+                raise RequestError(
+                    f"--sweep {option!r}: {axis.key} is also set by {words}; leave one of the"
+                    " two out"
+                )
         out.append(axis)
     return tuple(out)
 
@@ -45,7 +58,9 @@ def axes(options: list[str], given: Mapping[str, str]) -> tuple[Axis, ...]:
 def _axis(option: str) -> Axis:
     name, sign, text = option.partition("=")
     if not sign or not name:
-        raise RequestError(f"--sweep {option!r} is not of the form key=value,value, such as {EXAMPLE}")
+        raise RequestError(
+            f"--sweep {option!r} is not of the form key=value,value, such as {EXAMPLE}"
+        )
     key = f"tune.{name}" if name.partition(".")[0] in Tune.model_fields else name
     resolve.check_key(key, sweepable(), "--sweep")
     values = tuple(value.strip() for value in _COMMA.split(text))
@@ -59,14 +74,24 @@ def _check_value(option: str, key: str, value: str) -> None:
         raise RequestError(f"--sweep {option!r}: a value is empty; name each, as in {EXAMPLE}")
     read = resolve.typed(value)
     if isinstance(read, dict | list):
-        raise RequestError(f"--sweep {option!r}: {value} is a table or a list; a sweep has single values, as in {EXAMPLE}")
+        raise RequestError(
+            f"--sweep {option!r}: {value} is a table or a list; a sweep has single values, as in"
+            f" {EXAMPLE}"
+        )
     if key in DEVICES and (type(read) is not int or read < 1):
-        raise RequestError(f"--sweep {option!r}: {value} is no number of {key}; allowed: 1 or more, as in {key}=1,2,4")
+        raise RequestError(
+            f"--sweep {option!r}: {value} is no number of {key}; allowed: 1 or more, as in"
+            f" {key}=1,2,4"
+        )
 
 
 def sweepable() -> list[str]:
-    """Every key that --sweep takes: those of --set but for facts on published data, which change no run, and the plan's."""
-    return sorted([*DEVICES, *(key for key in resolve.settable() if not key.startswith("published."))])
+    """Every key that --sweep takes: those of --set but for facts on published data, which change no
+    run, and the plan's.
+    """
+    return sorted(
+        [*DEVICES, *(key for key in resolve.settable() if not key.startswith("published."))]
+    )
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -76,7 +101,10 @@ def _overlap(one: str, other: str) -> bool:
 
 def grid(axes: tuple[Axis, ...]) -> list[Point]:
     """All points, the last axis changing first. Without an axis there is one, which sets nothing."""
-    return [tuple(zip((axis.key for axis in axes), values, strict=True)) for values in product(*(a.values for a in axes))]
+    return [
+        tuple(zip((axis.key for axis in axes), values, strict=True))
+        for values in product(*(a.values for a in axes))
+    ]
 
 
 def settings(point: Point) -> list[str]:

@@ -1,4 +1,6 @@
-"""A table as TOML, with a comment beside each value that has one. The standard library reads TOML and does not write it."""
+"""A table as TOML, with a comment beside each value that has one. The standard library reads TOML
+and does not write it.
+"""
 
 import json
 import math
@@ -14,7 +16,9 @@ def write(table: Mapping[str, Any], comments: Mapping[str, str]) -> str:
     return "\n".join(_lines(table, comments, ())).strip("\n") + "\n"
 
 
-def _lines(table: Mapping[str, Any], comments: Mapping[str, str], place: tuple[str, ...]) -> list[str]:
+def _lines(
+    table: Mapping[str, Any], comments: Mapping[str, str], place: tuple[str, ...]
+) -> list[str]:
     """Values first: what follows a header of a table inside would be that table's."""
     out = []
     for key, value in table.items():
@@ -25,7 +29,11 @@ def _lines(table: Mapping[str, Any], comments: Mapping[str, str], place: tuple[s
             whole = (*place, key)
             inner = _lines(value, comments, whole)
             plain = any(not isinstance(one, dict) and one is not None for one in value.values())
-            out += ["", f"[{'.'.join(map(_key, whole))}]{_comment(comments, whole)}", *inner] if plain or not value else inner
+            out += (
+                ["", f"[{'.'.join(map(_key, whole))}]{_comment(comments, whole)}", *inner]
+                if plain or not value
+                else inner
+            )
     return out
 
 

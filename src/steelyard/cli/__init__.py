@@ -1,4 +1,6 @@
-"""The command line: its verbs, and how a command ends. Nothing heavy is imported before a verb needs it."""
+"""The command line: its verbs, and how a command ends. Nothing heavy is imported before a verb
+needs it.
+"""
 
 import errno
 import signal
@@ -11,31 +13,29 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import (
-    case,
-    compare,
-    data,
-    machine,
-    report,
-    run,
-    show,
-    weights,
-)
+from steelyard.cli import case, compare, data, machine, report, run, show, weights
 from steelyard.cli.options import HELP, Command
 from steelyard.cli.out import answer, one_line, say, settled
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
-# Typer brings its own copy of click in newer versions; this is the base of its errors in every version.
-UsageProblem: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+# Typer brings its own copy of click in newer versions; this is the base of its errors in every
+# version.
+UsageProblem: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
-UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # of a path that a user named
+# of a path that a user named
+UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 INTERRUPTED = 130  # what newer versions of typer answer an interrupt with, and no verb of ours
 
 app = typer.Typer(
     name="steelyard",
-    help="Benchmark AI accelerators on real LLM work: is the answer right, how fast, at what cost, how close to the limit.\n\n"
-    "Example: steelyard run smoke runs every case, tiny, on this machine. steelyard VERB -h explains a verb.",
+    help=(
+        "Benchmark AI accelerators on real LLM work: is the answer right, how fast, at what cost,"
+        " how close to the limit.\n\nExample: steelyard run smoke runs every case, tiny, on this"
+        " machine. steelyard VERB -h explains a verb."
+    ),
     no_args_is_help=True,
     context_settings=HELP,
     pretty_exceptions_enable=False,
@@ -44,7 +44,9 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         answer(__version__)
         raise typer.Exit(0)
@@ -73,7 +75,9 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is wrong, 70 a defect of ours."""
+    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is
+    wrong, 70 a defect of ours.
+    """
     with settled():
         _main()
 
@@ -106,18 +110,25 @@ def _main() -> None:
     except Exception as error:  # noqa: BLE001  our own bug, never blamed on a user's file
         _end_for_the_machine(error)
         say(traceback.format_exc())
-        say(f"error: a bug in steelyard {__version__}, not in your request; please report it with the lines above")
+        say(
+            f"error: a bug in steelyard {__version__}, not in your request; please report it with"
+            " the lines above"
+        )
         sys.exit(DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _end_for_the_machine(error: Exception) -> None:
-    """Exit with one line where the command has too little memory, or a path leads where it may not go."""
+    """Exit with one line where the command has too little memory, or a path leads where it may not
+    go.
+    """
     if lacks_memory(error):
         say(f"error: this command ran out of memory; {MORE_MEMORY}, then run it again")
         sys.exit(1)
     if isinstance(error, OSError) and error.errno in UNREACHABLE and error.filename is not None:
-        say(f"error: {one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path")
+        say(
+            f"error: {one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path"
+        )
         sys.exit(2)
 
 
@@ -134,7 +145,11 @@ def _usage(error: Any) -> None:
 def _mistake(error: Any) -> str:
     """What is wrong, with the one nearest option or verb that there is."""
     if not hasattr(error, "possibilities"):
-        return one_line(error.format_message()).rstrip(".?").replace(". Did you mean", "; did you mean")
+        return (
+            one_line(error.format_message())
+            .rstrip(".?")
+            .replace(". Did you mean", "; did you mean")
+        )
     near = get_close_matches(error.option_name, error.possibilities or [], 1)
     return f"No such option {error.option_name}" + (f"; did you mean {near[0]}" if near else "")
 

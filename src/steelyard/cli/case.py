@@ -11,7 +11,10 @@ from steelyard.cli.out import Output, answer, begin, dump, one_line
 from steelyard.errors import RequestError
 
 app = typer.Typer(
-    help="Make a case file for a model of your own.\n\nExample: steelyard case new mine --from SmolLM2-135M/ --task mmlu",
+    help=(
+        "Make a case file for a model of your own.\n\nExample: steelyard case new mine --from"
+        " SmolLM2-135M/ --task mmlu"
+    ),
     no_args_is_help=True,
 )
 
@@ -23,14 +26,24 @@ def root() -> None:
 
 @app.command(cls=Command)
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")],
-    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Hugging Face folder: config, weights, tokenizer.")],
-    task: Annotated[str, typer.Option("--task", metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")
+    ],
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from", metavar="DIR", help="Hugging Face folder: config, weights, tokenizer."
+        ),
+    ],
+    task: Annotated[
+        str, typer.Option("--task", metavar="TASK", help="mmlu, lambada, openwebtext or alpaca.")
+    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Write a complete case file, sizes full and smoke, for the model of a folder, and say what was assumed.
+    """Write a complete case file, sizes full and smoke, for the model of a folder, and say what was
+    assumed.
 
     \b
     Examples:
@@ -43,19 +56,39 @@ def new(
     from steelyard.cli.own import AUTO, new_case
 
     if slug(name) != name:
-        raise RequestError(f"{name!r}: a name of a case has small letters, digits, '-' and '.'; such as {slug(name)}")
+        raise RequestError(
+            f"{name!r}: a name of a case has small letters, digits, '-' and '.'; such as"
+            f" {slug(name)}"
+        )
     path = out / f"{name}.toml"
     if path.exists() and not force:
         raise RequestError(f"{path} exists; give another name, or add --force")
     made = new_case(source, task, name)
     full = resolve.resolve(made.source, "full").case
-    sizes = ["full", *([resolve.resolve(made.source, "smoke").case.size] if made.source.table.get("smoke") else [])]
+    sizes = [
+        "full",
+        *(
+            [resolve.resolve(made.source, "smoke").case.size]
+            if made.source.table.get("smoke")
+            else []
+        ),
+    ]
     try:
         path.write_text(made.source.text, encoding="utf-8")
     except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error.strerror}; choose another --out") from error
+        raise RequestError(
+            f"{path} cannot be written: {error.strerror}; choose another --out"
+        ) from error
     if as_json:
-        dump({"path": str(path), "name": name, "template": made.template, "sizes": sizes, "assumed": list(made.assumed)})
+        dump(
+            {
+                "path": str(path),
+                "name": name,
+                "template": made.template,
+                "sizes": sizes,
+                "assumed": list(made.assumed),
+            }
+        )
         return 0
     lines = [f"{one_line(path)}: {one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
     lines += [f"  {one_line(one)}" for one in made.assumed]

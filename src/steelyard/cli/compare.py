@@ -21,13 +21,23 @@ if TYPE_CHECKING:
 
 
 def compare(
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="A record, or a folder of repeats (--repeat).")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="A record, or a folder of repeats, of the same question.")],
+    base: Annotated[
+        Path, typer.Argument(metavar="BASE", help="A record, or a folder of repeats (--repeat).")
+    ],
+    new: Annotated[
+        Path,
+        typer.Argument(
+            metavar="NEW", help="A record, or a folder of repeats, of the same question."
+        ),
+    ],
     across: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FIELD",
-            help="A field of the question that may differ, such as question.precision. case: any field may.",
+            help=(
+                "A field of the question that may differ, such as question.precision. case: any"
+                " field may."
+            ),
         ),
     ] = None,
     threshold: Threshold = THRESHOLD,
@@ -39,9 +49,10 @@ def compare(
 ) -> int:
     """Compare two runs of one case, with a test of significance.
 
-    It prints the ratio of their rates, the answers, metrics and phases, and what differs between the runs. Give folders
-    of repeats (run --repeat 5) for a test between runs. Exit code 0: not slower; 1: NEW is significantly slower by more
-    than the threshold, or a side has no valid run; 2: the questions differ.
+    It prints the ratio of their rates, the answers, metrics and phases, and what differs between
+    the runs. Give folders of repeats (run --repeat 5) for a test between runs. Exit code 0: not
+    slower; 1: NEW is significantly slower by more than the threshold, or a side has no valid run;
+    2: the questions differ.
 
     \b
     Examples:
@@ -62,12 +73,19 @@ def compare(
 
 
 def history(
-    places: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of records, or records.")],
+    places: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of records, or records.")
+    ],
     threshold: Threshold = THRESHOLD,
     index_file: Annotated[
-        Path | None, typer.Option("--index", metavar="FILE", help="The index. Default: a file in your cache folder.")
+        Path | None,
+        typer.Option(
+            "--index", metavar="FILE", help="The index. Default: a file in your cache folder."
+        ),
     ] = None,
-    no_index: Annotated[bool, typer.Option("--no-index", help="Read every record; keep no index.")] = False,
+    no_index: Annotated[
+        bool, typer.Option("--no-index", help="Read every record; keep no index.")
+    ] = False,
     format_: Format = "text",
     lang: Lang = "en",
     to: To = None,
@@ -76,7 +94,8 @@ def history(
 ) -> None:
     """Show how the rate of each case changed over time.
 
-    It names the first bad record of each. It keeps an index of the records, which can be deleted at any time.
+    It names the first bad record of each. It keeps an index of the records, which can be deleted at
+    any time.
 
     \b
     Examples:
@@ -114,7 +133,10 @@ def table(found: "Comparison") -> dict[str, Any]:
         "new": _side(found, found.new, 1),
         "across": [field(one) for one in found.across],
         "quality": found.quality,
-        "answers": {"base": None if own is None else asdict(own), "new": None if theirs is None else asdict(theirs)},
+        "answers": {
+            "base": None if own is None else asdict(own),
+            "new": None if theirs is None else asdict(theirs),
+        },
         "metrics": [_change(one) for one in found.metrics],
         "phases": [_change(one) for one in found.phases],
         "tokens_per_step": {"base": found.steps[0], "new": found.steps[1]},
@@ -128,7 +150,10 @@ def _side(found: "Comparison", side: "Side", place: int) -> dict[str, Any]:
         "name": side.name,
         "records": [record.id for record in side.records],
         "valid": len(side.valid),
-        "left_out": [{"record": one.id, "reasons": [reason.code for reason in one.reasons]} for one in side.left_out],
+        "left_out": [
+            {"record": one.id, "reasons": [reason.code for reason in one.reasons]}
+            for one in side.left_out
+        ],
         "rate": None if rate is None else rate.estimate.value,
         "rate_interval": None if rate is None else rate.estimate.interval,
         "interval_from": None if rate is None else rate.source,
@@ -143,7 +168,12 @@ def _change(one: "Change") -> dict[str, Any]:
 def ratio_table(one: "Ratio | None") -> dict[str, Any] | None:
     if one is None:
         return None
-    return {"value": one.value, "interval": one.interval, "interval_from": one.source, "verdict": one.verdict}
+    return {
+        "value": one.value,
+        "interval": one.interval,
+        "interval_from": one.source,
+        "verdict": one.verdict,
+    }
 
 
 def field(one: "Field") -> dict[str, Any]:
@@ -191,7 +221,11 @@ def _trend(trend: "Trend") -> dict[str, Any]:
     names = ("name", "size", "key", "division", "precision", "engine", "plan", "scope", "devices")
     told = None
     if bad is not None:
-        why = {"codes": list(bad.record.entry.codes), "ratio": ratio_table(bad.ratio), "best": bad.best and bad.best.entry.id}
+        why = {
+            "codes": list(bad.record.entry.codes),
+            "ratio": ratio_table(bad.ratio),
+            "best": bad.best and bad.best.entry.id,
+        }
         told = _run(bad.record) | why
     return {
         **head.model_dump(mode="json", include=set(names)),

@@ -1,4 +1,6 @@
-"""Shell completion of names. Names are looked up when a shell asks, and nothing that takes time is imported."""
+"""Shell completion of names. Names are looked up when a shell asks, and nothing that takes time is
+imported.
+"""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -9,8 +11,8 @@ CASES, ENGINES = "steelyard.case.resolve:names", "steelyard.engine.rows:table"
 
 
 def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[str]]:
-    """Return a function that completes one of the names, or of those at `module:name`: a table, rows with names, a Literal,
-    or a function that returns names."""
+    """Return a function that completes one of the names, or of those at `module:name`: a table,
+    rows with names, a Literal, or a function that returns names."""
 
     def complete(incomplete: str) -> list[str]:
         known: Any = () if reference is None else plugins.load(reference)

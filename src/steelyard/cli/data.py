@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
 
 app = typer.Typer(
-    help="Get data sets; make token files from text, and inspect them.\n\n"
-    "Example: steelyard data get mmlu, then steelyard run llama2-7b-mmlu --data auto",
+    help=(
+        "Get data sets; make token files from text, and inspect them.\n\n"
+        "Example: steelyard data get mmlu, then steelyard run llama2-7b-mmlu --data auto"
+    ),
     no_args_is_help=True,
 )
 
@@ -28,7 +30,9 @@ def get_data(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A data set (steelyard data list), or the case that reads it.", autocompletion=complete.data
+            metavar="NAME",
+            help="A data set (steelyard data list), or the case that reads it.",
+            autocompletion=complete.data,
         ),
     ],
     offline: From = None,
@@ -41,8 +45,9 @@ def get_data(
 ) -> int:
     """Download a data set, check it, and keep it for --data auto.
 
-    Broken downloads continue where they stopped, also in a later command. A file is checked by its SHA-256; one whose
-    hash nobody has published is pinned at first use in pins.json. The folder is $XDG_CACHE_HOME/steelyard/data.
+    Broken downloads continue where they stopped, also in a later command. A file is checked by its
+    SHA-256; one whose hash nobody has published is pinned at first use in pins.json. The folder is
+    $XDG_CACHE_HOME/steelyard/data.
 
     \b
     Examples:
@@ -54,7 +59,14 @@ def get_data(
     begin("getting", output)
     from steelyard.cli import get
 
-    return get.get("data", get.data_name(name), None, get.checked_wish(offline, mirrors, again, repin), timeout, output)
+    return get.get(
+        "data",
+        get.data_name(name),
+        None,
+        get.checked_wish(offline, mirrors, again, repin),
+        timeout,
+        output,
+    )
 
 
 @app.command("list", cls=Command)
@@ -70,20 +82,33 @@ def list_data(as_json: Json = False) -> None:
 
 @app.command(cls=Command)
 def pack(
-    inputs: Annotated[list[Path], typer.Argument(metavar="INPUT", help="JSON lines, one document a line, plain or gzipped.")],
-    tokenizer: Annotated[Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER}")],
-    out: Annotated[Path, typer.Option(metavar="PREFIX", help="Where to write: PREFIX_ids.npy and PREFIX_idx.npz.")],
-    key: Annotated[str, typer.Option(metavar="NAME", help="The JSON key that holds the text.")] = "text",
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(metavar="INPUT", help="JSON lines, one document a line, plain or gzipped."),
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER}")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="PREFIX", help="Where to write: PREFIX_ids.npy and PREFIX_idx.npz."),
+    ],
+    key: Annotated[
+        str, typer.Option(metavar="NAME", help="The JSON key that holds the text.")
+    ] = "text",
     append_end: Annotated[
-        bool, typer.Option("--append-end/--no-append-end", help="End each document with the tokenizer's end token.")
+        bool,
+        typer.Option(
+            "--append-end/--no-append-end", help="End each document with the tokenizer's end token."
+        ),
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
     as_json: Json = False,
 ) -> None:
     """Tokenize text into a pair of token files, which training cases read with --data.
 
-    A document is the begin token, if the tokenizer has one, the text, and the end token. Empty documents are skipped. If
-    interrupted, nothing is left behind.
+    A document is the begin token, if the tokenizer has one, the text, and the end token. Empty
+    documents are skipped. If interrupted, nothing is left behind.
 
     \b
     Examples:
@@ -108,9 +133,17 @@ def pack(
 
 @app.command(cls=Command)
 def inspect(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The prefix of the pair, one of its files, or its folder.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="The prefix of the pair, one of its files, or its folder."
+        ),
+    ],
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help=f"Check every token id against this tokenizer: {TOKENIZER}")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help=f"Check every token id against this tokenizer: {TOKENIZER}"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -131,7 +164,11 @@ def inspect(
         check_ids(corpus, known.vocab)
     found = look(corpus)
     if as_json:
-        about = None if known is None else {"source": known.source, "vocab": known.vocab, "sha256": known.sha256}
+        about = (
+            None
+            if known is None
+            else {"source": known.source, "vocab": known.vocab, "sha256": known.sha256}
+        )
         dump({"path": str(source), **asdict(found), "tokenizer": about})
     else:
         answer("\n".join(aligned(_facts(found, known))))
@@ -161,8 +198,13 @@ def _facts(found: "CorpusInspection", tokenizer: "Tokenizer | None") -> list[tup
     if found.splits is None:
         rows.append(("split", "/ (too few documents to train on, to validate and to test)"))
     else:
-        rows += [(name, f"{part.tokens} tokens in {part.documents} document(s)") for name, part in found.splits.items()]
+        rows += [
+            (name, f"{part.tokens} tokens in {part.documents} document(s)")
+            for name, part in found.splits.items()
+        ]
         rows.append(("epoch", f"{found.rows} rows of {ROW} tokens"))
     if tokenizer is not None:
-        rows.append(("tokenizer", f"{one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}"))
+        rows.append(
+            ("tokenizer", f"{one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}")
+        )
     return [*rows, ("fingerprint", found.fingerprint)]

@@ -6,7 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli.options import AcceleratorOption, Json, Out, Quiet, Wide
-from steelyard.cli.out import Output, answer, begin, columns, described, dump, one_line, say, say_status, tell
+from steelyard.cli.out import (
+    Output,
+    answer,
+    begin,
+    columns,
+    described,
+    dump,
+    one_line,
+    say,
+    say_status,
+    tell,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,10 +28,13 @@ if TYPE_CHECKING:
 
 def check(
     accelerator: AcceleratorOption = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for records; its disk is checked.")] = Path("records"),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for records; its disk is checked.")
+    ] = Path("records"),
     as_json: Json = False,
 ) -> int:
-    """Check whether this machine is fit to measure. Each finding is ok, warn, bad or unknown. Nothing is changed.
+    """Check whether this machine is fit to measure. Each finding is ok, warn, bad or unknown.
+    Nothing is changed.
 
     Exit code 0: fit, perhaps with warnings; 1: not fit.
 
@@ -55,20 +69,30 @@ def _findings(rows: "list[Row]") -> list[str]:
 
 
 def _verdict(rows: "list[Row]", able: bool) -> str:
-    counts = {level: sum(row.level == level for row in rows) for level in ("bad", "warn", "unknown")}
+    counts = {
+        level: sum(row.level == level for row in rows) for level in ("bad", "warn", "unknown")
+    }
     told = ", ".join(f"{count} {level}" for level, count in counts.items() if count)
     return f"{'fit' if able else 'not fit'} to measure" + (f" ({told})" if told else "")
 
 
 def spec(
-    quick: Annotated[bool, typer.Option("--quick", help="Less than 30 s: fewer shapes, shorter measurements.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Less than 30 s: fewer shapes, shorter measurements.")
+    ] = False,
     devices: Annotated[
-        int, typer.Option(metavar="N", help="Devices of this host, all at once; two or more: collectives too.")
+        int,
+        typer.Option(
+            metavar="N", help="Devices of this host, all at once; two or more: collectives too."
+        ),
     ] = 1,
     accelerator: AcceleratorOption = None,
     limit: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Start no row after this time; important rows come first. Default: 1200."),
+        typer.Option(
+            metavar="SECONDS",
+            help="Start no row after this time; important rows come first. Default: 1200.",
+        ),
     ] = None,
     out: Out = Path("records"),
     as_json: Json = False,
@@ -77,9 +101,10 @@ def spec(
 ) -> int:
     """Measure what this machine can do, against its datasheet.
 
-    Matmul by precision and shape, memory, copies, attention, collectives. Every kernel is checked against fp64, run
-    until its rate is steady, and compared with the datasheet. It writes a record of kind spec, which verify and report
-    read. Exit code 0: measured; 1: failed, the record says why.
+    Matmul by precision and shape, memory, copies, attention, collectives. Every kernel is checked
+    against fp64, run until its rate is steady, and compared with the datasheet. It writes a record
+    of kind spec, which verify and report read. Exit code 0: measured; 1: failed, the record says
+    why.
 
     \b
     Examples:
@@ -99,7 +124,9 @@ def spec(
     console = Console(stderr=True, quiet=output.silent)
     with Display(console, f"spec {run.accelerator.name}") as display:
         shown = display.show if console.is_terminal else _lines(output.silent)
-        made, path = run.to_record(_whole(shown), lambda warning: say(f"warning: {one_line(warning)}"))
+        made, path = run.to_record(
+            _whole(shown), lambda warning: say(f"warning: {one_line(warning)}")
+        )
     if as_json:
         dump({"records": [records.printed(made)]}, tell)
     else:
@@ -135,6 +162,12 @@ def _lines(silent: bool) -> "Callable[[PhaseProgress], None]":
         group = progress.phase.partition(" ")[0]
         if not silent and group not in said:
             said.append(group)
-            say(one_line(f"{group}: {progress.done} of {progress.total} rows done" if progress.total else group))
+            say(
+                one_line(
+                    f"{group}: {progress.done} of {progress.total} rows done"
+                    if progress.total
+                    else group
+                )
+            )
 
     return watch

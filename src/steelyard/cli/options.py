@@ -1,5 +1,5 @@
-"""Declares the options of the verbs, and the order in which help lists them: arguments, then options
-by group."""
+"""Declares the options of the verbs, and the order in which help lists them: arguments, then
+options by group."""
 
 import inspect
 from collections.abc import Callable
@@ -29,12 +29,27 @@ HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 Options = TypeVar("Options")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT)]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT
+    ),
+]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="No progress: only the result, warnings and errors.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--quiet",
+        "-q",
+        help="No progress: only the result, warnings and errors.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, not only those that fit.", rich_help_panel=OUTPUT)]
+Wide = Annotated[
+    bool,
+    typer.Option(
+        "--wide", help="Show all columns, not only those that fit.", rich_help_panel=OUTPUT
+    ),
+]
 SizeOption = Annotated[
     str | None,
     typer.Option(
@@ -49,7 +64,10 @@ PrecisionOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="fp32, tf32, fp16, bf16, fp8; training: bf16-pure, fp8-pure; paddle: fp16-o2, bf16-o2. Default: the case's.",
+        help=(
+            "fp32, tf32, fp16, bf16, fp8; training: bf16-pure, fp8-pure; paddle: fp16-o2, bf16-o2."
+            " Default: the case's."
+        ),
         rich_help_panel=QUESTION,
         autocompletion=complete.precisions,
     ),
@@ -68,14 +86,20 @@ Settings = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change any value of the case, such as tune.batch_tokens=16384 (steelyard show lists them). "
-        "engine.python=PATH: the Python that workers run in.",
+        help=(
+            "Change any value of the case, such as tune.batch_tokens=16384 (steelyard show lists"
+            " them). engine.python=PATH: the Python that workers run in."
+        ),
         rich_help_panel=QUESTION,
     ),
 ]
 EngineOptions = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="engine.KEY=VALUE", help="Where the engine is, such as engine.python=venv/bin/python."),
+    typer.Option(
+        "--set",
+        metavar="engine.KEY=VALUE",
+        help="Where the engine is, such as engine.python=venv/bin/python.",
+    ),
 ]
 AcceleratorOption = Annotated[
     str | None,
@@ -86,33 +110,66 @@ AcceleratorOption = Annotated[
         autocompletion=complete.accelerators,
     ),
 ]
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)]
-Records = Annotated[list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")]
-Format = Annotated[str, typer.Option("--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats)]
-Lang = Annotated[str, typer.Option("--lang", metavar="LANG", help="en or zh.", autocompletion=complete.langs)]
-To = Annotated[Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")]
-Threshold = Annotated[float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")]
+Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)
+]
+Records = Annotated[
+    list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")
+]
+Format = Annotated[
+    str,
+    typer.Option(
+        "--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats
+    ),
+]
+Lang = Annotated[
+    str, typer.Option("--lang", metavar="LANG", help="en or zh.", autocompletion=complete.langs)
+]
+To = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")
+]
+Threshold = Annotated[
+    float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")
+]
 THRESHOLD = 0.01  # what is below it is of no use, however sure it is
 HangAfter = Annotated[
     float,
-    typer.Option(metavar="SECONDS", help="Stop the run when workers show no progress for so long.", rich_help_panel=PART),
+    typer.Option(
+        metavar="SECONDS",
+        help="Stop the run when workers show no progress for so long.",
+        rich_help_panel=PART,
+    ),
 ]
 TimeLimit = Annotated[
-    float | None, typer.Option(metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART)
+    float | None,
+    typer.Option(
+        metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART
+    ),
 ]
 
 # How a source is got.
 From = Annotated[
     Path | None,
-    typer.Option("--from", metavar="DIR", help="Take the files from this folder; nothing is downloaded."),
+    typer.Option(
+        "--from", metavar="DIR", help="Take the files from this folder; nothing is downloaded."
+    ),
 ]
 Mirrors = Annotated[
     list[str] | None,
-    typer.Option("--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."),
+    typer.Option(
+        "--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."
+    ),
 ]
 Again = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
-Repin = Annotated[bool, typer.Option("--repin", help="Get it anew and accept other bytes than were pinned at first use.")]
-Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")]
+Repin = Annotated[
+    bool,
+    typer.Option(
+        "--repin", help="Get it anew and accept other bytes than were pinned at first use."
+    ),
+]
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")
+]
 
 
 @dataclass(frozen=True)
@@ -132,7 +189,10 @@ class RunOptions:
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The case's data (size full): a folder, a file, or auto for what steelyard data get brought.",
+            help=(
+                "The case's data (size full): a folder, a file, or auto for what steelyard data get"
+                " brought."
+            ),
             rich_help_panel=MAIN,
         ),
     ] = None
@@ -140,8 +200,10 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Hugging Face safetensors, Megatron shards, GLM's layout, or random. "
-            "Default: random; with --model its folder.",
+            help=(
+                "Hugging Face safetensors, Megatron shards, GLM's layout, or random. "
+                "Default: random; with --model its folder."
+            ),
             rich_help_panel=MAIN,
         ),
     ] = None
@@ -150,8 +212,10 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="torch (ours, the default), transformers, megatron, paddle, flagscale, reference (GLM as published), or all: "
-            "every one that can run the case, side by side.",
+            help=(
+                "torch (ours, the default), transformers, megatron, paddle, flagscale, reference"
+                " (GLM as published), or all: every one that can run the case, side by side."
+            ),
             rich_help_panel=MAIN,
             autocompletion=complete.engines_or_all,
         ),
@@ -168,15 +232,20 @@ class RunOptions:
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in memory; "
-            "see steelyard case new.",
+            help=(
+                "Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in"
+                " memory; see steelyard case new."
+            ),
             rich_help_panel=MAIN,
         ),
     ] = None
     task: Annotated[
         str | None,
         typer.Option(
-            "--task", metavar="TASK", help="With --model: mmlu, lambada, openwebtext or alpaca.", rich_help_panel=MAIN
+            "--task",
+            metavar="TASK",
+            help="With --model: mmlu, lambada, openwebtext or alpaca.",
+            rich_help_panel=MAIN,
         ),
     ] = None
     precision: PrecisionOption = None
@@ -186,7 +255,10 @@ class RunOptions:
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt. Default: beside weights or data.",
+            help=(
+                "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt."
+                " Default: beside weights or data."
+            ),
             rich_help_panel=QUESTION,
         ),
     ] = None
@@ -194,33 +266,46 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Inference: val (eager), infer (compiled), bare (infer with nothing measured inside); default: val,infer. "
-            "Training: before, train, after (held-out loss before and after); default: all, or until the case's target.",
+            help=(
+                "Inference: val (eager), infer (compiled), bare (infer with nothing measured"
+                " inside); default: val,infer. Training: before, train, after (held-out loss before"
+                " and after); default: all, or until the case's target."
+            ),
             rich_help_panel=PART,
         ),
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Stop after N steps; inference: after N batches of each pass.", rich_help_panel=PART),
+        typer.Option(
+            metavar="N",
+            help="Stop after N steps; inference: after N batches of each pass.",
+            rich_help_panel=PART,
+        ),
     ] = None
     sample: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Inference: a seeded sample of N items. Training: N of each batch.", rich_help_panel=PART
+            metavar="N",
+            help="Inference: a seeded sample of N items. Training: N of each batch.",
+            rich_help_panel=PART,
         ),
     ] = None
     subjects: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="MMLU: the questions of these subjects alone; with --sample, N of them.", rich_help_panel=PART
+            metavar="A,B",
+            help="MMLU: the questions of these subjects alone; with --sample, N of them.",
+            rich_help_panel=PART,
         ),
     ] = None
     rows: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Inference: the items alone whose ids are in this file, one a line: places in the set counted from 0, ranges "
-            "such as 12-20; MMLU also anatomy/12.",
+            help=(
+                "Inference: the items alone whose ids are in this file, one a line: places in the"
+                " set counted from 0, ranges such as 12-20; MMLU also anatomy/12."
+            ),
             rich_help_panel=PART,
         ),
     ] = None
@@ -231,18 +316,27 @@ class RunOptions:
         str | None,
         typer.Option(
             metavar="DEGREES",
-            help="Such as TP2DP4. A degree without a number takes the devices that are left. Default: the case's.",
+            help=(
+                "Such as TP2DP4. A degree without a number takes the devices that are left."
+                " Default: the case's."
+            ),
             rich_help_panel=PLACE,
         ),
     ] = None
     nodes: Annotated[
-        int, typer.Option(metavar="N", help="Hosts. Several need --launcher ssh or slurm.", rich_help_panel=PLACE)
+        int,
+        typer.Option(
+            metavar="N", help="Hosts. Several need --launcher ssh or slurm.", rich_help_panel=PLACE
+        ),
     ] = 1
     launcher: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="local (this host), ssh, or slurm (uses the allocation, or asks for one). Default: the site's, else local.",
+            help=(
+                "local (this host), ssh, or slurm (uses the allocation, or asks for one). Default:"
+                " the site's, else local."
+            ),
             rich_help_panel=PLACE,
             autocompletion=complete.launchers,
         ),
@@ -251,15 +345,19 @@ class RunOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="TOML file that describes the cluster: launcher, hosts, interface, machine, network. "
-            "Default: ~/.config/steelyard/site.toml, if it is there.",
+            help=(
+                "TOML file that describes the cluster: launcher, hosts, interface, machine,"
+                " network. Default: ~/.config/steelyard/site.toml, if it is there."
+            ),
             rich_help_panel=PLACE,
         ),
     ] = None
     repeat: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Run N times in fresh processes; print the mean and its interval.", rich_help_panel=SEVERAL
+            metavar="N",
+            help="Run N times in fresh processes; print the mean and its interval.",
+            rich_help_panel=SEVERAL,
         ),
     ] = 1
     sweeps: Annotated[
@@ -267,33 +365,47 @@ class RunOptions:
         typer.Option(
             "--sweep",
             metavar="KEY=A,B,...",
-            help="Run once for each value of a --set key (tune keys also by short name), devices or nodes. Several sweeps make "
-            "a grid. Points with a valid record in --out are not run again.",
+            help=(
+                "Run once for each value of a --set key (tune keys also by short name), devices or"
+                " nodes. Several sweeps make a grid. Points with a valid record in --out are not"
+                " run again."
+            ),
             rich_help_panel=SEVERAL,
         ),
     ] = None
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Save a checkpoint every N steps, under checkpoints/ in --out.", rich_help_panel=TRAINING
+            metavar="N",
+            help="Save a checkpoint every N steps, under checkpoints/ in --out.",
+            rich_help_panel=TRAINING,
         ),
     ] = None
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="RECORD",
-            help="Continue from the last complete checkpoint of a run: its record, or its checkpoint folder. "
-            "--parallel and --devices may differ.",
+            help=(
+                "Continue from the last complete checkpoint of a run: its record, or its checkpoint"
+                " folder. --parallel and --devices may differ."
+            ),
             rich_help_panel=TRAINING,
         ),
     ] = None
     explain: Annotated[
-        bool, typer.Option("--explain", help="Profile a few steps after the run: where the time goes.", rich_help_panel=DETAIL)
+        bool,
+        typer.Option(
+            "--explain",
+            help="Profile a few steps after the run: where the time goes.",
+            rich_help_panel=DETAIL,
+        ),
     ] = False
     trace: Annotated[
         bool,
         typer.Option(
-            "--trace", help="With --explain: keep the trace (Chrome format) beside the record.", rich_help_panel=DETAIL
+            "--trace",
+            help="With --explain: keep the trace (Chrome format) beside the record.",
+            rich_help_panel=DETAIL,
         ),
     ] = False
     out: Out = Path("records")
@@ -302,7 +414,11 @@ class RunOptions:
     wide: Wide = False
     sign: Annotated[
         Path | None,
-        typer.Option(metavar="KEY", help="Sign each record with this SSH key; see steelyard sign -h.", rich_help_panel=OUTPUT),
+        typer.Option(
+            metavar="KEY",
+            help="Sign each record with this SSH key; see steelyard sign -h.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None
 
     @property

@@ -1,7 +1,7 @@
 """The only functions that print: answers on stdout, progress and errors on stderr.
 
-A command may find its streams closed, full, broken, or a terminal that is stopped. None of it may end a run, hold it up, or
-change how it ends: its record is on disk."""
+A command may find its streams closed, full, broken, or a terminal that is stopped. None of it may
+end a run, hold it up, or change how it ends: its record is on disk."""
 
 import codecs
 import io
@@ -31,8 +31,9 @@ COLUMNS = 80  # where nothing says how wide a line may be
 NARROWEST = 40
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
-# What steers a terminal or changes how the text around it looks: controls but tab and line feed, marks without a width,
-# overrides of the direction, line separators, and halves of characters, which no encoding has.
+# What steers a terminal or changes how the text around it looks: controls but tab and line feed,
+# marks without a width, overrides of the direction, line separators, and halves of characters,
+# which no encoding has.
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
@@ -58,8 +59,8 @@ class Output:
 
 
 def escaped(text: str) -> str:
-    """The text as it may be printed: titles, names of files and errors come from strangers. What is escaped is written as
-    JSON writes it, so that JSON stays JSON with the same value."""
+    """The text as it may be printed: titles, names of files and errors come from strangers. What is
+    escaped is written as JSON writes it, so that JSON stays JSON with the same value."""
     return _STEERING.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
@@ -69,8 +70,8 @@ def answer(text: str) -> None:
 
 
 def verbatim(text: str) -> None:
-    """Print an answer whose bytes matter, such as CSV with its line ends: the caller has taken out what steers a terminal.
-    Raise LostError or BrokenPipeError if stdout cannot be written."""
+    """Print an answer whose bytes matter, such as CSV with its line ends: the caller has taken out
+    what steers a terminal. Raise LostError or BrokenPipeError if stdout cannot be written."""
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()
@@ -83,7 +84,9 @@ def verbatim(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """An answer that is on disk as well: a run's. Where it cannot be printed, that changes nothing else."""
+    """An answer that is on disk as well: a run's. Where it cannot be printed, that changes nothing
+    else.
+    """
     try:
         answer(text)
     except (LostError, BrokenPipeError) as error:
@@ -91,7 +94,9 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stderr; its first word in colour where that is a status and the terminal has colours."""
+    """A line on stderr; its first word in colour where that is a status and the terminal has
+    colours.
+    """
     text = escaped(text)
     word, colon, rest = text.partition(":")
     if word in _COLOURS and colon and coloured(sys.stderr):
@@ -132,28 +137,43 @@ def one_line(text: object) -> str:
 
 
 def described(pairs: Sequence[tuple[str, str]], margin: str = "") -> list[str]:
-    """Return lines of names, padded to one width, each with its text beside it, wrapped to the terminal. A word that is
-    longer, such as a hash, stays whole; lines that continue one that begins with an arrow are indented."""
+    """Return lines of names, padded to one width, each with its text beside it, wrapped to the
+    terminal. A word that is longer, such as a hash, stays whole; lines that continue one that
+    begins with an arrow are indented."""
     indent = len(margin) + max((len(name) for name, _ in pairs), default=0) + 2
     room = max(1, (columns() or COLUMNS) - indent)
     out = []
     for name, text in pairs:
         after = "  " if text.startswith("→") else ""
-        wrap = textwrap.TextWrapper(room, subsequent_indent=after, break_long_words=False, break_on_hyphens=False)
+        wrap = textwrap.TextWrapper(
+            room, subsequent_indent=after, break_long_words=False, break_on_hyphens=False
+        )
         first, *more = wrap.wrap(one_line(text)) or [""]
-        out += [f"{margin + name:<{indent}}{first}".rstrip(), *(" " * indent + line for line in more)]
+        out += [
+            f"{margin + name:<{indent}}{first}".rstrip(),
+            *(" " * indent + line for line in more),
+        ]
     return out
 
 
 def plain(value: Any) -> str:
     """A value as a reader meets it in a list: what is not known is a slash."""
-    return "/" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return (
+        "/"
+        if value is None
+        else value
+        if isinstance(value, str)
+        else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines with columns of one width each."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def sized(files: Sequence[tuple[str, int]]) -> list[str]:
@@ -216,7 +236,9 @@ class Stderr(io.TextIOBase):
 
 
 def columns(wide: bool = False) -> int | None:
-    """Return the width of lines on stdout, from the terminal or from COLUMNS; None if it is not limited."""
+    """Return the width of lines on stdout, from the terminal or from COLUMNS; None if it is not
+    limited.
+    """
     if wide:
         return None
     told = os.environ.get("COLUMNS", "")
@@ -243,12 +265,15 @@ def dumb() -> bool:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """The three are what the rest takes them for. What is closed would otherwise be the number of the next file opened."""
+    """The three are what the rest takes them for. What is closed would otherwise be the number of
+    the next file opened.
+    """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_WRONLY if fd == 2 else os.O_RDONLY)  # to write to stdout fails, as it should
+            # to write to stdout fails, as it should
+            os.open(os.devnull, os.O_WRONLY if fd == 2 else os.O_RDONLY)
     codecs.register_error("steelyard", _spelled)
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

@@ -1,5 +1,6 @@
-"""A case for a model of one's own: what its folder tells, and the case that is made of it. A parent never imports a framework:
-of a model that this program does not compute itself, another process asks transformers."""
+"""A case for a model of one's own: what its folder tells, and the case that is made of it. A parent
+never imports a framework: of a model that this program does not compute itself, another process
+asks transformers."""
 
 import json
 import subprocess
@@ -25,7 +26,15 @@ PROBE = "steelyard.engines.transformers.probe"
 PROBE_S = 600.0
 AUTO = "auto"
 # Dimensions of a Llama that is tiny; what a template's size smoke has beside them overrides these.
-TINY = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 512, "positions": 512}
+TINY = {
+    "layers": 2,
+    "hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn": 160,
+    "vocab": 512,
+    "positions": 512,
+}
 TINY_HEAD, TINY_WINDOW = 32, 48
 
 
@@ -67,8 +76,8 @@ def _case(found: Folder, row: "Task", name: str | None, check_tokenizer: bool) -
     if row.work not in _works(model):
         able = sorted(name for name in new.templates() if new.task_row(name).work in _works(model))
         raise RequestError(
-            f"--task {row.name}: a model of type {shown_type(found)} is run by engine transformers, "
-            f"which does not train it; allowed: {', '.join(able)}"
+            f"--task {row.name}: a model of type {shown_type(found)} is run by engine transformers,"
+            f" which does not train it; allowed: {', '.join(able)}"
         )
     return new.make(name or new.name_of(found.name, row.name), row.name, model)
 
@@ -96,7 +105,9 @@ def _model(found: Folder, check_tokenizer: bool) -> Model:
 def _llama(found: Folder) -> Model:
     path = found.path / hf_config.CONFIG_NAME
     shape = hf_config.model_of(path, found.config)
-    table = {name: value for name, value in shape.model_dump(mode="json").items() if value is not None}
+    table = {
+        name: value for name, value in shape.model_dump(mode="json").items() if value is not None
+    }
     told = hf_config.told(path, found.config)
     comments = {one.field: one.key if one.key in _keys(found.config) else f"{one.key}: not told, so transformers' default"
                 for one in reversed(told)}  # fmt: skip
@@ -115,19 +126,24 @@ def _auto(found: Folder, why: str) -> Model:
     hf_folder.check_rope(found.path, found.config)
     if found.weights in hf_folder.PICKLES:
         raise RequestError(
-            f"{found.path}: engine transformers reads a model of type {shown_type(found)} from safetensors alone, and it has "
-            f"{found.weights}; convert it with transformers' save_pretrained"
+            f"{found.path}: engine transformers reads a model of type {shown_type(found)} from"
+            f" safetensors alone, and it has {found.weights}; convert it with transformers'"
+            " save_pretrained"
         )
     told = _probe(found)
     comments = {
         "family": f"run by engine transformers alone: {why.split(': ', 1)[-1].split(';')[0]}",
         "parameters": "counted by torch",
         **dict.fromkeys(
-            ("token_flops", "pair_flops", "logit_flops"), "counted by torch on meta tensors; see docs/own-model.md"
+            ("token_flops", "pair_flops", "logit_flops"),
+            "counted by torch on meta tensors; see docs/own-model.md",
         ),
         "config": "config.json, as far as it says what is computed",
     }
-    assumed = ["engine transformers, which alone has this model; FLOPs are those that torch's counter counts on meta tensors"]
+    assumed = [
+        "engine transformers, which alone has this model; FLOPs are those that torch's counter"
+        " counts on meta tensors"
+    ]
     if told["why"]:
         assumed.append(f"no tiny model: {told['why']}")
     model, smoke = told["model"], told["smoke"]
@@ -154,9 +170,13 @@ def _probe(found: Folder) -> dict[str, Any]:
         answer = Path(work) / "answer.json"
         command = [sys.executable, "-P", "-m", PROBE, str(found.path.resolve()), str(answer)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROBE_S)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=PROBE_S
+            )
         except subprocess.TimeoutExpired as error:
-            raise RequestError(f"{found.path}: transformers did not answer within {PROBE_S:.0f} s") from error
+            raise RequestError(
+                f"{found.path}: transformers did not answer within {PROBE_S:.0f} s"
+            ) from error
         if not answer.is_file():
             said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise RequestError(f"{found.path}: transformers cannot make this model: {said[0]}")

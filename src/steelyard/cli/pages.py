@@ -1,4 +1,6 @@
-"""Pages and what stands beside them: text, Markdown, HTML, CSV, JSON, and pages in the form of FlagPerf's published ones."""
+"""Pages and what stands beside them: text, Markdown, HTML, CSV, JSON, and pages in the form of
+FlagPerf's published ones.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ RULE = "\n---\n\n"  # between the pages of two cases
 
 @dataclass(frozen=True)
 class Export:
-    """The options of `report` that say what is shown and how; RequestError where they do not go together."""
+    """The options of `report` that say what is shown and how; RequestError where they do not go
+    together.
+    """
 
     asked_format: str | None
     layout: str | None
@@ -37,12 +41,19 @@ class Export:
             raise RequestError(f"--layout {self.layout!r}: allowed: {FLAGPERF}")
         check_format(self.format, self.lang, (CSV,))
         if self.layout and self.asked_format not in (None, "md"):
-            raise RequestError(f"--layout {FLAGPERF} is Markdown; leave out --format {self.asked_format}")
+            raise RequestError(
+                f"--layout {FLAGPERF} is Markdown; leave out --format {self.asked_format}"
+            )
         if self.explain and (self.layout or self.format == CSV):
             other = f"--layout {FLAGPERF}" if self.layout else f"--format {CSV}"
-            raise RequestError(f"--explain and {other} do not go together; ask for them one after the other")
+            raise RequestError(
+                f"--explain and {other} do not go together; ask for them one after the other"
+            )
         if self.as_json and self.to is None and (self.asked_format or self.layout):
-            raise RequestError("--json prints data, not a page; add --to FILE to write the page too, or leave out --json")
+            raise RequestError(
+                "--json prints data, not a page; add --to FILE to write the page too, or leave out"
+                " --json"
+            )
 
     @property
     def format(self) -> str:
@@ -52,7 +63,10 @@ class Export:
 def _text(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> str:
     """Return a page, or the table of records."""
     if specs and wanted.format == CSV:
-        raise RequestError(f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or another format")
+        raise RequestError(
+            f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or"
+            " another format"
+        )
     room = columns(wanted.wide or wanted.full or wanted.to is not None)
     if specs:
         return report.render_spec(specs, wanted.format, wanted.lang, room)
@@ -67,7 +81,11 @@ def export(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> No
     """Print or write spec records, or else records of runs, in the form that is wanted."""
     written = [] if wanted.to is None else _write(wanted, wanted.to, specs, records)
     if wanted.as_json:
-        found = data.report_spec(specs, written) if specs else data.report(records, wanted.explain, written)
+        found = (
+            data.report_spec(specs, written)
+            if specs
+            else data.report(records, wanted.explain, written)
+        )
         dump(found.model_dump(mode="json", by_alias=True))
     elif wanted.to is not None:
         for one in written:
@@ -77,13 +95,19 @@ def export(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> No
         out(_whole(wanted, specs, records))
 
 
-def _write(wanted: Export, to: Path, specs: list[SpecRecord], records: list[Record]) -> list[PageFile]:
-    """Write what is wanted to a file; pages of FlagPerf's form to a folder, unless the name ends in .md."""
+def _write(
+    wanted: Export, to: Path, specs: list[SpecRecord], records: list[Record]
+) -> list[PageFile]:
+    """Write what is wanted to a file; pages of FlagPerf's form to a folder, unless the name ends in
+    .md.
+    """
     if wanted.layout and to.suffix != ".md":
         try:
             to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RequestError(f"--to {str(to)!r} is no folder that can be made: {error.strerror}") from error
+            raise RequestError(
+                f"--to {str(to)!r} is no folder that can be made: {error.strerror}"
+            ) from error
         files = {to / f"{page.name}.md": page.text for page in _flagperf(wanted, specs, records)}
     else:
         files = {to: _whole(wanted, specs, records)}
@@ -101,14 +125,19 @@ def _whole(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> st
 
 def _flagperf(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> list[CasePage]:
     if specs:
-        raise RequestError(f"--layout {FLAGPERF} is of runs, and these records are of kind spec; leave out --layout")
+        raise RequestError(
+            f"--layout {FLAGPERF} is of runs, and these records are of kind spec; leave out"
+            " --layout"
+        )
     return report.flagperf_pages(records, wanted.lang)
 
 
 def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
     """Raise RequestError for an unknown format or language; `others` are formats that are no pages."""
     if format_ not in (*report.FORMATS, *others):
-        raise RequestError(f"--format {format_!r}: allowed: {', '.join((*report.FORMATS, *others))}")
+        raise RequestError(
+            f"--format {format_!r}: allowed: {', '.join((*report.FORMATS, *others))}"
+        )
     if lang not in report.LANGS:
         raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
 
@@ -122,8 +151,8 @@ def show(
     wide: bool,
     as_json: bool,
 ) -> None:
-    """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a file, as wide as it likes,
-    and say where it is. Only what is printed is made."""
+    """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a
+    file, as wide as it likes, and say where it is. Only what is printed is made."""
     if to is None and as_json:
         dump(table())
         return

@@ -1,5 +1,5 @@
-"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that changes, elsewhere a line
-every half a minute."""
+"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that
+changes, elsewhere a line every half a minute."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,16 +21,22 @@ LINES_S = 30.0  # between two lines where there is no terminal
 
 
 class Display:
-    """A title, then how far it is. Quiet where the console is. Where there is no terminal, the title of a run that stands
-    alone is left out: whoever started it knows."""
+    """A title, then how far it is. Quiet where the console is. Where there is no terminal, the
+    title of a run that stands alone is left out: whoever started it knows."""
 
-    def __init__(self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now) -> None:
+    def __init__(
+        self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now
+    ) -> None:
         self._console, self._title, self._now = console, one_line(title), clock
         self._titled = not console.quiet and (console.is_terminal or not alone)
         self._begin_s = self._said_s = self._now()
         self._last: PhaseProgress | None = None
         able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
-        self._live = Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render) if able else None
+        self._live = (
+            Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render)
+            if able
+            else None
+        )
 
     def __enter__(self) -> Self:
         if self._titled:
@@ -40,7 +46,12 @@ class Display:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -57,10 +68,14 @@ class Display:
 
 @contextmanager
 def showing_bytes(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a title, and below it, in MiB, what the function that is yielded is called with: bytes done, of how many."""
+    """Show a title, and below it, in MiB, what the function that is yielded is called with: bytes
+    done, of how many.
+    """
     with Display(rich_console.Console(stderr=True, quiet=quiet), title) as display:
         begin_s = clocks.now()
-        yield lambda done, total: display.show(PhaseProgress("MiB", done >> 20, -(-total >> 20), clocks.now() - begin_s))
+        yield lambda done, total: display.show(
+            PhaseProgress("MiB", done >> 20, -(-total >> 20), clocks.now() - begin_s)
+        )
 
 
 def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:

@@ -16,18 +16,29 @@ SHOWN = 3  # spec records that a line names
 
 
 def paths(places: list[Path]) -> list[Path]:
-    """Return the files of records, one by one; those in folders too. Raise RequestError if there is none."""
+    """Return the files of records, one by one; those in folders too. Raise RequestError if there is
+    none.
+    """
     out: list[Path] = []
     for place in places:
         out += _below(place) if place.is_dir() else [place]
     if not out:
-        raise RequestError(f"no records in {', '.join(str(place) for place in places)}; give records or a folder of them")
+        raise RequestError(
+            f"no records in {', '.join(str(place) for place in places)}; give records or a folder"
+            " of them"
+        )
     return out
 
 
 def _below(folder: Path) -> list[Path]:
-    """Records in a folder and the folders in it, but for those of checkpoints, whose tables are JSON too."""
-    return sorted(path for path in folder.rglob("*.json") if "checkpoints" not in path.relative_to(folder).parts)
+    """Records in a folder and the folders in it, but for those of checkpoints, whose tables are
+    JSON too.
+    """
+    return sorted(
+        path
+        for path in folder.rglob("*.json")
+        if "checkpoints" not in path.relative_to(folder).parts
+    )
 
 
 def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -46,7 +57,9 @@ def only_runs(every: list[Path]) -> list[Path]:
         return runs
     named = [shlex.quote(str(path)) for path in of_spec[:SHOWN]]
     shown = " ".join([*named, "…"] if len(of_spec) > SHOWN else named)
-    count, them = ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
+    count, them = (
+        ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
+    )
     how = f"show {them} with: steelyard report {shown}"
     if not runs:
         raise RequestError(f"{count} and no run; {how}")
@@ -74,7 +87,9 @@ class Verdict:
 
 
 def verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
-    """Verify a record and its signature. A file that is no record is a wrong one, or raises RequestError if `alone`."""
+    """Verify a record and its signature. A file that is no record is a wrong one, or raises
+    RequestError if `alone`.
+    """
     try:
         of_spec = sealed.kind(path) == "spec"
         wrong = ceilings.verify(path) if of_spec else verify.verify(path)

@@ -27,18 +27,29 @@ def report_(
     layout: Annotated[
         str | None,
         typer.Option(
-            "--layout", metavar="LAYOUT", help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown."
+            "--layout",
+            metavar="LAYOUT",
+            help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown.",
         ),
     ] = None,
     lang: Lang = "en",
     to: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write to this file. With --layout flagperf also a folder: one file a case."),
+        typer.Option(
+            metavar="FILE",
+            help="Write to this file. With --layout flagperf also a folder: one file a case.",
+        ),
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Only why the rate is not higher: where the time of a step goes.")
+        bool,
+        typer.Option(
+            "--explain", help="Only why the rate is not higher: where the time of a step goes."
+        ),
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="Text: every detail and all columns, not one screen a case.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Text: every detail and all columns, not one screen a case."),
+    ] = False,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
@@ -77,14 +88,17 @@ def verify(
     records: Records,
     signers: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="SSH allowed_signers file; every record must be signed by one of them."),
+        typer.Option(
+            metavar="FILE",
+            help="SSH allowed_signers file; every record must be signed by one of them.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> int:
     """Check records: metrics, hashes and signatures.
 
-    Every metric is computed again from the raw samples. A record that asks another question than the shipped case of
-    its name verifies, with a remark. Exit code 0: all verify; 1: one does not.
+    Every metric is computed again from the raw samples. A record that asks another question than
+    the shipped case of its name verifies, with a remark. Exit code 0: all verify; 1: one does not.
 
     \b
     Examples:
@@ -96,11 +110,21 @@ def verify(
     every = paths(records)
     found = [verdict(path, signers, alone=len(every) == 1) for path in every]
     if as_json:
-        dump({"records": [asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found]})
+        dump(
+            {
+                "records": [
+                    asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found
+                ]
+            }
+        )
     else:
         for one in found:
             answer(f"{'WRONG' if one.wrong else 'ok'}  {one_line(one.path)}")
-            signed = [str(one.signature)] if one.signature is not None and str(one.signature) not in one.wrong else []
+            signed = (
+                [str(one.signature)]
+                if one.signature is not None and str(one.signature) not in one.wrong
+                else []
+            )
             for line in (*one.wrong, *one.remarks, *signed):
                 answer(f"  {one_line(line)}")
     return 1 if any(one.wrong for one in found) else 0
@@ -109,14 +133,19 @@ def verify(
 def sign(
     records: Records,
     key: Annotated[
-        Path, typer.Option("--key", metavar="KEY", help="An SSH private key, or the .pub of one that ssh-agent holds.")
+        Path,
+        typer.Option(
+            "--key",
+            metavar="KEY",
+            help="An SSH private key, or the .pub of one that ssh-agent holds.",
+        ),
     ],
     as_json: Json = False,
 ) -> None:
     """Sign records with an SSH key. The signature is a file RECORD.json.sig beside each record.
 
-    A record must verify to be signed. A key with a passphrase signs through ssh-agent. steelyard verify --signers FILE
-    shows who signed.
+    A record must verify to be signed. A key with a passphrase signs through ssh-agent. steelyard
+    verify --signers FILE shows who signed.
 
     \b
     Examples:
@@ -134,20 +163,30 @@ def sign(
         read(path)
     made = [signature.sign(path, key) for path in every]
     if as_json:
-        dump({"signed": [{"record": str(path), "signature": str(one)} for path, one in zip(every, made, strict=True)]})
+        dump(
+            {
+                "signed": [
+                    {"record": str(path), "signature": str(one)}
+                    for path, one in zip(every, made, strict=True)
+                ]
+            }
+        )
         return
     for one in made:
         answer(f"signed  {one_line(one)}")
 
 
 def schema(
-    of: Annotated[str, typer.Argument(metavar="[record|spec|report|worker|rank]", help="Which schema to print.")] = "record",
+    of: Annotated[
+        str,
+        typer.Argument(metavar="[record|spec|report|worker|rank]", help="Which schema to print."),
+    ] = "record",
     as_json: Json = False,
 ) -> None:
     """Print the JSON Schema of records, reports and worker files.
 
-    record: of a run. spec: a record of kind spec. report: what report --json prints. worker: a worker's input.
-    rank: what a rank writes.
+    record: of a run. spec: a record of kind spec. report: what report --json prints. worker: a
+    worker's input. rank: what a rank writes.
 
     \b
     Examples:

@@ -32,20 +32,27 @@ def read_request(source: Path) -> tuple[Side, Request]:
     return base, again.request((base.finished or base.records)[0])
 
 
-def reproduce_record(base: Side, asked: Request, settings: list[str], repeat: int, threshold: float, output: Output) -> int:
-    """Run `asked`, which the record describes; print the comparison with it and return the exit code. Raise RequestError if
-    it cannot be the same run."""
+def reproduce_record(
+    base: Side, asked: Request, settings: list[str], repeat: int, threshold: float, output: Output
+) -> int:
+    """Run `asked`, which the record describes; print the comparison with it and return the exit
+    code. Raise RequestError if it cannot be the same run."""
     found = (base.finished or base.records)[0]
     of_engine, others = engine_settings(settings)
     if others:
-        raise RequestError(f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's")
+        raise RequestError(
+            f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's"
+        )
     data = data_of(asked.data, asked.resolved.case)
     asked = replace(asked, site=site_file(asked.site, output), data=data, engine_settings=of_engine)
     again.check_sources(found, asked)
     one = ready(asked)
     told, now = found.plan, one.plan
     if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
-        raise RequestError(f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of devices")
+        raise RequestError(
+            f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of"
+            " devices"
+        )
     _check_weights(found, one)
     before = again.here(found, one)
     if not output.silent:
@@ -55,36 +62,55 @@ def reproduce_record(base: Side, asked: Request, settings: list[str], repeat: in
 
 
 def _check_weights(found: Record, one: Ready) -> None:
-    """Before the run, where they lie on this host. Their reader imports torch, which a parent never does: another process
-    looks at them."""
+    """Before the run, where they lie on this host. Their reader imports torch, which a parent never
+    does: another process looks at them."""
     folder = one.request.weights
     if folder is None or not folder.is_dir() or find_spec("torch") is None:
         return
     command = [sys.executable, "-P", "-m", "steelyard", "weights", "inspect", str(folder), "--json"]
     looked = subprocess.run(command, capture_output=True, text=True, check=False)
     if looked.returncode:
-        raise RequestError(looked.stderr.strip().removeprefix("error: ") or f"--weights {str(folder)!r} cannot be read")
+        raise RequestError(
+            looked.stderr.strip().removeprefix("error: ")
+            or f"--weights {str(folder)!r} cannot be read"
+        )
     again.check_weights(found, json.loads(looked.stdout)["header_sha256"])
 
 
 def _say_before(found: Record, before: tuple[Field, ...]) -> None:
     for said in again.remarks(found):
         say(one_line(said))
-    say(f"different here: {len(before)} field(s) (record / here)" if before else "nothing known is different here")
+    say(
+        f"different here: {len(before)} field(s) (record / here)"
+        if before
+        else "nothing known is different here"
+    )
     for one in before:
         say(f"  {one_line(fields.line([one]))}")
 
 
-def _after(base: Side, done: list[Record], before: tuple[Field, ...], threshold: float, output: Output, times: int) -> int:
+def _after(
+    base: Side,
+    done: list[Record],
+    before: tuple[Field, ...],
+    threshold: float,
+    output: Output,
+    times: int,
+) -> int:
     """The comparison with the record; refused where the runs read something else."""
     found = (base.finished or base.records)[0]
     other = [one for made in done for one in again.differs(found, made)]
     if other:
         ids = ", ".join(made.id[:8] for made in done)
-        raise RequestError(f"not the same run: {fields.line(other)}; the new run is kept as record {ids}")
+        raise RequestError(
+            f"not the same run: {fields.line(other)}; the new run is kept as record {ids}"
+        )
     compared = compare.compare(base, compare.side("reproduced", done), [], threshold)
     if output.json:
-        told: dict[str, Any] = {"records": [record.printed(made) for made in done], "here": [field(one) for one in before]}
+        told: dict[str, Any] = {
+            "records": [record.printed(made) for made in done],
+            "here": [field(one) for one in before],
+        }
         dump(told | {"remarks": again.remarks(found), "comparison": table(compared)}, tell)
     else:
         tell(paged(report.comparison(compared), output.wide))

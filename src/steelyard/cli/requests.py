@@ -6,7 +6,13 @@ from pathlib import Path
 from steelyard import accelerators
 from steelyard.case import new, resolve, sweep
 from steelyard.case.case import Case
-from steelyard.case.request import DEFAULT_ENGINE, EngineSettings, Request, engine_settings, settings_by_engine
+from steelyard.case.request import (
+    DEFAULT_ENGINE,
+    EngineSettings,
+    Request,
+    engine_settings,
+    settings_by_engine,
+)
 from steelyard.case.resolve import Resolved, Source
 from steelyard.case.sweep import Axis, Point
 from steelyard.cli.get import data_of
@@ -25,31 +31,47 @@ MOST_REPEATS = 10_000
 
 
 def read(options: RunOptions) -> tuple[list[Request], tuple[Axis, ...]]:
-    """Return a request for every run that the options ask for, and the axes of their sweep. Raise RequestError where the
-    options do not go together or name what is not there."""
+    """Return a request for every run that the options ask for, and the axes of their sweep. Raise
+    RequestError where the options do not go together or name what is not there."""
     weights = None if options.weights in (None, RANDOM) else Path(str(options.weights))
     cases: tuple[str | Source, ...] = tuple(options.cases or ())
     if options.model is not None or options.task is not None:
         made, options, weights = _case_of_model(options, weights)
         cases = (made,)
     if not cases:
-        raise RequestError("name a case, or smoke for every case, tiny; or a model's folder with --model and --task")
+        raise RequestError(
+            "name a case, or smoke for every case, tiny; or a model's folder with --model and"
+            " --task"
+        )
     if options.engine == ALL and options.sweeps:
-        raise RequestError("--engine all and --sweep cannot be combined; name one engine, or drop --sweep")
+        raise RequestError(
+            "--engine all and --sweep cannot be combined; name one engine, or drop --sweep"
+        )
     if options.engine == ALL and options.resume is not None:
-        raise RequestError("--engine all and --resume cannot be combined; name the engine of the checkpoint")
-    engines, settings = engines_and_settings(options.engine or DEFAULT_ENGINE, options.settings or [])
+        raise RequestError(
+            "--engine all and --resume cannot be combined; name the engine of the checkpoint"
+        )
+    engines, settings = engines_and_settings(
+        options.engine or DEFAULT_ENGINE, options.settings or []
+    )
     axes = sweep.axes(options.sweeps or [], _set_by(options, settings))
     if axes and options.resume is not None:
         raise RequestError("--sweep and --resume cannot be combined; drop one")
     site = site_file(options.site, options.output)
-    for key, value in (("parallel", options.parallel), ("checkpoint_every", options.checkpoint_every)):
+    for key, value in (
+        ("parallel", options.parallel),
+        ("checkpoint_every", options.checkpoint_every),
+    ):
         settings += [] if value is None else [f"tune.{key}={value}"]
     devices = options.devices if options.devices is not None else sites.read(site).devices
     options = replace(options, settings=settings, devices=devices)
     subjects = None if options.subjects is None else selection.names(options.subjects)
     rows = None if options.rows is None else selection.read(options.rows)
-    passes = None if options.passes is None else tuple(one.strip() for one in options.passes.split(",") if one.strip())
+    passes = (
+        None
+        if options.passes is None
+        else tuple(one.strip() for one in options.passes.split(",") if one.strip())
+    )
     requests = [
         Request(
             resolved=resolved,
@@ -85,14 +107,19 @@ def read(options: RunOptions) -> tuple[list[Request], tuple[Axis, ...]]:
     return requests, axes
 
 
-def _case_of_model(options: RunOptions, given: Path | None) -> tuple[Source, RunOptions, Path | None]:
-    """Make the case of a model's folder and a task, and say what it assumes. Return it with the options and the weights
-    that follow from the folder; `given` are other weights."""
+def _case_of_model(
+    options: RunOptions, given: Path | None
+) -> tuple[Source, RunOptions, Path | None]:
+    """Make the case of a model's folder and a task, and say what it assumes. Return it with the
+    options and the weights that follow from the folder; `given` are other weights."""
     model, task, weights = options.model, options.task, options.weights
     if model is None:
         raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
     if options.cases:
-        raise RequestError(f"--model and {options.cases[0]!r}: a model's case is made of its folder; drop one of them")
+        raise RequestError(
+            f"--model and {options.cases[0]!r}: a model's case is made of its folder; drop one of"
+            " them"
+        )
     if task is None:
         raise RequestError(f"--model needs --task: {', '.join(sorted(new.templates()))}")
     from steelyard.cli.own import AUTO, case_to_run
@@ -108,11 +135,15 @@ def _case_of_model(options: RunOptions, given: Path | None) -> tuple[Source, Run
         for one in made.assumed:
             say(f"  assumed: {one}")
     only = made.source.table["question"]["model"]["family"] == AUTO
-    options = replace(options, engine=options.engine or ("transformers" if only else None), tokenizer=tokenizer)
+    options = replace(
+        options, engine=options.engine or ("transformers" if only else None), tokenizer=tokenizer
+    )
     return made.source, options, model if loads and not made.random else given
 
 
-def engines_and_settings(engine: str, settings: list[str]) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
+def engines_and_settings(
+    engine: str, settings: list[str]
+) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
     """Return the engines of a command line, each with where it lives, and the settings that are not
     about engines."""
     if engine != ALL:
@@ -143,7 +174,9 @@ def checked_repeat(repeat: int) -> int:
     return repeat
 
 
-def cases_at(point: Point, name: str | Source, engine: str, options: RunOptions) -> list[tuple[Resolved, int]]:
+def cases_at(
+    point: Point, name: str | Source, engine: str, options: RunOptions
+) -> list[tuple[Resolved, int]]:
     """Return what a name stands for at a point of a sweep: cases, each with a number of devices."""
     with sweep.named(point):
         settings = [*(options.settings or []), *sweep.settings(point)]
@@ -154,7 +187,11 @@ def cases_at(point: Point, name: str | Source, engine: str, options: RunOptions)
         return [
             (one, number)
             for one in _smoke(engine, replace(options, settings=settings))
-            for number in ([devices] if devices is not None else _device_counts(one.case, engine, options.accelerator))
+            for number in (
+                [devices]
+                if devices is not None
+                else _device_counts(one.case, engine, options.accelerator)
+            )
         ]
 
 
@@ -162,15 +199,22 @@ def _smoke(engine: str, options: RunOptions) -> list[Resolved]:
     """Return every case that the engine runs at size smoke, in every division that both have."""
     if options.size not in (None, SMOKE):
         size = options.size
-        raise RequestError(f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size {size}")
+        raise RequestError(
+            f"smoke --size {size}: smoke runs every case at size smoke; name a case to use --size"
+            f" {size}"
+        )
     row = engine_rows.row(engine)
     out: list[Resolved] = []
     for name in resolve.names():
-        case = resolve.resolve(name, SMOKE, options.precision, options.division, options.settings).case
+        case = resolve.resolve(
+            name, SMOKE, options.precision, options.division, options.settings
+        ).case
         if row.refusal(case) is None:
             divisions = [one for one in case.divisions if one in row.divisions]
             for division in [options.division] if options.division else divisions:
-                out.append(resolve.resolve(name, SMOKE, options.precision, division, options.settings))
+                out.append(
+                    resolve.resolve(name, SMOKE, options.precision, division, options.settings)
+                )
     return out
 
 

@@ -29,8 +29,8 @@ from steelyard.cli.out import Output, begin
 def run(options: RunOptions) -> int:
     """Run cases, check the answers, and write a record of each.
 
-    Start with smoke. A real run needs --data, and usually --weights. Exit code 0: all valid; 1: a run is invalid or
-    failed; 2: the request is wrong.
+    Start with smoke. A real run needs --data, and usually --weights. Exit code 0: all valid; 1: a
+    run is invalid or failed; 2: the request is wrong.
 
     \b
     Examples:
@@ -60,13 +60,25 @@ def run(options: RunOptions) -> int:
 
 
 def reproduce(
-    source: Annotated[Path, typer.Argument(metavar="RECORD", help="The record of the run, or a folder of repeats of it.")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORD", help="The record of the run, or a folder of repeats of it."
+        ),
+    ],
     data: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The record's data, unless they are made; auto: as got.")
+        Path | None,
+        typer.Option(metavar="PATH", help="The record's data, unless they are made; auto: as got."),
     ] = None,
-    weights: Annotated[Path | None, typer.Option(metavar="DIR", help="The record's weights, unless they are random.")] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="The record's weights, unless they are random."),
+    ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="The record's tokenizer. Default: beside weights or data.")
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="The record's tokenizer. Default: beside weights or data."
+        ),
     ] = None,
     repeat: Annotated[int, typer.Option(metavar="N", help="Run N times, in fresh processes.")] = 1,
     threshold: Threshold = THRESHOLD,
@@ -83,7 +95,11 @@ def reproduce(
     ] = None,
     site: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="TOML file that describes the cluster; see run.", rich_help_panel=PLACE),
+        typer.Option(
+            metavar="FILE",
+            help="TOML file that describes the cluster; see run.",
+            rich_help_panel=PLACE,
+        ),
     ] = None,
     hang_after: HangAfter = 1800.0,
     time_limit: TimeLimit = None,
@@ -94,8 +110,8 @@ def reproduce(
 ) -> int:
     """Run again what a record describes, then compare with it.
 
-    Question, tune, plan, engine, passes and scope are the record's; data and weights must be the same. Exit code 0:
-    valid and not significantly slower; 1: not so; 2: it cannot be the same run.
+    Question, tune, plan, engine, passes and scope are the record's; data and weights must be the
+    same. Exit code 0: valid and not significantly slower; 1: not so; 2: it cannot be the same run.
 
     \b
     Examples:
@@ -125,22 +141,35 @@ def reproduce(
 def conform(
     engine: Annotated[
         str,
-        typer.Argument(metavar="ENGINE", help="An engine, shipped or from another package.", autocompletion=complete.engines),
+        typer.Argument(
+            metavar="ENGINE",
+            help="An engine, shipped or from another package.",
+            autocompletion=complete.engines,
+        ),
     ],
     cases: Annotated[
         list[str] | None,
-        typer.Option("--case", metavar="CASE", help="Only this case. Default: all.", autocompletion=complete.shipped_cases),
+        typer.Option(
+            "--case",
+            metavar="CASE",
+            help="Only this case. Default: all.",
+            autocompletion=complete.shipped_cases,
+        ),
     ] = None,
     accelerator: Annotated[
-        str, typer.Option(metavar="NAME", help="Where to run both engines.", autocompletion=complete.accelerators)
+        str,
+        typer.Option(
+            metavar="NAME", help="Where to run both engines.", autocompletion=complete.accelerators
+        ),
     ] = "cpu",
     settings: EngineOptions = None,
     as_json: Json = False,
 ) -> int:
     """Check that an engine computes what engine torch computes.
 
-    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers and counts, each
-    with a tolerance. Records of this version of the engine say the result. Exit code 0: it conforms; 1: it does not.
+    Both run every case at size smoke. It compares loss and gradient norm of step 1, scores, answers
+    and counts, each with a tolerance. Records of this version of the engine say the result. Exit
+    code 0: it conforms; 1: it does not.
 
     \b
     Examples:

@@ -59,7 +59,8 @@ class LeftOut:
 def run_each(requests: list[Request], output: Output) -> int:
     """Run every request, print the table of runs, and return the exit code: 0 where all are
     valid."""
-    turns = [Turn(ready(request), place) for place, request in enumerate(requests)]  # all before the first is run
+    # all before the first is run
+    turns = [Turn(ready(request), place) for place, request in enumerate(requests)]
     made = carry_out_all(turns, output)
 
     def show(records: list[Record]) -> None:
@@ -81,7 +82,10 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
     for place, (one, there) in enumerate(zip(runs, found, strict=True)):
         heading = f"point {place + 1} of {len(runs)}: {_title(one, runs)}"
         known = [*there[:times], *[None] * (times - len(there))]
-        turns += [Turn(one, place, "" if number else heading, record) for number, record in enumerate(known)]
+        turns += [
+            Turn(one, place, "" if number else heading, record)
+            for number, record in enumerate(known)
+        ]
     made = carry_out_all(turns, output)
     over_devices = any(axis.key in sweep.DEVICES for axis in axes)
     by_point: dict[int, list[Made]] = {}
@@ -116,7 +120,8 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
     machine meanwhile meets all alike, and print them side by side. Return 0 where all runs are
     valid; an engine that cannot do the case is no error while one can."""
     runs, left_out = able(requests)
-    for one in {f"{one.engine}: {one.reason}": one for one in left_out}.values():  # several cases may have one reason
+    # several cases may have one reason
+    for one in {f"{one.engine}: {one.reason}": one for one in left_out}.values():
         one.say()
     late: list[LeftOut] = []
     turns = [Turn(one, place) for _ in range(times) for place, one in enumerate(runs)]
@@ -142,7 +147,9 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
     return _finish(made, times * (len(runs) - len(late)), output, show, table)
 
 
-def carry_out_all(turns: list[Turn], output: Output, left_out: list[LeftOut] | None = None) -> list[Made]:
+def carry_out_all(
+    turns: list[Turn], output: Output, left_out: list[LeftOut] | None = None
+) -> list[Made]:
     """Carry out the turns in order and return each with its record; an interrupted run is the last.
     What only a host or a worker finds wrong with a request raises RequestError, or is printed and
     added to `left_out`, and no other turn of that request is run."""
@@ -162,12 +169,15 @@ def carry_out_all(turns: list[Turn], output: Output, left_out: list[LeftOut] | N
             point = turn.ready.request.point
             try:
                 with sweep.named(point):
-                    place = (1, 1) if point else (number, len(turns))  # a point has a heading of its own
+                    # a point has a heading of its own
+                    place = (1, 1) if point else (number, len(turns))
                     made.append((turn, carry_out(turn.ready, output, allocation, place)))
             except RequestError as error:
                 if left_out is None:
                     raise
-                left_out.append(LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error)))
+                left_out.append(
+                    LeftOut(turn.ready.request.engine, turn.ready.case.name, str(error))
+                )
                 left_out[-1].say()
                 dropped.add(turn.place)
                 continue
@@ -176,13 +186,17 @@ def carry_out_all(turns: list[Turn], output: Output, left_out: list[LeftOut] | N
     return made
 
 
-def carry_out(one: Ready, output: Output, allocation: Allocation | None, place: tuple[int, int]) -> Record:
+def carry_out(
+    one: Ready, output: Output, allocation: Allocation | None, place: tuple[int, int]
+) -> Record:
     """Carry out one run, with what a user sees of it, and return its record; `place` is its number
     of how many."""
     number, runs = place
     title = f"[{number}/{runs}] {label(one.request)}" if runs > 1 else label(one.request)
     with Display(Console(stderr=True, quiet=output.silent), title, alone=runs == 1) as display:
-        made, path = parent.run_case(one, display.show, allocation, lambda warning: say(f"warning: {warning}"))
+        made, path = parent.run_case(
+            one, display.show, allocation, lambda warning: say(f"warning: {warning}")
+        )
     if not output.silent or (made.status != "valid" and not output.json):
         say_status(made, path)
     if one.request.sign is not None:
@@ -196,13 +210,22 @@ def _sign(path: Path, key: Path) -> Path:
     try:
         return signature.sign(path, key)
     except RequestError as error:
-        raise LostError(f"record {path} is written but not signed: {error}; sign it with steelyard sign") from error
+        raise LostError(
+            f"record {path} is written but not signed: {error}; sign it with steelyard sign"
+        ) from error
 
 
 def label(request: Request) -> str:
     question = request.resolved.case.question
-    text = f"{request.resolved.case.name} {question.division} {question.precision.name} {request.engine}"
-    return text if request.devices == request.nodes == 1 else f"{text} {request.nodes}x{request.devices}"
+    text = (
+        f"{request.resolved.case.name} {question.division} {question.precision.name}"
+        f" {request.engine}"
+    )
+    return (
+        text
+        if request.devices == request.nodes == 1
+        else f"{text} {request.nodes}x{request.devices}"
+    )
 
 
 def interrupted(made: Record) -> bool:
@@ -237,7 +260,9 @@ def _finish(
     records = [one for _, one in made]
     if output.json:
         tables = [record.printed(one) for one in records]
-        dump({"records": tables, "repeats": _tables(groups.repeats(records))} | table(records), tell)
+        dump(
+            {"records": tables, "repeats": _tables(groups.repeats(records))} | table(records), tell
+        )
     else:
         show(records)
         request = made[0][0].ready.request
@@ -284,8 +309,8 @@ def _check_different(runs: list[Ready]) -> None:
         first = seen.setdefault((one.case.model_dump_json(), one.plan.model_dump_json(), auto), one)
         if first is not one:
             raise RequestError(
-                f"--sweep: points {_point_name(first)} and {_point_name(one)} are the same run; name each value once, and use "
-                "--repeat for more runs of a point"
+                f"--sweep: points {_point_name(first)} and {_point_name(one)} are the same run;"
+                " name each value once, and use --repeat for more runs of a point"
             )
 
 
@@ -296,7 +321,11 @@ def _point_name(one: Ready) -> str:
 def _title(one: Ready, runs: list[Ready]) -> str:
     """Return a point's values, after the case where there are several."""
     cases = {f"{each.case.name} {each.case.question.division}" for each in runs}
-    return f"{one.case.name} {one.case.question.division} {_point_name(one)}" if len(cases) > 1 else _point_name(one)
+    return (
+        f"{one.case.name} {one.case.question.division} {_point_name(one)}"
+        if len(cases) > 1
+        else _point_name(one)
+    )
 
 
 def _point_table(made: list[Made]) -> dict[str, Any]:
@@ -331,4 +360,6 @@ def _no_engine(lost: list[LeftOut]) -> str:
     if not lost:
         return "--engine all: no engine runs any of the cases; see steelyard list"
     ours = [one for one in lost if one.case == lost[0].case]
-    return f"{ours[0].case}: no engine can do it: " + "; ".join(f"{one.engine}: {one.reason}" for one in ours)
+    return f"{ours[0].case}: no engine can do it: " + "; ".join(
+        f"{one.engine}: {one.reason}" for one in ours
+    )

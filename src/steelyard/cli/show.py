@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import complete
-from steelyard.cli.options import SMOKE, DivisionOption, Json, PrecisionOption, RunOptions, Settings, SizeOption
+from steelyard.cli.options import (
+    SMOKE,
+    DivisionOption,
+    Json,
+    PrecisionOption,
+    RunOptions,
+    Settings,
+    SizeOption,
+)
 from steelyard.cli.out import aligned, answer, described, dump, plain
 
 if TYPE_CHECKING:
@@ -45,7 +53,9 @@ def list_(as_json: Json = False) -> None:
     devices = []
     for device in found:
         memory = f", {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
-        devices.append((f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}"))
+        devices.append(
+            (f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}")
+        )
     parts = (
         ("cases", [(case["name"], case["title"]) for case in cases]),
         ("engines", [(row["name"], _able(row, len(cases))) for row in rows]),
@@ -57,7 +67,11 @@ def list_(as_json: Json = False) -> None:
 
 def _able(row: dict[str, Any], cases: int) -> str:
     """What an engine runs, in words."""
-    what = "all cases" if len(row["cases"]) == cases else ", ".join(row["cases"]) or "none of these cases"
+    what = (
+        "all cases"
+        if len(row["cases"]) == cases
+        else ", ".join(row["cases"]) or "none of these cases"
+    )
     told = [
         what,
         ", ".join(row["divisions"]),
@@ -65,7 +79,11 @@ def _able(row: dict[str, Any], cases: int) -> str:
         " ".join(row["degrees"]),
     ]
     told += [f"{row['missing']} is not installed"] if row["missing"] else []
-    told += [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"] if row["checkout"] else []
+    told += (
+        [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"]
+        if row["checkout"]
+        else []
+    )
     return "; ".join(told)
 
 
@@ -103,7 +121,11 @@ def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
 def show(
     case: Annotated[
         str,
-        typer.Argument(metavar="CASE", help="A case, your own .toml file, or smoke.", autocompletion=complete.cases),
+        typer.Argument(
+            metavar="CASE",
+            help="A case, your own .toml file, or smoke.",
+            autocompletion=complete.cases,
+        ),
     ],
     size: SizeOption = None,
     precision: PrecisionOption = None,
@@ -130,12 +152,19 @@ def show(
         _smoke(size, precision, division, settings, as_json)
         return
     resolved = resolve(case, size, precision, division, settings)
-    values = {key: value for key, value in _leaves(resolved.case.model_dump(mode="json")) if not key.startswith("reference")}
+    values = {
+        key: value
+        for key, value in _leaves(resolved.case.model_dump(mode="json"))
+        if not key.startswith("reference")
+    }
     row = accelerators.detect()
     device = row.find()[0]
     values |= {f"tune.{name}": AUTO for name in resolved.auto}
     origins = resolved.origins | _chosen(resolved, device)
-    rows = [{"key": key, "value": value, "origin": origins.get(key, "default")} for key, value in values.items()]
+    rows = [
+        {"key": key, "value": value, "origin": origins.get(key, "default")}
+        for key, value in values.items()
+    ]
     rows.append(
         {
             "key": "model parameters",
@@ -145,15 +174,29 @@ def show(
     )
     peak = accelerators.peak(row, device)
     rate = peak.flops_per_s.get(resolved.case.question.precision.matmul) if peak else None
-    origin = f"accelerator row {peak.name}" if peak else f"no accelerator row for {device.name}: no MFU"
+    origin = (
+        f"accelerator row {peak.name}" if peak else f"no accelerator row for {device.name}: no MFU"
+    )
     rows.append({"key": "peak FLOP/s", "value": rate, "origin": origin})
     references = [row.model_dump(mode="json") for row in resolved.case.reference]
     if as_json:
-        dump({"name": resolved.case.name, "size": resolved.case.size, "values": rows, "reference": references})
+        dump(
+            {
+                "name": resolved.case.name,
+                "size": resolved.case.size,
+                "values": rows,
+                "reference": references,
+            }
+        )
         return
     pairs = [(str(row["key"]), f"{plain(row['value'])}  ({row['origin']})") for row in rows]
-    lines = [f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}", *described(pairs, MARGIN)]
-    published = described([(str(i), _published(row)) for i, row in enumerate(references, 1)], MARGIN)
+    lines = [
+        f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}",
+        *described(pairs, MARGIN),
+    ]
+    published = described(
+        [(str(i), _published(row)) for i, row in enumerate(references, 1)], MARGIN
+    )
     lines += ["published results", *published] if references else []
     answer("\n".join(lines))
 
@@ -167,7 +210,10 @@ def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
     plan = degrees.Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
     here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, TORCH.fused)).case.tune
     how = f"with engine torch on one {device.name}"
-    where = {n: resolved.origins[f"tune.{n}"].removeprefix(f"{AUTO} (").removesuffix(")") for n in resolved.auto}
+    where = {
+        n: resolved.origins[f"tune.{n}"].removeprefix(f"{AUTO} (").removesuffix(")")
+        for n in resolved.auto
+    }
     return {f"tune.{n}": f"{origin}: {getattr(here, n)} {how}" for n, origin in where.items()}
 
 
@@ -176,7 +222,13 @@ def _published(row: dict[str, Any]) -> str:
     return f"{row['published_as']}{ran}, {row['config']}; {row['source']}"
 
 
-def _smoke(size: str | None, precision: str | None, division: str | None, settings: list[str] | None, as_json: bool) -> None:
+def _smoke(
+    size: str | None,
+    precision: str | None,
+    division: str | None,
+    settings: list[str] | None,
+    as_json: bool,
+) -> None:
     """What `run smoke` runs with engine torch on this machine."""
     from steelyard.case.request import DEFAULT_ENGINE
     from steelyard.cli.requests import cases_at

@@ -9,7 +9,18 @@ import typer
 
 from steelyard.cli import complete
 from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
-from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, plain, say, size, sized
+from steelyard.cli.out import (
+    Output,
+    aligned,
+    answer,
+    begin,
+    dump,
+    one_line,
+    plain,
+    say,
+    size,
+    sized,
+)
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +32,10 @@ FORMATS = {"hf": "huggingface", "megatron": "megatron"}
 MOST_FILES = 8
 
 app = typer.Typer(
-    help="Get models; inspect and convert checkpoints.\n\nExample: steelyard weights get smollm2-135m",
+    help=(
+        "Get models; inspect and convert checkpoints.\n\nExample: steelyard weights get"
+        " smollm2-135m"
+    ),
     no_args_is_help=True,
 )
 
@@ -37,7 +51,10 @@ def get_weights(
         ),
     ],
     revision: Annotated[
-        str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the hub. Default: as pinned, else main.")
+        str | None,
+        typer.Option(
+            metavar="REV", help="Branch, tag or commit of the hub. Default: as pinned, else main."
+        ),
     ] = None,
     offline: From = None,
     mirrors: Mirrors = None,
@@ -49,8 +66,8 @@ def get_weights(
 ) -> int:
     """Download a model's weights and tokenizer, check them, and keep them.
 
-    Models of the hub come through huggingface_hub: log in with hf auth login for gated ones, name a mirror in
-    HF_ENDPOINT. Only safetensors (or .bin), config and tokenizer are taken, never code.
+    Models of the hub come through huggingface_hub: log in with hf auth login for gated ones, name a
+    mirror in HF_ENDPOINT. Only safetensors (or .bin), config and tokenizer are taken, never code.
 
     \b
     Examples:
@@ -62,7 +79,9 @@ def get_weights(
     begin("getting", output)
     from steelyard.cli import get
 
-    return get.get("weights", name, revision, get.checked_wish(offline, mirrors, again, repin), timeout, output)
+    return get.get(
+        "weights", name, revision, get.checked_wish(offline, mirrors, again, repin), timeout, output
+    )
 
 
 @app.command("list", cls=Command)
@@ -78,7 +97,12 @@ def list_weights(as_json: Json = False) -> None:
 
 @app.command(cls=Command)
 def inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face folder, or a checkpoint of Megatron or GLM.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR", help="A Hugging Face folder, or a checkpoint of Megatron or GLM."
+        ),
+    ],
     as_json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: layout, shards, sizes, dimensions.
@@ -98,10 +122,14 @@ def inspect(
 
 @app.command(cls=Command)
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="The Llama checkpoint to read, in either format.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="The Llama checkpoint to read, in either format.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
     to: Annotated[str, typer.Option(metavar="FORMAT", help="hf or megatron.")],
-    tp: Annotated[int, typer.Option(metavar="N", help="Tensor-parallel shards; megatron only.")] = 1,
+    tp: Annotated[
+        int, typer.Option(metavar="N", help="Tensor-parallel shards; megatron only.")
+    ] = 1,
     case: Annotated[
         str | None,
         typer.Option(
@@ -149,7 +177,10 @@ def _check(to: str, tp: int) -> None:
     if tp < 1:
         raise RequestError(f"--tp {tp}: must be at least 1")
     if to == "hf" and tp != 1:
-        raise RequestError(f"--tp {tp} --to hf: a Hugging Face folder is not sharded by tensor parallelism; leave --tp out")
+        raise RequestError(
+            f"--tp {tp} --to hf: a Hugging Face folder is not sharded by tensor parallelism; leave"
+            " --tp out"
+        )
 
 
 def _model(name: str | None) -> "LlamaModel | None":
@@ -158,16 +189,23 @@ def _model(name: str | None) -> "LlamaModel | None":
 
     model = None if name is None else resolve(name).case.question.model
     if model is not None and not isinstance(model, LlamaModel):
-        raise RequestError(f"--case {name}: its model is of family {model.family}; only Llama models can be converted")
+        raise RequestError(
+            f"--case {name}: its model is of family {model.family}; only Llama models can be"
+            " converted"
+        )
     return model
 
 
 def _ready(folder: Path) -> None:
     """What can be known before torch is imported, which takes seconds."""
     if not folder.is_dir():
-        raise RequestError(f"{str(folder)!r} is not a folder; give a Hugging Face folder or a Megatron checkpoint")
+        raise RequestError(
+            f"{str(folder)!r} is not a folder; give a Hugging Face folder or a Megatron checkpoint"
+        )
     if find_spec("torch") is None:
-        raise RequestError("torch is not installed, which weights need; run pip install 'steelyard[torch]'")
+        raise RequestError(
+            "torch is not installed, which weights need; run pip install 'steelyard[torch]'"
+        )
 
 
 def _facts(found: "Inspection") -> str:
@@ -177,7 +215,11 @@ def _facts(found: "Inspection") -> str:
         ("iteration", one_line(plain(found.iteration))),
         ("dtype", found.dtype),
         ("parameters", plain(found.parameters)),
-        ("size", size(found.size_bytes) + (f" ({found.size_bytes} bytes)" if found.size_bytes >= 1 << 10 else "")),
+        (
+            "size",
+            size(found.size_bytes)
+            + (f" ({found.size_bytes} bytes)" if found.size_bytes >= 1 << 10 else ""),
+        ),
         *((name, plain(value)) for name, value in found.shape.items()),
     ]
     files = sized(found.files[:MOST_FILES])
@@ -191,8 +233,13 @@ def _facts(found: "Inspection") -> str:
 def _written(made: "Conversion", target: Path, form: str) -> str:
     lines = sized([(str(target / name), size_bytes) for name, size_bytes in made.files])
     done = "already complete, " if made.kept == len(made.files) else ""
-    kept = f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
-    lines.append(f"{form}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in {one_line(target)}")
+    kept = (
+        f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
+    )
+    lines.append(
+        f"{form}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in"
+        f" {one_line(target)}"
+    )
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""An untrusted tar, read within limits: how large it is packed and unpacked, and how much one read may take.
+"""An untrusted tar, read within limits: how large it is packed and unpacked, and how much one read
+may take.
 
-`tarfile` reads the name and the attributes of a member into memory, however long its header says they are, so the limits stand
-below it, around what it reads from.
+`tarfile` reads the name and the attributes of a member into memory, however long its header says
+they are, so the limits stand below it, around what it reads from.
 """
 
 import bz2
@@ -31,7 +32,9 @@ class Bounded:
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_READ_BYTES:
-            raise RequestError(f"{self.source}: a part of {size} bytes; at most {MAX_READ_BYTES} are read at once")
+            raise RequestError(
+                f"{self.source}: a part of {size} bytes; at most {MAX_READ_BYTES} are read at once"
+            )
         self._within(self.file.tell() + size if size > 1 << 20 else self.file.tell())
         return self.file.read(size)
 
@@ -44,13 +47,17 @@ class Bounded:
 
     def _within(self, place: int) -> None:
         if place > self.most_bytes:
-            raise RequestError(f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.usual}")
+            raise RequestError(
+                f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.usual}"
+            )
 
 
 @contextmanager
-def opened(source: Path, most_bytes: int, usual: str = "") -> Iterator[tuple[tarfile.TarFile, Bounded]]:
-    """A tar, compressed or not, and what it is read from. Neither may be larger than the limit; `usual` says how large one of
-    its kind is."""
+def opened(
+    source: Path, most_bytes: int, usual: str = ""
+) -> Iterator[tuple[tarfile.TarFile, Bounded]]:
+    """A tar, compressed or not, and what it is read from. Neither may be larger than the limit;
+    `usual` says how large one of its kind is."""
     if source.stat().st_size > most_bytes:
         raise RequestError(f"{source}: larger than {most_bytes} bytes{usual}")
     with files.open_regular(source) as file:

@@ -1,7 +1,8 @@
 """Batches of prompts, of equal token count and without padding.
 
-Closed: every prompt is a row of its own. Open: the tokens that prompts of a group have in common are computed once, as a
-row of their own, and each prompt's remaining tokens are a row that sees them.
+Closed: every prompt is a row of its own. Open: the tokens that prompts of a group have in common
+are computed once, as a row of their own, and each prompt's remaining tokens are a row that sees
+them.
 """
 
 import heapq
@@ -16,7 +17,9 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows laid end to end, as arrays. `gather` names each key's row in (cached prefix ++ this batch); see models."""
+    """Rows laid end to end, as arrays. `gather` names each key's row in (cached prefix ++ this
+    batch); see models.
+    """
 
     tokens: Ids
     positions: Ids
@@ -40,8 +43,9 @@ class PromptPiece:
 
 
 def equal_bins(lengths: list[int], budget: int, seed: int, multiple: int = 1) -> list[list[int]]:
-    """Prompts dealt into the fewest bins of about `budget` tokens, a multiple of `multiple` of them, of nearly equal
-    token count (longest first, each into the emptiest bin), in seeded random order: any prefix of them is a fair sample."""
+    """Prompts dealt into the fewest bins of about `budget` tokens, a multiple of `multiple` of
+    them, of nearly equal token count (longest first, each into the emptiest bin), in seeded random
+    order: any prefix of them is a fair sample."""
     count = max(1, -(-sum(lengths) // budget))
     count = min(-(-count // multiple) * multiple, max(1, len(lengths)))
     rng = random.Random(f"bins:{seed}")
@@ -77,20 +81,28 @@ def closed_batch(rows: list[list[int]], items: list[int]) -> Batch:
     )
 
 
-def counts(q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0, window: int | None = None) -> dict[str, int]:
-    """What a batch's FLOPs are counted from: tokens, query-key pairs under the causal mask and without it, logits."""
+def counts(
+    q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0, window: int | None = None
+) -> dict[str, int]:
+    """What a batch's FLOPs are counted from: tokens, query-key pairs under the causal mask and
+    without it, logits.
+    """
     return {
         "tokens": sum(q_lens),
         "samples": samples,
         "padded": padded,
         "logits": samples,
-        "pairs": sum(seen(k, window) - seen(k - q, window) for q, k in zip(q_lens, k_lens, strict=True)),
+        "pairs": sum(
+            seen(k, window) - seen(k - q, window) for q, k in zip(q_lens, k_lens, strict=True)
+        ),
         "square": sum(q * k for q, k in zip(q_lens, k_lens, strict=True)),
     }
 
 
 def seen(length: int, window: int | None) -> int:
-    """Query-key pairs of a row of so many tokens: each sees itself and what is before it, or the window's last ones of that."""
+    """Query-key pairs of a row of so many tokens: each sees itself and what is before it, or the
+    window's last ones of that.
+    """
     short = length if window is None else min(length, window)
     return short * (short + 1) // 2 + (length - short) * short
 
@@ -103,7 +115,9 @@ def common_prefix(rows: list[list[int]]) -> int:
 
 
 def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
-    """Length of what each group's prompts have in common; at least one token of every prompt is left to itself."""
+    """Length of what each group's prompts have in common; at least one token of every prompt is
+    left to itself.
+    """
     members: list[list[int]] = [[] for _ in range(max(groups, default=-1) + 1)]
     for item, group in enumerate(groups):
         members[group].append(item)
@@ -118,8 +132,9 @@ def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
 def open_bins(
     rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int = 1
 ) -> list[list[list[PromptPiece]]]:
-    """Bins of about `budget` tokens for each of `world` ranks. Groups come in seeded random order and stay together; one
-    that spills into the next bin is carried on there, and one cut between ranks computes its prefix on both."""
+    """Bins of about `budget` tokens for each of `world` ranks. Groups come in seeded random order
+    and stay together; one that spills into the next bin is carried on there, and one cut between
+    ranks computes its prefix on both."""
     shared = prefixes(rows, groups)
     rng = random.Random(f"bins:{seed}")
     order = list(range(len(shared)))
@@ -127,7 +142,9 @@ def open_bins(
     members: dict[int, list[int]] = {group: [] for group in order}
     for item, group in enumerate(groups):
         members[group].append(item)
-    line = [(group, item, len(rows[item]) - shared[group]) for group in order for item in members[group]]
+    line = [
+        (group, item, len(rows[item]) - shared[group]) for group in order for item in members[group]
+    ]
     total = sum(shared) + sum(length for _, _, length in line)
     out: list[list[list[PromptPiece]]] = []
     start = done = 0
@@ -142,8 +159,12 @@ def open_bins(
     return out
 
 
-def _fill(line: list[tuple[int, int, int]], shared: list[int], budget: int) -> list[list[PromptPiece]]:
-    tokens = sum(length for _, _, length in line) + sum(shared[group] for group in {group for group, _, _ in line})
+def _fill(
+    line: list[tuple[int, int, int]], shared: list[int], budget: int
+) -> list[list[PromptPiece]]:
+    tokens = sum(length for _, _, length in line) + sum(
+        shared[group] for group in {group for group, _, _ in line}
+    )
     target = tokens / max(1, round(tokens / budget))
     bins: list[list[PromptPiece]] = [[]]
     filled = 0.0
@@ -161,12 +182,19 @@ def _fill(line: list[tuple[int, int, int]], shared: list[int], budget: int) -> l
 
 
 def open_batch(
-    rows: list[list[int]], pieces: list[PromptPiece], after: list[PromptPiece] | None, shared: list[int], cache: int
+    rows: list[list[int]],
+    pieces: list[PromptPiece],
+    after: list[PromptPiece] | None,
+    shared: list[int],
+    cache: int,
 ) -> Batch:
-    """A bin of an open pass. `after` is the next bin: the group it continues must keep its prefix; `cache` is the number of
-    rows kept for the carried prefix, which stand before this batch's own."""
+    """A bin of an open pass. `after` is the next bin: the group it continues must keep its prefix;
+    `cache` is the number of rows kept for the carried prefix, which stand before this batch's own.
+    """
     starts = np.cumsum([0] + [piece.length for piece in pieces])
-    begin = {piece.group: cache + int(starts[i]) for i, piece in enumerate(pieces) if piece.item is None}
+    begin = {
+        piece.group: cache + int(starts[i]) for i, piece in enumerate(pieces) if piece.item is None
+    }
     tokens, positions, gather, pick, items, k_lens = [], [], [], [], [], []
     first_of = {group: next(i for i, g in _items(pieces) if g == group) for group in begin}
     for i, piece in enumerate(pieces):
@@ -200,7 +228,9 @@ def _items(pieces: list[PromptPiece]) -> list[tuple[int, int]]:
     return [(piece.item, piece.group) for piece in pieces if piece.item is not None]
 
 
-def _keep(pieces: list[PromptPiece], after: list[PromptPiece] | None, starts: Ids) -> tuple[int, int] | None:
+def _keep(
+    pieces: list[PromptPiece], after: list[PromptPiece] | None, starts: Ids
+) -> tuple[int, int] | None:
     if not after or after[0].item is None:
         return None
     for i, piece in enumerate(pieces):
@@ -210,8 +240,8 @@ def _keep(pieces: list[PromptPiece], after: list[PromptPiece] | None, starts: Id
 
 
 def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> list[list[int]]:
-    """Padded batches of like length, each of at most `budget` tokens with its padding (one prompt more where a last batch
-    of one was left over), in seeded random order."""
+    """Padded batches of like length, each of at most `budget` tokens with its padding (one prompt
+    more where a last batch of one was left over), in seeded random order."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     out: list[list[int]] = []
     width = 0
@@ -220,7 +250,8 @@ def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> l
             out.append([])
             width = -(-lengths[i] // pad_to) * pad_to
         out[-1].append(i)
-    if len(out) > 1 and len(out[-1]) == 1 < len(out[-2]):  # a batch of one is a shape of its own to a compiler
+    # a batch of one is a shape of its own to a compiler
+    if len(out) > 1 and len(out[-1]) == 1 < len(out[-2]):
         last = out.pop()
         out[-1] += last
     random.Random(f"bins:{seed}").shuffle(out)

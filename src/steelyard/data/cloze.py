@@ -1,9 +1,12 @@
-"""A cloze whose answers have several tokens, as GLM reads it: a context with a mask, and candidates generated in its place.
+"""A cloze whose answers have several tokens, as GLM reads it: a context with a mask, and candidates
+generated in its place.
 
-Context token i has position i and block position 0. A candidate of n pieces is a span of n + 1 tokens, start-of-piece and the
-pieces, all at the mask's position and at block positions 1 to n + 1; their targets are the pieces and end-of-piece.
+Context token i has position i and block position 0. A candidate of n pieces is a span of n + 1
+tokens, start-of-piece and the pieces, all at the mask's position and at block positions 1 to n + 1;
+their targets are the pieces and end-of-piece.
 
-In division closed every candidate has a context of its own; in open the candidates of a sample share one.
+In division closed every candidate has a context of its own; in open the candidates of a sample
+share one.
 """
 
 from collections.abc import Iterable
@@ -32,7 +35,9 @@ class Cloze:
 
 @dataclass(frozen=True)
 class Pack:
-    """Samples computed at once, end to end: all contexts, then all spans, both in the order of the samples."""
+    """Samples computed at once, end to end: all contexts, then all spans, both in the order of the
+    samples.
+    """
 
     tokens: Ids
     positions: Ids
@@ -50,7 +55,8 @@ def pack(samples: list[Cloze], division: Division, start: int, end: int) -> Pack
     """`start` and `end` are the tokens that begin and end a piece."""
     if not samples:
         raise ValueError("a pack of no samples")
-    every = [(one, len(one.candidates) if division == "closed" else 1) for one in samples]  # with its number of contexts
+    # with its number of contexts
+    every = [(one, len(one.candidates) if division == "closed" else 1) for one in samples]
     contexts = [len(one.context) for one, times in every for _ in range(times)]
     groups = [len(one.candidates) // times for one, times in every for _ in range(times)]
     pieces = [piece for one in samples for piece in one.candidates]
@@ -62,7 +68,9 @@ def pack(samples: list[Cloze], division: Division, start: int, end: int) -> Pack
     begun = np.array([token for piece in pieces for token in (start, *piece)], dtype=np.int64)
     steps = [np.arange(length, dtype=np.int64) for length in contexts]
     blocks = np.array([i for length in spans for i in range(1, length + 1)], dtype=np.int64)
-    square = sum(length * length for length in contexts) + sum(a * b for a, b in zip(spans, seen, strict=True))
+    square = sum(length * length for length in contexts) + sum(
+        a * b for a, b in zip(spans, seen, strict=True)
+    )
     return Pack(
         tokens=np.concatenate([*repeated, begun]),
         positions=np.concatenate([*steps, np.repeat(np.array(masks, dtype=np.int64), spans)]),
@@ -85,10 +93,19 @@ def pack(samples: list[Cloze], division: Division, start: int, end: int) -> Pack
 
 
 class ClozeRows:
-    """Samples to train on, in global batches of an endless sequence of epochs, and samples to evaluate."""
+    """Samples to train on, in global batches of an endless sequence of epochs, and samples to
+    evaluate.
+    """
 
     def __init__(
-        self, train: list[Cloze], held: list[Cloze], division: Division, batch: int, seed: int, start: int, end: int
+        self,
+        train: list[Cloze],
+        held: list[Cloze],
+        division: Division,
+        batch: int,
+        seed: int,
+        start: int,
+        end: int,
     ) -> None:
         if not train:
             raise RequestError("no samples to train on; allowed: 1 or more")
@@ -102,10 +119,13 @@ class ClozeRows:
         self._end = end
 
     def batch(self, step: int) -> list[int]:
-        """The training samples of a step, counted from 0: the same for every plan, the longest first. Each epoch is a
-        permutation of its own, so that lengths are sorted inside a batch and nowhere else."""
+        """The training samples of a step, counted from 0: the same for every plan, the longest
+        first. Each epoch is a permutation of its own, so that lengths are sorted inside a batch and
+        nowhere else."""
         count = len(self._samples[False])
-        return self._sorted(batch_of_step(step, self._batch, count, f"record:{self._seed}"), held=False)
+        return self._sorted(
+            batch_of_step(step, self._batch, count, f"record:{self._seed}"), held=False
+        )
 
     def held_out(self) -> list[int]:
         """All samples of the evaluation, the longest first."""

@@ -1,7 +1,8 @@
 """The counts of a step, from the data alone. An engine only says which rows it computed.
 
-`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or one for each step that takes a
-global batch. A kind of work (tasks/kind.py) names what makes its counter, from inputs, division and the model's window.
+`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or one for
+each step that takes a global batch. A kind of work (tasks/kind.py) names what makes its counter,
+from inputs, division and the model's window.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,28 +21,45 @@ Counts = dict[str, int]
 
 
 class Counter(Protocol):
-    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
-        """Return the counts of rows of a pass. `prefixes` are groups whose common beginning was computed
-        with them, once; `held_out` says that the rows are none of a step's global batch."""
+    def of(
+        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    ) -> Counts:
+        """Return the counts of rows of a pass. `prefixes` are groups whose common beginning was
+        computed with them, once; `held_out` says that the rows are none of a step's global batch.
+        """
 
     def wanted(self, steps: range | None) -> list[Counts]:
-        """Return the counts of each of these steps; None: those of a pass without steps of a global batch."""
+        """Return the counts of each of these steps; None: those of a pass without steps of a global
+        batch.
+        """
 
 
 class TextCounts:
-    """Of texts that are scored: in division closed every token of each, in open the tokens behind what its group shares."""
+    """Of texts that are scored: in division closed every token of each, in open the tokens behind
+    what its group shares.
+    """
 
-    def __init__(self, texts: Texts, division: Division, logits: Callable[[int], int], window: int | None = None) -> None:
+    def __init__(
+        self,
+        texts: Texts,
+        division: Division,
+        logits: Callable[[int], int],
+        window: int | None = None,
+    ) -> None:
         self.texts, self.division, self.logits, self.window = texts, division, logits, window
 
     @cached_property
     def shared(self) -> list[int]:
         return prefixes(self.texts.rows, self.texts.groups)
 
-    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
+    def of(
+        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    ) -> Counts:
         lens = [len(self.texts.rows[i]) for i in rows]
         common = [self.shared[group] for group in prefixes]
-        before = [0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows]
+        before = [
+            0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows
+        ]
         own = [length - known for length, known in zip(lens, before, strict=True)]
         made = counts([*common, *own], [*common, *lens], len(rows), window=self.window)
         return made | {"logits": sum(map(self.logits, lens))}
@@ -58,7 +76,9 @@ class RowCounts:
     def __init__(self, rows: Rows, division: Division, window: int | None = None) -> None:
         self.rows, self.window = rows, window
 
-    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
+    def of(
+        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    ) -> Counts:
         return _sum(of_row(self.rows.row(key), self.window) for key in rows)
 
     def wanted(self, steps: range | None) -> list[Counts]:
@@ -71,12 +91,17 @@ class ClozeCounts:
     def __init__(self, rows: ClozeRows, division: Division, window: int | None = None) -> None:
         self.rows = rows
 
-    def of(self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False) -> Counts:
+    def of(
+        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    ) -> Counts:
         return _sum([self.rows.pack(list(rows), held=held_out).counts] if rows else [])
 
     def wanted(self, steps: range | None) -> list[Counts]:
         held_out = steps is None
-        return [_sum(self.of([key], held_out=held_out) for key in keys) for keys in _drawn(self.rows, steps)]
+        return [
+            _sum(self.of([key], held_out=held_out) for key in keys)
+            for keys in _drawn(self.rows, steps)
+        ]
 
 
 def _drawn(rows: Rows | ClozeRows, steps: range | None) -> list[Sequence[Key]]:

@@ -1,4 +1,6 @@
-"""Divisions of a case, how much of the work that samples have in common may be done once, and what a step of it counts."""
+"""Divisions of a case, how much of the work that samples have in common may be done once, and what
+a step of it counts.
+"""
 
 from typing import Literal
 

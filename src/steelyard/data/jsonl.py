@@ -1,7 +1,8 @@
-"""Untrusted JSON lines: one value per line, read within limits. Any error is one line, with its location.
+"""Untrusted JSON lines: one value per line, read within limits. Any error is one line, with its
+location.
 
-A reader says what a line of its file looks like (`form`, such as 'a line is {"text": "…"}') and how large a file of its kind
-is (`usual`, such as "; the test set has 2 MB"); both end the refusals.
+A reader says what a line of its file looks like (`form`, such as 'a line is {"text": "…"}') and how
+large a file of its kind is (`usual`, such as "; the test set has 2 MB"); both end the refusals.
 """
 
 import contextlib
@@ -33,9 +34,13 @@ def read(
     usual: str = "",
     watch: Callable[[int], None] | None = None,
 ) -> Iterator[Line]:
-    """The lines of a file, one at a time. `watch` is told how far in the file, compressed or not, each ends."""
+    """The lines of a file, one at a time. `watch` is told how far in the file, compressed or not,
+    each ends.
+    """
     with refusals(path, usual):
-        yield from parse(files.lines(path, most_line_bytes, most_bytes, watch), path, form, most_line_bytes)
+        yield from parse(
+            files.lines(path, most_line_bytes, most_bytes, watch), path, form, most_line_bytes
+        )
 
 
 def split(content: bytes) -> Iterator[tuple[int, bytes]]:
@@ -49,16 +54,22 @@ def split(content: bytes) -> Iterator[tuple[int, bytes]]:
         start = stop + 1
 
 
-def parse(lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_bytes: int | None = None) -> Iterator[Line]:
+def parse(
+    lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_bytes: int | None = None
+) -> Iterator[Line]:
     """The values of numbered lines."""
     for number, raw in lines:
         where = f"{path}: line {number}"
         if most_line_bytes is not None and len(raw) > most_line_bytes:
-            raise RequestError(f"{where} has more than {most_line_bytes} bytes, the limit for a line; {form}")
+            raise RequestError(
+                f"{where} has more than {most_line_bytes} bytes, the limit for a line; {form}"
+            )
         try:
             value = files.parse(raw)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} is not JSON in UTF-8: {files.reason(error)}; {form}") from error
+            raise RequestError(
+                f"{where} is not JSON in UTF-8: {files.reason(error)}; {form}"
+            ) from error
         yield Line(number, raw, value, where)
 
 

@@ -1,6 +1,7 @@
 """Rows of training data: fixed in length, made of segments that do not see each other.
 
-A training set says which rows make the global batch of a step, the same for every plan; ranks take theirs of it.
+A training set says which rows make the global batch of a step, the same for every plan; ranks take
+theirs of it.
 """
 
 from dataclasses import dataclass

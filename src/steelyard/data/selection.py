@@ -1,8 +1,9 @@
 """Items of a dataset that a user names: a file of ids, one a line, and names of groups.
 
-An id is the place of an item in the whole set, counted from 0, which is what a record's `outputs.index` holds; where a set has
-groups, also `group/place`, the place inside that group. `first-last` is a range, both ends in it. Ids are kept sorted and
-joined to ranges, so that ids of one kind have one spelling.
+An id is the place of an item in the whole set, counted from 0, which is what a record's
+`outputs.index` holds; where a set has groups, also `group/place`, the place inside that group.
+`first-last` is a range, both ends in it. Ids are kept sorted and joined to ranges, so that ids of
+one kind have one spelling.
 """
 
 import re
@@ -49,7 +50,10 @@ def read(path: Path) -> tuple[str, ...]:
     with jsonl.refusals(path, ", the limit for a file of ids"):
         for number, raw in files.lines(path, MAX_LINE_BYTES, MAX_FILE_BYTES):
             if number > MAX_LINES:
-                raise RequestError(f"{path}: more than {MAX_LINES} lines, the limit for a file of ids; use ranges such as 0-99")
+                raise RequestError(
+                    f"{path}: more than {MAX_LINES} lines, the limit for a file of ids; use ranges"
+                    " such as 0-99"
+                )
             text = _line(raw, f"{path}: line {number}")
             if text and not text.startswith("#"):
                 found.append((_span(text, f"{path}: line {number}"), number))
@@ -62,7 +66,9 @@ def read(path: Path) -> tuple[str, ...]:
         if one.group == other.group and other.first <= one.last:
             twice = Span(one.group, other.first, other.first)
             first, second = sorted((line, later))
-            raise RequestError(f"{path}: line {second} names {twice} again, after line {first}; name it once")
+            raise RequestError(
+                f"{path}: line {second} names {twice} again, after line {first}; name it once"
+            )
     return tuple(str(span) for span in _joined([span for span, _ in found]))
 
 
@@ -114,32 +120,49 @@ def size(ids: Sequence[str]) -> int:
     return sum(map(len, spans(ids)))
 
 
-def places(ids: Sequence[str], total: int, noun: str, groups: Mapping[str, range] | None = None) -> list[int]:
-    """Where the named items stand in a set of so many, in its order. `groups`: where the items of each group stand."""
+def places(
+    ids: Sequence[str], total: int, noun: str, groups: Mapping[str, range] | None = None
+) -> list[int]:
+    """Where the named items stand in a set of so many, in its order. `groups`: where the items of
+    each group stand.
+    """
     named: dict[int, Span] = {}
     for span in spans(ids):
         every = range(total) if not span.group else _group(span, groups)
         if span.last >= len(every):
             whose = f"{span.group} has" if span.group else "the data has"
-            allowed = f"{span.group}/0 to {span.group}/{len(every) - 1}" if span.group else f"0 to {total - 1}"
-            raise RequestError(f"--rows: no {noun} {span}; {whose} {len(every)} {noun}s; allowed: {allowed}")
+            allowed = (
+                f"{span.group}/0 to {span.group}/{len(every) - 1}"
+                if span.group
+                else f"0 to {total - 1}"
+            )
+            raise RequestError(
+                f"--rows: no {noun} {span}; {whose} {len(every)} {noun}s; allowed: {allowed}"
+            )
         for place in every[span.first : span.last + 1]:
             if place in named:
-                raise RequestError(f"--rows: {span} and {named[place]} name the same {noun}; name it once")
+                raise RequestError(
+                    f"--rows: {span} and {named[place]} name the same {noun}; name it once"
+                )
             named[place] = span
     return sorted(named)
 
 
 def _group(span: Span, groups: Mapping[str, range] | None) -> range:
     if groups is None:
-        raise RequestError(f"--rows: {span}: the data has no groups; allowed: places counted from 0, such as 12 or 12-20")
+        raise RequestError(
+            f"--rows: {span}: the data has no groups; allowed: places counted from 0, such as 12 or"
+            " 12-20"
+        )
     if span.group not in groups:
         raise RequestError(f"--rows: {span}: no such subject; {nearest(span.group, groups)}")
     return groups[span.group]
 
 
 def nearest(name: str, names: Mapping[str, range]) -> str:
-    """What to write instead of a name that is none of these: what looks like it or has it inside, else all."""
+    """What to write instead of a name that is none of these: what looks like it or has it inside,
+    else all.
+    """
     wanted = name[:200].lower().replace(" ", "_")
     near = get_close_matches(wanted, list(names), NEAREST)
     near += [one for one in names if wanted and wanted in one and one not in near]
@@ -158,7 +181,9 @@ def names(text: str) -> tuple[str, ...]:
     """The names of `--subjects a,b`, sorted."""
     found = [name.strip() for name in text.split(",")]
     if not all(found):
-        raise RequestError(f"--subjects {text!r}: names subjects with commas between, such as anatomy,virology")
+        raise RequestError(
+            f"--subjects {text!r}: names subjects with commas between, such as anatomy,virology"
+        )
     twice = next((name for name in found if found.count(name) > 1), None)
     if twice is not None:
         raise RequestError(f"--subjects {text!r}: {twice} is there twice; name each once")

@@ -54,7 +54,8 @@ class CorpusInspection:
     longest: int
     mean: float
     highest: int
-    rows: int | None  # of 2048 tokens, whole ones of one epoch; None where there are too few documents to split
+    # of 2048 tokens, whole ones of one epoch; None where there are too few documents to split
+    rows: int | None
     splits: dict[str, Split] | None
     fingerprint: str
 
@@ -65,7 +66,9 @@ def inspect(corpus: Corpus) -> CorpusInspection:
     parts = None
     if len(lens) >= FEWEST:
         named = zip(("train", "valid", "test"), splits(len(lens)), strict=True)
-        parts = {name: Split(len(part), int(lens[part.start : part.stop].sum())) for name, part in named}
+        parts = {
+            name: Split(len(part), int(lens[part.start : part.stop].sum())) for name, part in named
+        }
     return CorpusInspection(
         name=corpus.name,
         documents=len(lens),
@@ -90,9 +93,11 @@ def tokenize(
     force: bool = False,
     watch: ByteWatch | None = None,
 ) -> TokenFiles:
-    """Tokenise the text of every line into a pair of token files, one sentence a document; both appear whole, or neither.
+    """Tokenise the text of every line into a pair of token files, one sentence a document; both
+    appear whole, or neither.
 
-    A document is what begins a sequence for the tokenizer, its text, and the token that ends one."""
+    A document is what begins a sequence for the tokenizer, its text, and the token that ends one.
+    """
     end = end_of(tokenizer, "leave the end out with --no-append-end") if append_end else None
     total = _check(inputs, prefix, force)
     skipped = 0
@@ -102,7 +107,10 @@ def tokenize(
         for texts, done in _batches(inputs, key):
             full = [text for text in texts if text.strip()]
             skipped += len(texts) - len(full)
-            yield [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in tokenizer.encode(full)]
+            yield [
+                ids if end is None or ids[-1:] == [end] else [*ids, end]
+                for ids in tokenizer.encode(full)
+            ]
             if watch is not None:
                 watch(done, total)
 
@@ -111,14 +119,20 @@ def tokenize(
         lens = _write_ids(tokens, documents(), dtype)
         if not len(lens):
             names = ", ".join(str(path) for path in inputs[:4])
-            raise RequestError(f"{names}: no documents; give at least one line with a text that is not empty")
+            raise RequestError(
+                f"{names}: no documents; give at least one line with a text that is not empty"
+            )
         np.savez(index, lens=lens, docs=np.arange(len(lens) + 1, dtype=np.int64))
         ends = np.cumsum(lens, dtype=np.int64)
         tokens.flush()
-        written = np.memmap(tokens.name, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(int(ends[-1]),))
+        written = np.memmap(
+            tokens.name, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(int(ends[-1]),)
+        )
         mark = fingerprint(Corpus(written, ends, prefix.name), None)
     pair = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
-    return TokenFiles(len(lens), int(ends[-1]), skipped, [(path.name, path.stat().st_size) for path in pair], mark)
+    return TokenFiles(
+        len(lens), int(ends[-1]), skipped, [(path.name, path.stat().st_size) for path in pair], mark
+    )
 
 
 def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
@@ -127,14 +141,22 @@ def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
         if not path.is_file():
             raise RequestError(f"{str(path)!r} is not a file; give .jsonl or .jsonl.gz files")
     if prefix.is_dir():
-        raise RequestError(f"--out {prefix}: a folder; add a name for the pair, such as {prefix / 'corpus'}")
+        raise RequestError(
+            f"--out {prefix}: a folder; add a name for the pair, such as {prefix / 'corpus'}"
+        )
     if not prefix.parent.is_dir():
-        raise RequestError(f"--out {prefix}: no folder {str(prefix.parent)!r}; make it, or choose another")
+        raise RequestError(
+            f"--out {prefix}: no folder {str(prefix.parent)!r}; make it, or choose another"
+        )
     if not os.access(prefix.parent, os.W_OK | os.X_OK):
-        raise RequestError(f"--out {prefix}: folder {str(prefix.parent)!r} cannot be written; choose another")
+        raise RequestError(
+            f"--out {prefix}: folder {str(prefix.parent)!r} cannot be written; choose another"
+        )
     for suffix in (IDS, IDX):
         if not force and Path(f"{prefix}{suffix}").exists():
-            raise RequestError(f"{prefix}{suffix} exists; choose another --out, or overwrite it with --force")
+            raise RequestError(
+                f"{prefix}{suffix} exists; choose another --out, or overwrite it with --force"
+            )
     return sum(path.stat().st_size for path in inputs)
 
 
@@ -174,12 +196,18 @@ def _form(key: str) -> str:
 def _text(line: jsonl.Line, key: str) -> str:
     text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
-        raise RequestError(f"{line.where} is {shown(line.value)}; {_form(key)}; name another key with --key")
+        raise RequestError(
+            f"{line.where} is {shown(line.value)}; {_form(key)}; name another key with --key"
+        )
     return jsonl.text(text, f"{line.where} has the text", _form(key))
 
 
-def _write_ids(file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dtype[np.generic]) -> NDArray[np.int32]:
-    """Write tokens as they come, and before them a header for as many as came; the lengths of the documents."""
+def _write_ids(
+    file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dtype[np.generic]
+) -> NDArray[np.int32]:
+    """Write tokens as they come, and before them a header for as many as came; the lengths of the
+    documents.
+    """
     lens = array("i")
     file.seek(HEADER_BYTES)
     for batch in batches:
@@ -195,7 +223,9 @@ def _write_ids(file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dt
 
 @contextmanager
 def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Two files to write beside their places, which they take together once both are written and synced."""
+    """Two files to write beside their places, which they take together once both are written and
+    synced.
+    """
     places = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
     mark = secrets.token_hex(4)
     made = [place.with_name(f".{place.name}.{mark}{files.PART}") for place in places]
@@ -207,7 +237,8 @@ def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         _place(made, places)
     except OSError as error:
         raise LostError(
-            f"{prefix}: cannot be written: {error.strerror or error}; free some space or choose another --out"
+            f"{prefix}: cannot be written: {error.strerror or error}; free some space or choose"
+            " another --out"
         ) from error
     finally:
         for path in made:
@@ -215,7 +246,8 @@ def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _place(made: list[Path], places: list[Path]) -> None:
-    # Tokens without an index are refused when they are read; with that of older tokens they would not always be.
+    # Tokens without an index are refused when they are read; with that of older tokens they would
+    # not always be.
     places[1].unlink(missing_ok=True)
     try:
         for path, place in zip(made, places, strict=True):

@@ -1,5 +1,5 @@
-"""Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, from byte-level BPE's `vocab.json` with
-`merges.txt`, from BERT's `vocab.txt`, or made by the package for its own data."""
+"""Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, from byte-level BPE's
+`vocab.json` with `merges.txt`, from BERT's `vocab.txt`, or made by the package for its own data."""
 
 import hashlib
 import json
@@ -21,7 +21,8 @@ Kind = TypeVar("Kind")
 class Tokenizer(Protocol):
     source: str
     vocab: int
-    sha256: str  # of the pieces in the order of their ids, so that two files of one vocabulary agree
+    # of the pieces in the order of their ids, so that two files of one vocabulary agree
+    sha256: str
     end: int | None  # the token that ends a text, None where the tokenizer does not tell
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -37,8 +38,8 @@ class WordPieces(Tokenizer, Protocol):
 
 
 class MadeTokenizer:
-    """For made data: a piece is a word with its leading space, and its id a hash of it. The four answers have ids of
-    their own, so that no other word can be one."""
+    """For made data: a piece is a word with its leading space, and its id a hash of it. The four
+    answers have ids of their own, so that no other word can be one."""
 
     source = "made"
     end: int | None = 0
@@ -46,7 +47,9 @@ class MadeTokenizer:
     def __init__(self, vocab: int) -> None:
         least = 3 + len(_ANSWERS)
         if vocab < least:
-            raise RequestError(f"question.model.vocab={vocab} has no room for made data; allowed: {least} or more")
+            raise RequestError(
+                f"question.model.vocab={vocab} has no room for made data; allowed: {least} or more"
+            )
         self.vocab = vocab
         self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
 
@@ -57,7 +60,9 @@ class MadeTokenizer:
         if piece in _ANSWERS:
             return 2 + _ANSWERS.index(piece)
         first = 2 + len(_ANSWERS)
-        return first + int.from_bytes(hashlib.sha256(piece.encode()).digest()[:4]) % (self.vocab - first)
+        return first + int.from_bytes(hashlib.sha256(piece.encode()).digest()[:4]) % (
+            self.vocab - first
+        )
 
 
 _ANSWERS = (" A", " B", " C", " D")
@@ -70,7 +75,8 @@ class JsonTokenizer:
         tokenizers = _need("tokenizers")
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:  # the library raises nothing narrower, and panics on some files
+        # the library raises nothing narrower, and panics on some files
+        except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise RequestError(f"{path}: not a tokenizer.json: {error}") from error
@@ -89,7 +95,9 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """SentencePiece model file; the beginning-of-sequence token comes first where the model has one."""
+    """SentencePiece model file; the beginning-of-sequence token comes first where the model has
+    one.
+    """
 
     def __init__(self, path: Path) -> None:
         sentencepiece = _need("sentencepiece")
@@ -108,9 +116,11 @@ class SentencePieceTokenizer:
 
 
 class BytePairTokenizer:
-    """Byte-level BPE: `vocab.json`, `merges.txt`, and perhaps `special_tokens.txt` with tokens that follow the vocabulary's.
+    """Byte-level BPE: `vocab.json`, `merges.txt`, and perhaps `special_tokens.txt` with tokens that
+    follow the vocabulary's.
 
-    These are ids to begin and end with and never a reading of a text, which may hold "</s>" as any other letters."""
+    These are ids to begin and end with and never a reading of a text, which may hold "</s>" as any
+    other letters."""
 
     def __init__(self, path: Path) -> None:
         tokenizers = _need("tokenizers")
@@ -138,7 +148,8 @@ class BytePairTokenizer:
 class WordPieceTokenizer:
     """BERT's uncased word pieces: `vocab.txt`, one a line, whose number (from 0) is the piece's id.
 
-    A text is its words and nothing around them, and "[MASK]" in one is three pieces: the special ones are ids to put."""
+    A text is its words and nothing around them, and "[MASK]" in one is three pieces: the special
+    ones are ids to put."""
 
     def __init__(self, path: Path) -> None:
         tokenizers = _need("tokenizers")
@@ -147,12 +158,14 @@ class WordPieceTokenizer:
         for i, piece in enumerate(pieces):
             if not piece or piece != piece.strip() or ids[piece] != i:
                 raise RequestError(
-                    f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no space around it, each once"
+                    f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no"
+                    " space around it, each once"
                 )
         for name in _SPECIAL:
             if name not in ids:
                 raise RequestError(
-                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL)}; name that with --tokenizer"
+                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL)}; name"
+                    " that with --tokenizer"
                 )
         self._inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids))
         self._inner.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
@@ -160,54 +173,81 @@ class WordPieceTokenizer:
         self.source = path.name
         self.vocab = len(pieces)
         self.sha256 = _pieces_sha256(pieces)
-        self.end: int | None = None  # BERT's ends a text with [SEP], GLM with [PAD]; the file does not say
+        # BERT's ends a text with [SEP], GLM with [PAD]; the file does not say
+        self.end: int | None = None
         self.pad, self.cls, self.mask = ids["[PAD]"], ids["[CLS]"], ids["[MASK]"]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)
+        ]
 
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 
 
 def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
-    """What `tokenizer_config.json` names as the end: a tokenizer.json does not say which of its tokens that is."""
+    """What `tokenizer_config.json` names as the end: a tokenizer.json does not say which of its
+    tokens that is.
+    """
     if not path.is_file():
         return None
     table = _json(path, MAX_CONFIG_BYTES)
     if not isinstance(table, dict):
-        raise RequestError(f"{path}: {shown(table)}; a tokenizer_config.json is a table; repair or remove it")
+        raise RequestError(
+            f"{path}: {shown(table)}; a tokenizer_config.json is a table; repair or remove it"
+        )
     token = table.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if token is not None and not isinstance(name, str):
-        raise RequestError(f"{path}: eos_token is {shown(token)}; allowed: a string, or a table with a string as content")
+        raise RequestError(
+            f"{path}: eos_token is {shown(token)}; allowed: a string, or a table with a string as"
+            " content"
+        )
     return None if name is None else pieces.get(name)
 
 
 def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
-    """Pieces and their ids, which are all the numbers from 0 on; with a piece for each byte there is nothing unknown."""
+    """Pieces and their ids, which are all the numbers from 0 on; with a piece for each byte there
+    is nothing unknown.
+    """
     table = _json(path, MAX_TOKENIZER_BYTES)
     if not isinstance(table, dict) or not all(type(i) is int for i in table.values()):
-        raise RequestError(f"{path}: not a vocabulary; allowed: a table of pieces and their ids, which are integers")
+        raise RequestError(
+            f"{path}: not a vocabulary; allowed: a table of pieces and their ids, which are"
+            " integers"
+        )
     lacking = sorted(set(alphabet) - set(table))
     if lacking:
-        raise RequestError(f"{path}: no piece {lacking[0]!r}; a byte-level vocabulary has one for each of the 256 bytes")
+        raise RequestError(
+            f"{path}: no piece {lacking[0]!r}; a byte-level vocabulary has one for each of the 256"
+            " bytes"
+        )
     ids: dict[str, int] = table
     holders: dict[int, str] = {}
     for piece, i in ids.items():
         if i in holders:
-            raise RequestError(f"{path}: {shown(holders[i])} and {shown(piece)} have the id {i}; an id is one piece's")
+            raise RequestError(
+                f"{path}: {shown(holders[i])} and {shown(piece)} have the id {i}; an id is one"
+                " piece's"
+            )
         holders[i] = piece
     hole = next((i for i in range(len(ids)) if i not in holders), None)
     if hole is not None:
-        raise RequestError(f"{path}: no piece has the id {hole}; the ids of {len(ids)} pieces are 0 to {len(ids) - 1}")
+        raise RequestError(
+            f"{path}: no piece has the id {hole}; the ids of {len(ids)} pieces are 0 to"
+            f" {len(ids) - 1}"
+        )
     return ids
 
 
 def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
     path = vocabulary.with_name("merges.txt")
     if not path.is_file():
-        raise RequestError(f"{vocabulary}: no merges.txt beside it; put it there, or name another tokenizer with --tokenizer")
+        raise RequestError(
+            f"{vocabulary}: no merges.txt beside it; put it there, or name another tokenizer with"
+            " --tokenizer"
+        )
     out = []
     for number, line in enumerate(_lines(path), 1):
         if line.startswith("#version"):
@@ -216,20 +256,23 @@ def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
         # The library aborts on a merge whose result is no piece.
         if not (one in ids and other in ids and one + other in ids):
             raise RequestError(
-                f"{path}: line {number} is {shown(line)}; a merge is two pieces of {vocabulary.name}, a space between them, "
-                "that are a third one together"
+                f"{path}: line {number} is {shown(line)}; a merge is two pieces of"
+                f" {vocabulary.name}, a space between them, that are a third one together"
             )
         out.append((one, other))
     return out
 
 
 def _special(path: Path, ids: dict[str, int]) -> list[str]:
-    """The tokens of `special_tokens.txt`, one a line; their order gives their ids, so that no line may be passed over."""
+    """The tokens of `special_tokens.txt`, one a line; their order gives their ids, so that no line
+    may be passed over.
+    """
     tokens = _lines(path) if path.is_file() else []
     for i, token in enumerate(tokens):
         if not token or token != token.strip() or token in ids or token in tokens[:i]:
             raise RequestError(
-                f"{path}: line {i + 1} is {shown(token)}; allowed: one token a line, with no space around it, each once"
+                f"{path}: line {i + 1} is {shown(token)}; allowed: one token a line, with no space"
+                " around it, each once"
             )
     return tokens
 
@@ -284,8 +327,12 @@ _PIECES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordPieceTokeni
 
 
 def load(places: list[Path]) -> Tokenizer:
-    """The first tokenizer found: each place is a file, or a folder that holds one (or a `tokenizer/` folder with one)."""
-    return _first(places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt")
+    """The first tokenizer found: each place is a file, or a folder that holds one (or a
+    `tokenizer/` folder with one).
+    """
+    return _first(
+        places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt"
+    )
 
 
 def present(places: list[Path]) -> bool:
@@ -294,7 +341,9 @@ def present(places: list[Path]) -> bool:
 
 
 def load_pieces(places: list[Path]) -> WordPieces:
-    """The first word pieces found: those of `vocab.txt`, also where another form of the same tokenizer lies beside it."""
+    """The first word pieces found: those of `vocab.txt`, also where another form of the same
+    tokenizer lies beside it.
+    """
     return _first(places, _PIECES, "BERT's vocab.txt")
 
 
@@ -303,18 +352,25 @@ def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], want
         for path, kind in _candidates(place, kinds):
             if path.is_file():
                 if path.stat().st_size > MAX_TOKENIZER_BYTES:
-                    raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}")
+                    raise RequestError(
+                        f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}"
+                    )
                 return kind(path)
     looked = ", ".join(str(place) for place in places) or "nowhere"
     raise RequestError(
-        f"no tokenizer found (looked in: {looked}); put {wanted} beside the weights or the data, or name it with --tokenizer"
+        f"no tokenizer found (looked in: {looked}); put {wanted} beside the weights or the data, or"
+        " name it with --tokenizer"
     )
 
 
-def _candidates(place: Path, kinds: Mapping[str, Callable[[Path], Kind]]) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
+def _candidates(
+    place: Path, kinds: Mapping[str, Callable[[Path], Kind]]
+) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
     """A file is what its name says, and under another name what its suffix says."""
     if place.is_file():
-        named = [name for name in kinds if name == place.name] or [n for n in kinds if place.name.endswith(Path(n).suffix)]
+        named = [name for name in kinds if name == place.name] or [
+            n for n in kinds if place.name.endswith(Path(n).suffix)
+        ]
         for name in named[:1]:
             yield place, kinds[name]
         return
@@ -328,8 +384,8 @@ def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer")
     `instead` is what else helps."""
     if tokenizer.end is None:
         raise RequestError(
-            f"tokenizer {tokenizer.source} does not say which token ends a text; put its tokenizer_config.json (with "
-            f"eos_token) beside it, or {instead}"
+            f"tokenizer {tokenizer.source} does not say which token ends a text; put its"
+            f" tokenizer_config.json (with eos_token) beside it, or {instead}"
         )
     return tokenizer.end
 
@@ -339,6 +395,7 @@ def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
     room = 1024
     if not vocab - room < tokenizer.vocab <= vocab:
         raise RequestError(
-            f"tokenizer {tokenizer.source} has {tokenizer.vocab} tokens and the model {vocab}; "
-            f"allowed: {max(1, vocab - room + 1)} to {vocab}; name the model's own tokenizer with --tokenizer"
+            f"tokenizer {tokenizer.source} has {tokenizer.vocab} tokens and the model {vocab};"
+            f" allowed: {max(1, vocab - room + 1)} to {vocab}; name the model's own tokenizer with"
+            " --tokenizer"
         )

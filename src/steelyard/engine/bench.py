@@ -1,4 +1,6 @@
-"""Rows of `steelyard spec`: one thing that a device can do, made ready by a framework, held and timed by a worker."""
+"""Rows of `steelyard spec`: one thing that a device can do, made ready by a framework, held and
+timed by a worker.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +15,9 @@ class LacksError(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """Ready to be called again and again. `check` runs it once and says how far the result is from that in fp64 (a share of its
-    root mean square; not finite where it is none) and how far it may be; None where there is nothing to compare."""
+    """Ready to be called again and again. `check` runs it once and says how far the result is from
+    that in fp64 (a share of its root mean square; not finite where it is none) and how far it may
+    be; None where there is nothing to compare."""
 
     work: Callable[[], Any]
     amount: float  # FLOPs or bytes of one call
@@ -24,7 +27,9 @@ class Made:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """What a row may take: `rate` is the best of its group and precision so far, `call_s` the longest one call may take."""
+    """What a row may take: `rate` is the best of its group and precision so far, `call_s` the
+    longest one call may take.
+    """
 
     rate: float | None
     call_s: float
@@ -37,20 +42,25 @@ class Budgeted:
 
 @dataclass(frozen=True)
 class Row:
-    """`make` takes the memory that the row needs, and may raise LacksError. An amount of bytes is not called."""
+    """`make` takes the memory that the row needs, and may raise LacksError. An amount of bytes is
+    not called.
+    """
 
     group: Group
     name: str
     precision: str | None
     unit: Unit
     make: Callable[[Budgeted], Made]
-    lacks: str | None = None  # why the device has no such thing, where that is known before it is tried
+    # why the device has no such thing, where that is known before it is tried
+    lacks: str | None = None
     like: str = ""  # rows of a group and a precision that are alike are about equally fast
     together: bool = False  # all ranks call it at once, equally often
 
 
 class Ceilings(Protocol):
-    """What a framework can show of a device. Made with its Framework object, which has joined all ranks."""
+    """What a framework can show of a device. Made with its Framework object, which has joined all
+    ranks.
+    """
 
     def rows(self, quick: bool) -> Iterator[Row]: ...
 

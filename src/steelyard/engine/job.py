@@ -34,7 +34,8 @@ class Job:
     rank: int
     world: int
     plan: Plan
-    place: Place  # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
+    # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
+    place: Place
     group: Any  # what the framework's `join` returned: the ranks that hold one model together
     steps: int | None  # at most so many batches a pass
     loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
@@ -54,10 +55,14 @@ class Job:
 class Engine(Protocol):
     @property
     def weights(self) -> Mapping[str, Any]:
-        """Where the weights came from, known after `prepare`: `source`, and what tells them from others."""
+        """Where the weights came from, known after `prepare`: `source`, and what tells them from
+        others.
+        """
 
     def prepare(self, name: str, part: Part) -> None:
-        """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget. Weights do not change."""
+        """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget.
+        Weights do not change.
+        """
 
     def total(self, name: str) -> int:
         """How many `Work` items the pass will yield."""

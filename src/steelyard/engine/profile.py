@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 Kind = Literal["matmul", "attention", "other", "copy", "communication", "bubble"]
-# At any instant one activity has the time: what computes before what moves data. So communication counts where it is exposed.
+# At any instant one activity has the time: what computes before what moves data. So communication
+# counts where it is exposed.
 PRIORITY: tuple[Kind, ...] = ("matmul", "attention", "other", "copy", "communication", "bubble")
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel on a device, or an operator on a CPU. `lane` is what it cannot overlap in: a stream, a thread. Activities of one
-    lane may be nested; the innermost has the time. `size_bytes`: the tensors that its call names, each once."""
+    """A kernel on a device, or an operator on a CPU. `lane` is what it cannot overlap in: a stream,
+    a thread. Activities of one lane may be nested; the innermost has the time. `size_bytes`: the
+    tensors that its call names, each once."""
 
     name: str
     kind: Kind
@@ -43,7 +45,9 @@ class Profiler(Protocol):
     def start(self) -> None: ...
 
     def stop(self, trace: Path | None) -> list[Activity]:
-        """What it saw; the whole trace is left in a file where one is named (Chrome's format, gzip)."""
+        """What it saw; the whole trace is left in a file where one is named (Chrome's format,
+        gzip).
+        """
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ def divide(activities: Sequence[Activity]) -> list[Kernel]:
     lanes: dict[str, list[int]] = {}
     for number, one in enumerate(activities):
         lanes.setdefault(one.lane, []).append(number)
-    segments = [segment for numbers in lanes.values() for segment in _innermost(activities, numbers)]
+    segments = [
+        segment for numbers in lanes.values() for segment in _innermost(activities, numbers)
+    ]
     time_s: defaultdict[tuple[str, Kind], float] = defaultdict(float)
     for owner, spent_s in _exclusive(activities, segments):
         time_s[_key(activities[owner])] += spent_s
@@ -66,8 +72,13 @@ def divide(activities: Sequence[Activity]) -> list[Kernel]:
     sizes: dict[tuple[str, Kind], int | None] = {}
     for one in activities:
         before = sizes.get(_key(one), 0)
-        sizes[_key(one)] = None if before is None or one.size_bytes is None else before + one.size_bytes
-    found = [Kernel(name, kind, calls[name, kind], time_s[name, kind], sizes[name, kind]) for name, kind in calls]
+        sizes[_key(one)] = (
+            None if before is None or one.size_bytes is None else before + one.size_bytes
+        )
+    found = [
+        Kernel(name, kind, calls[name, kind], time_s[name, kind], sizes[name, kind])
+        for name, kind in calls
+    ]
     return sorted(found, key=lambda one: (-one.time_s, one.name))
 
 
@@ -76,7 +87,9 @@ def _key(one: Activity) -> tuple[str, Kind]:
 
 
 def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_Segment]:
-    """The activities of a lane cut into pieces that do not overlap: at every instant the one that began last."""
+    """The activities of a lane cut into pieces that do not overlap: at every instant the one that
+    began last.
+    """
     numbers = sorted(numbers, key=lambda n: (activities[n].begin_s, -activities[n].end_s))
     stack: list[int] = []
     at_s = 0.0
@@ -99,7 +112,9 @@ def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_
     yield from until(float("inf"))
 
 
-def _exclusive(activities: Sequence[Activity], segments: list[_Segment]) -> Iterator[tuple[int, float]]:
+def _exclusive(
+    activities: Sequence[Activity], segments: list[_Segment]
+) -> Iterator[tuple[int, float]]:
     """Every instant to the segment of highest priority among all lanes."""
     rank = {kind: place for place, kind in enumerate(PRIORITY)}
     segments = sorted(segments, key=lambda one: one.begin_s)

@@ -1,7 +1,7 @@
 """Engines and frameworks: rows that say what each can do, known without importing either.
 
-An engine does a kind of work in one framework. Other packages add rows through the entry-point groups `steelyard.engines` (an
-`EngineRow`) and `steelyard.frameworks` (a `FrameworkRow`).
+An engine does a kind of work in one framework. Other packages add rows through the entry-point
+groups `steelyard.engines` (an `EngineRow`) and `steelyard.frameworks` (a `FrameworkRow`).
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,24 @@ from steelyard.case.question import Question
 from steelyard.engine.bench import Ceilings
 from steelyard.engine.framework import Framework
 from steelyard.engine.job import Engine, Job
-from steelyard.errors import MORE_MEMORY, RequestError, first_cause, in_one_line, known, lacks_memory
+from steelyard.errors import (
+    MORE_MEMORY,
+    RequestError,
+    first_cause,
+    in_one_line,
+    known,
+    lacks_memory,
+)
 from steelyard.models.shapes import VARIANTS
 from steelyard.plan.degrees import Plan
 
-# Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in detail.
+# Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in
+# detail.
 WORKS = {
     "score_choices": "the likeliest token after each text, and the likeliest of a few",
-    "score_texts": "the loss of every token of each text, and whether its last word is the likeliest",
+    "score_texts": (
+        "the loss of every token of each text, and whether its last word is the likeliest"
+    ),
     "train_rows": "training on rows of tokens",
     "train_cloze": "training on contexts with candidates to choose from",
 }
@@ -30,11 +40,14 @@ DEGREES = ("tp", "pp", "dp")
 
 @dataclass(frozen=True)
 class FrameworkRow:
-    """A framework: what joins ranks and drives devices. `make` is the `module:Class` that a worker loads."""
+    """A framework: what joins ranks and drives devices. `make` is the `module:Class` that a worker
+    loads.
+    """
 
     name: str
     make: str
-    ceilings: str | None = None  # `module:Class` of what `steelyard spec` shows with it; None: nothing
+    # `module:Class` of what `steelyard spec` shows with it; None: nothing
+    ceilings: str | None = None
     profiler: bool = False  # whether its profiler is read, for --explain
 
 
@@ -49,14 +62,16 @@ class EngineRow:
     variants: tuple[str, ...] = ()  # fields in which a Llama may differ from a plain one
     divisions: tuple[str, ...] = ("closed",)
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
-    trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")  # names of precisions of training
+    # names of precisions of training
+    trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")
     degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
     processes: Literal["per_device", "one"] = "per_device"
     checkpoints: bool = True  # whether its training keeps them, and goes on from one
     passes: tuple[str, ...] | None = None  # those it has; None: all of the task's
     batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
     several_hosts: bool = True
-    checkout: str = ""  # the program whose folder `engine.checkout` must name, where the engine starts one
+    # the program whose folder `engine.checkout` must name, where the engine starts one
+    checkout: str = ""
     fused: bool = False  # whether blocks keep as little for their backward as models/llama_fused.py
     even: bool = False  # whether micro-batches must divide the rows of a step
     memory_factor: float = 1.0  # memory that it needs, over what shapes tell; for `auto` tunes
@@ -73,16 +88,24 @@ class EngineRow:
         if question.model.family not in self.families and hasattr(question.model, "model_type"):
             why = f": it has no model of type {question.model.model_type!r}"
         elif question.row.work in self.works and question.row.batch_unit not in self.batches_of:
-            why = f": its global batch counts {question.row.batch_unit}, several to a row that do not see each other"
+            why = (
+                f": its global batch counts {question.row.batch_unit}, several to a row that do not"
+                " see each other"
+            )
         lacks = sorted(_variants(question) - set(self.variants))
         if question.row.work in self.works and question.model.family in self.families and lacks:
             why = f": its model has {', '.join(f'question.model.{name}' for name in lacks)}"
-        return f"engine {self.name!r} does not run {case.name}{why}; allowed: {', '.join(able) or 'none'}"
+        return (
+            f"engine {self.name!r} does not run {case.name}{why}; allowed:"
+            f" {', '.join(able) or 'none'}"
+        )
 
     def _runs(self, question: Question) -> bool:
         row = question.row
         counts = not row.kind_row.trains or row.batch_unit in self.batches_of
-        computed = question.model.family in self.families and _variants(question) <= set(self.variants)
+        computed = question.model.family in self.families and _variants(question) <= set(
+            self.variants
+        )
         return row.work in self.works and computed and counts
 
     def divides(self, plan: Plan) -> bool:
@@ -90,7 +113,9 @@ class EngineRow:
         return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
 
     def missing(self) -> str | None:
-        """Return the first module that it needs and that is not installed; RequestError if one is, and fails."""
+        """Return the first module that it needs and that is not installed; RequestError if one is,
+        and fails.
+        """
         return next((module for module in self.needs if not plugins.installed(module)), None)
 
 
@@ -198,7 +223,10 @@ FRAMEWORKS = [
 def table() -> dict[str, EngineRow]:
     """All rows by name."""
     return plugins.table(
-        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE], "steelyard.engines", EngineRow, "engine"
+        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE],
+        "steelyard.engines",
+        EngineRow,
+        "engine",
     )
 
 
@@ -212,8 +240,8 @@ def row(name: str) -> EngineRow:
 def load(name: str, work: str) -> Callable[[Job], Engine]:
     """Return what makes the engine of a name for a kind of work.
 
-    An engine that lacks a module, or whose module fails, raises RequestError; one that memory does not suffice for,
-    MemoryError."""
+    An engine that lacks a module, or whose module fails, raises RequestError; one that memory does
+    not suffice for, MemoryError."""
     found = row(name)
     if work not in found.works:
         raise RequestError(f"engine {name!r} cannot do {work}; it can do: {', '.join(found.works)}")
@@ -227,11 +255,15 @@ def load(name: str, work: str) -> Callable[[Job], Engine]:
 def _not_imported(row: EngineRow, error: ImportError) -> RequestError | MemoryError:
     extra, why = f"'steelyard[{row.extra or row.name}]'", in_one_line(first_cause(error))
     if lacks_memory(error):
-        return MemoryError(f"engine {row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY}")
+        return MemoryError(
+            f"engine {row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY}"
+        )
     if isinstance(error, ModuleNotFoundError):
         return RequestError(f"engine {row.name!r} needs {error.name or why}; pip install {extra}")
     again = f"pip install --force-reinstall {extra}"
-    return RequestError(f"engine {row.name!r} cannot be imported ({why}); install what it needs again: {again}")
+    return RequestError(
+        f"engine {row.name!r} cannot be imported ({why}); install what it needs again: {again}"
+    )
 
 
 def load_framework(name: str) -> Callable[..., Framework]:

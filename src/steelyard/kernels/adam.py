@@ -1,8 +1,9 @@
-"""AdamW's update of many tensors in one pass over memory: clipping, the update, the copy in the type that is computed in, and
-the gradients set to zero. Torch takes a pass for each of these. All is computed in fp32 (Loshchilov and Hutter 2019).
+"""AdamW's update of many tensors in one pass over memory: clipping, the update, the copy in the
+type that is computed in, and the gradients set to zero. Torch takes a pass for each of these. All
+is computed in fp32 (Loshchilov and Hutter 2019).
 
-A table on the device has a row for each part of a tensor: the addresses of its weights, gradients, moments and copy, and how
-many numbers it has. A program has a row.
+A table on the device has a row for each part of a tensor: the addresses of its weights, gradients,
+moments and copy, and how many numbers it has. A program has a row.
 """
 
 from collections.abc import Iterable
@@ -26,25 +27,38 @@ class Updated:
     gradient: Tensor
     first: Tensor
     second: Tensor
-    copy: Tensor | None  # of another type; None where the weights are computed with as they are kept
+    # of another type; None where the weights are computed with as they are kept
+    copy: Tensor | None
 
     @property
     def every(self) -> list[Tensor]:
-        return [self.weight, self.gradient, self.first, self.second, self.weight if self.copy is None else self.copy]
+        return [
+            self.weight,
+            self.gradient,
+            self.first,
+            self.second,
+            self.weight if self.copy is None else self.copy,
+        ]
 
     def rows(self) -> list[list[int]]:
         count = self.weight.numel()
         if not all(one.is_contiguous() and one.numel() == count for one in self.every):
             raise ValueError("tensors of one weight differ in size, or do not lie end to end")
         return [
-            [*(one.data_ptr() + begin * one.element_size() for one in self.every), min(PART, count - begin)]
+            [
+                *(one.data_ptr() + begin * one.element_size() for one in self.every),
+                min(PART, count - begin),
+            ]
             for begin in range(0, count, PART)
         ]
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.dtype, bool]:
         """What one launch has in common."""
-        aligned = all(number % ALIGNED == 0 for number in (self.weight.numel(), *(one.data_ptr() for one in self.every)))
+        aligned = all(
+            number % ALIGNED == 0
+            for number in (self.weight.numel(), *(one.data_ptr() for one in self.every))
+        )
         return self.weight.dtype, self.every[-1].dtype, aligned
 
 
@@ -65,16 +79,23 @@ class Update:
 
     def __init__(self, tensors: Iterable[Updated]) -> None:
         found: dict[tuple[torch.dtype, torch.dtype, bool], list[Updated]] = {}
-        for one in (one for one in tensors if one.weight.numel()):  # a rank may hold nothing of a small one
+        # a rank may hold nothing of a small one
+        for one in (one for one in tensors if one.weight.numel()):
             found.setdefault(one.kind, []).append(one)
         self.kept = found  # nothing that a table points at goes
         self.tables = {
-            kind: torch.tensor([row for one in every for row in one.rows()], dtype=torch.int64).to(every[0].weight.device)
+            kind: (
+                torch.tensor([row for one in every for row in one.rows()], dtype=torch.int64).to(
+                    every[0].weight.device
+                )
+            )
             for kind, every in found.items()
         }
 
     def __call__(self, norm: Tensor, numbers: Numbers, zero: bool) -> None:
-        """Clip by the norm of all gradients (fp32), update, and with `zero` set the gradients to zero."""
+        """Clip by the norm of all gradients (fp32), update, and with `zero` set the gradients to
+        zero.
+        """
         first, second = numbers.betas
         left = 1 - first**numbers.updates, (1 - second**numbers.updates) ** 0.5
         for (kept, copied, aligned), table in self.tables.items():
@@ -86,15 +107,21 @@ class Update:
     def compile(self, numbers: Numbers, zero: bool) -> None:
         """What a call needs, by a call that changes other tensors."""
         for (kept, copied, aligned), every in self.kept.items():
-            weight = torch.zeros(ALIGNED if aligned else 1, dtype=kept, device=every[0].weight.device)
+            weight = torch.zeros(
+                ALIGNED if aligned else 1, dtype=kept, device=every[0].weight.device
+            )
             copy = weight.to(copied) if kept != copied else None
-            gradient, first, second = torch.zeros(3, *weight.shape, dtype=kept, device=weight.device)
+            gradient, first, second = torch.zeros(
+                3, *weight.shape, dtype=kept, device=weight.device
+            )
             other = Update([Updated(weight, gradient, first, second, copy)])
             other(torch.zeros((), device=weight.device), numbers, zero)
 
 
 def _type(dtype: torch.dtype) -> object:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        dtype
+    ]
 
 
 @varied()
@@ -113,7 +140,9 @@ def _update(
     weight, gradient = _at(table, 0, kept, aligned), _at(table, 1, kept, aligned)
     first, second = _at(table, 2, kept, aligned), _at(table, 3, kept, aligned)
     copy = _at(table, 4, copied, aligned)
-    count = tl.multiple_of(tl.load(table + tl.program_id(0).to(tl.int64) * 6 + 5).to(tl.int32), aligned)
+    count = tl.multiple_of(
+        tl.load(table + tl.program_id(0).to(tl.int64) * 6 + 5).to(tl.int32), aligned
+    )
     scale = tl.minimum(clip / (tl.load(norm).to(tl.float32) + 1e-6), 1.0)
     for begin in range(0, count, size):
         i = begin + tl.arange(0, size)

@@ -1,11 +1,14 @@
-"""The sum of two streams and its RMSNorm, in one pass over memory each way; all is computed in fp32."""
+"""The sum of two streams and its RMSNorm, in one pass over memory each way; all is computed in
+fp32.
+"""
 
 import torch
 from torch import Tensor
 
 from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
 
-PARTS = 1056  # sums of a norm's weight gradient, one a program: eight for each multiprocessor of a large device
+# sums of a norm's weight gradient, one a program: eight for each multiprocessor of a large device
+PARTS = 1056
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -16,7 +19,9 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x, (wide * scale * weight).to(x.dtype), scale
 
 
-def add_norm_backward(x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def add_norm_backward(
+    x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight, from those of the sum and of its norm."""
     unit, grad = _wide(x) * scale, _wide(grad)
     slope = grad * weight
@@ -28,22 +33,37 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
 
 
-def triton_add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def triton_add_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     scale = x.new_empty(tokens, 1, dtype=torch.float32)
     _add_norm[(tokens,)](
-        x.contiguous(), delta.contiguous(), weight, out, normed, scale, eps, width, power_of_2(width), num_warps=8
+        x.contiguous(),
+        delta.contiguous(),
+        weight,
+        out,
+        normed,
+        scale,
+        eps,
+        width,
+        power_of_2(width),
+        num_warps=8,
     )
     return out, normed, scale
 
 
-def triton_add_norm_backward(x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def triton_add_norm_backward(
+    x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
     tokens, width = x.shape
     back = torch.empty_like(x)
     parts = x.new_empty(min(tokens, PARTS), width, dtype=torch.float32)
     given = (x, scale, weight, more.contiguous(), grad.contiguous())
-    _add_norm_backward[(len(parts),)](*given, back, parts, tokens, width, power_of_2(width), num_warps=8)
+    _add_norm_backward[(len(parts),)](
+        *given, back, parts, tokens, width, power_of_2(width), num_warps=8
+    )
     return back, parts.sum(0).to(weight.dtype)
 
 
@@ -63,7 +83,9 @@ def _add_norm(
     i = tl.arange(0, padded)
     there = i < width
     at = token * width + i
-    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(tl.float32)
+    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(
+        tl.float32
+    )
     kept = total.to(out.dtype.element_ty)
     tl.store(out + at, kept, there)
     wide = kept.to(tl.float32)

@@ -1,8 +1,8 @@
 """Matrices of fp8 numbers with a scale for each row, and their products.
 
-A row's scale is its largest magnitude over the largest number of the type, so that this one is hit; rows of zeros have a tiny
-scale. Columns are scaled by writing the matrix transposed: a product sums over what lies side by side in both of its
-operands. Sums of products are fp32.
+A row's scale is its largest magnitude over the largest number of the type, so that this one is hit;
+rows of zeros have a tiny scale. Columns are scaled by writing the matrix transposed: a product sums
+over what lies side by side in both of its operands. Sums of products are fp32.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,12 @@ from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, serve, ten
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
-TINY = 1e-30  # magnitudes below are scaled as if they were this large: 1 / TINY must still be a number
-ALIGNED = 16  # a device's products take matrices whose sides are multiples of it, but for the rows of the first
-FAST_SUMS = True  # Hopper's tensor cores then sum fewer bits than fp32 has; a device's products are tested with it
+# magnitudes below are scaled as if they were this large: 1 / TINY must still be a number
+TINY = 1e-30
+# a device's products take matrices whose sides are multiples of it, but for the rows of the first
+ALIGNED = 16
+# Hopper's tensor cores then sum fewer bits than fp32 has; a device's products are tested with it
+FAST_SUMS = True
 ROW = (16384, 32)  # of rows: numbers that a program reads at once, and its warps
 TILE = (128, 64)  # of columns: tokens and columns of a tile
 SPAN = 16  # tiles that a program goes through for the largest of a column
@@ -34,26 +37,36 @@ class Fp8(NamedTuple):
 
 
 def rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """Return the matrix in fp8 with a scale for each row. Its values are row-major whatever the strides
-    of `x` are: a device multiplies a row-major matrix by a column-major one and no others."""
+    """Return the matrix in fp8 with a scale for each row. Its values are row-major whatever the
+    strides of `x` are: a device multiplies a row-major matrix by a column-major one and no others.
+    """
     wide = x.float().contiguous()
     most = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
     return Fp8((wide * (LARGEST[dtype] / most)).to(dtype), most / LARGEST[dtype])
 
 
 def columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """A matrix transposed, scaled by what were its columns. Zeros are added to its rows up to a multiple of `ALIGNED`."""
+    """A matrix transposed, scaled by what were its columns. Zeros are added to its rows up to a
+    multiple of `ALIGNED`.
+    """
     more = -len(x) % ALIGNED
     return rows(torch.nn.functional.pad(x.t(), (0, more)), dtype)
 
 
 def product(a: Fp8, b: Fp8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """a times bᵀ. Where no device computes it, it is emulated: numbers of fp8, products and sums of fp32."""
+    """a times bᵀ. Where no device computes it, it is emulated: numbers of fp8, products and sums of
+    fp32.
+    """
     if a.values.device.type == "cpu":
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
     scaled: Any = torch._scaled_mm
     out: Tensor = scaled(
-        a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=FAST_SUMS
+        a.values,
+        b.values.t(),
+        scale_a=a.scale,
+        scale_b=b.scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=FAST_SUMS,
     )
     return out
 
@@ -118,23 +131,37 @@ def _rows(
     if count == 1:
         v = tl.load(x + row * width + i, i < width, 0.0).to(tl.float32)
         most = tl.maximum(tl.max(tl.abs(v), 0), tiny)
-        tl.store(values + row * width + i, (v * (largest / most)).to(values.dtype.element_ty), i < width)
+        tl.store(
+            values + row * width + i, (v * (largest / most)).to(values.dtype.element_ty), i < width
+        )
     else:
         high = tl.zeros([each], tl.float32)
         for c in range(count):
             at = c * each + i
-            high = tl.maximum(high, tl.abs(tl.load(x + row * width + at, at < width, 0.0).to(tl.float32)))
+            high = tl.maximum(
+                high, tl.abs(tl.load(x + row * width + at, at < width, 0.0).to(tl.float32))
+            )
         most = tl.maximum(tl.max(high, 0), tiny)
         for c in range(count):
             at = c * each + i
             v = tl.load(x + row * width + at, at < width, 0.0).to(tl.float32)
-            tl.store(values + row * width + at, (v * (largest / most)).to(values.dtype.element_ty), at < width)
+            tl.store(
+                values + row * width + at,
+                (v * (largest / most)).to(values.dtype.element_ty),
+                at < width,
+            )
     tl.store(scale + row, most / largest)
 
 
 @varied("height")
 def _column_most(
-    x: tensor, parts: tensor, height: tensor, width: tensor, tall: constexpr, wide: constexpr, span: constexpr
+    x: tensor,
+    parts: tensor,
+    height: tensor,
+    width: tensor,
+    tall: constexpr,
+    wide: constexpr,
+    span: constexpr,
 ) -> None:
     column = tl.program_id(0) * wide + tl.arange(0, wide)
     high = tl.zeros([wide], tl.float32)

@@ -1,7 +1,7 @@
 """What stands between the matmuls of a block, made in fp8 by the kernel that makes it.
 
-Values are rounded to the type of the stream before they are scaled, so that a fused kernel gives what the same steps one after
-the other give.
+Values are rounded to the type of the stream before they are scaled, so that a fused kernel gives
+what the same steps one after the other give.
 """
 
 import torch
@@ -14,7 +14,9 @@ from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, tensor, tl
 BACK = 4096  # numbers of gate that a program of SwiGLU's gradient reads at once
 
 
-def add_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8, Tensor]:
+def add_norm_fp8(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Fp8, Tensor]:
     """x + delta, its RMSNorm in fp8, and what that was scaled with by the norm."""
     x, normed, scale = add_norm.add_norm(x, delta, weight, eps)
     return x, rows(normed), scale
@@ -30,13 +32,17 @@ def gated_fp8(gate_up: Tensor, block: int) -> Fp8:
     return rows(swiglu.gated(gate_up, block))
 
 
-def gated_backward_fp8(gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Fp8]:
+def gated_backward_fp8(
+    gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Fp8]:
     """The gradient of gate and up, their SwiGLU again, and that gradient in fp8."""
     back, wide = swiglu.gated_backward(gate_up, grad, block)
     return back, wide, rows(back, dtype)
 
 
-def triton_add_norm_fp8(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Fp8, Tensor]:
+def triton_add_norm_fp8(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Fp8, Tensor]:
     tokens, width = x.shape
     out, made = torch.empty_like(x), empty(tokens, width, E4M3, x.device)
     norm = x.new_empty(tokens, 1, dtype=torch.float32)
@@ -62,14 +68,18 @@ def triton_gated_fp8(gate_up: Tensor, block: int) -> Fp8:
     return made
 
 
-def triton_gated_backward_fp8(gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Fp8]:
+def triton_gated_backward_fp8(
+    gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Fp8]:
     grad = grad.contiguous()
     tokens, width = grad.shape
     back, wide = torch.empty_like(gate_up), torch.empty_like(grad)
     made = empty(tokens, 2 * width, dtype, grad.device)
     each = min(BACK, power_of_2(width))
     sizes = (LARGEST[dtype], TINY, block, each // block, blocks(width, each))
-    _gated_backward[(tokens,)](gate_up, grad, back, wide, *made, width, *sizes, num_warps=warps(each))
+    _gated_backward[(tokens,)](
+        gate_up, grad, back, wide, *made, width, *sizes, num_warps=warps(each)
+    )
     return back, wide, made
 
 
@@ -92,7 +102,9 @@ def _add_norm(
     i = tl.arange(0, padded)
     there = i < width
     at = token * width + i
-    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(tl.float32)
+    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(
+        tl.float32
+    )
     kept = total.to(out.dtype.element_ty)
     tl.store(out + at, kept, there)
     wide = kept.to(tl.float32)
@@ -106,7 +118,9 @@ def _add_norm(
 
 
 @jit
-def _renorm(x: tensor, scale: tensor, weight: tensor, out: tensor, width: tensor, padded: constexpr) -> None:
+def _renorm(
+    x: tensor, scale: tensor, weight: tensor, out: tensor, width: tensor, padded: constexpr
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     there = i < width
@@ -157,7 +171,9 @@ def _gated(
             n = c * each + tl.arange(0, each)[:, None]
             there = (n * block < width) & (i < block)
             v = _swiglu(gate_up, n, i, there, block)
-            tl.store(values + n * block + i, (v * (largest / most)).to(values.dtype.element_ty), there)
+            tl.store(
+                values + n * block + i, (v * (largest / most)).to(values.dtype.element_ty), there
+            )
     tl.store(scale + row, most / largest)
 
 
@@ -198,7 +214,9 @@ def _gated_backward(
         of_up = (g * silu).to(back.dtype.element_ty)
         tl.store(back + n * 2 * block + i, of_gate, there)
         tl.store(back + n * 2 * block + block + i, of_up, there)
-        high = tl.maximum(high, tl.maximum(tl.abs(of_gate.to(tl.float32)), tl.abs(of_up.to(tl.float32))))
+        high = tl.maximum(
+            high, tl.maximum(tl.abs(of_gate.to(tl.float32)), tl.abs(of_up.to(tl.float32)))
+        )
     most = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
     tl.debug_barrier()  # what other threads of the program wrote
     j = tl.arange(0, 2 * block)[None, :]
@@ -206,5 +224,7 @@ def _gated_backward(
         n = c * each + tl.arange(0, each)[:, None]
         there = (n * block < width) & (j < 2 * block)
         v = tl.load(back + n * 2 * block + j, there, 0.0).to(tl.float32)
-        tl.store(values + n * 2 * block + j, (v * (largest / most)).to(values.dtype.element_ty), there)
+        tl.store(
+            values + n * 2 * block + j, (v * (largest / most)).to(values.dtype.element_ty), there
+        )
     tl.store(scale + row, most / largest)

@@ -1,9 +1,12 @@
-"""All attention of a GLM in Triton, for 16-bit types: contexts on themselves, spans on their context and on their own past.
+"""All attention of a GLM in Triton, for 16-bit types: contexts on themselves, spans on their
+context and on their own past.
 
-Tokens are in the order of `Joint`, every context with its spans behind it: of each token it is known where its row begins,
-where the context in it ends and where its own span begins. A token sees its context, and its own span up to itself. A program
-has some tokens of one row, so that a row's queries read its own keys and no others. Gradients are written where the matmul
-before reads them, and nothing is added up by several programs: results are the same in every run. Exponents are to base 2.
+Tokens are in the order of `Joint`, every context with its spans behind it: of each token it is
+known where its row begins, where the context in it ends and where its own span begins. A token sees
+its context, and its own span up to itself. A program has some tokens of one row, so that a row's
+queries read its own keys and no others. Gradients are written where the matmul before reads them,
+and nothing is added up by several programs: results are the same in every run. Exponents are to
+base 2.
 
 What is dropped is a hash of a seed, the head, the query and the key, and is hashed again backward.
 """
@@ -29,12 +32,15 @@ BACK_QUERIES = (32, 4, 3)
 BACK_KEYS = (32, 4, 2)
 
 
-def attend(qkv: Tensor, borders: Tensor, programs: Tensor, dropout: Dropout) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] and the logarithm of each softmax's sum [H, T]. `borders` is int32 [3, T], `programs` int32 [2, P]:
-    the first token of each program, and where its row ends."""
+def attend(
+    qkv: Tensor, borders: Tensor, programs: Tensor, dropout: Dropout
+) -> tuple[Tensor, Tensor]:
+    """Attention [T, H, D] and the logarithm of each softmax's sum [H, T]. `borders` is int32 [3,
+    T], `programs` int32 [2, P]: the first token of each program, and where its row ends."""
     if qkv.numel() > COUNTED:
         raise RequestError(
-            f"tune.attention='packed' counts to {COUNTED}, not to {qkv.numel()} numbers; choose a smaller tune.micro_batch"
+            f"tune.attention='packed' counts to {COUNTED}, not to {qkv.numel()} numbers; choose a"
+            " smaller tune.micro_batch"
         )
     tokens, _, heads, dim = qkv.shape
     out, lse = qkv.new_empty(tokens, heads, dim), qkv.new_empty(heads, tokens, dtype=torch.float32)
@@ -63,17 +69,42 @@ def attend_backward(
     total, dot = torch.empty_like(qkv), torch.empty_like(lse)
     grid = programs.shape[1], heads
     parts = qkv.new_empty(grid[0], 3, heads * dim, dtype=torch.float32)
-    given = (out, lse, dot, total, parts, borders, programs, *_drawn(dropout), tokens, dim**-0.5, *_dropped(dropout))
+    given = (
+        out,
+        lse,
+        dot,
+        total,
+        parts,
+        borders,
+        programs,
+        *_drawn(dropout),
+        tokens,
+        dim**-0.5,
+        *_dropped(dropout),
+    )
     sizes = dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE
     for kernel, (other, warps, stages) in ((_back_queries, BACK_QUERIES), (_back_keys, BACK_KEYS)):
         (read, read_grad), by_descriptor = _read(other, qkv.flatten(1, 2), grad)
-        kernel[grid](grad, read_grad, qkv, read, *given, *sizes, other, by_descriptor, num_warps=warps, num_stages=stages)
+        kernel[grid](
+            grad,
+            read_grad,
+            qkv,
+            read,
+            *given,
+            *sizes,
+            other,
+            by_descriptor,
+            num_warps=warps,
+            num_stages=stages,
+        )
     reduce_parts(parts, list(accumulator.view(3, -1)))
     return total
 
 
 def _read(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
-    """What tiles of so many tokens are read from, and whether by descriptors: only heads of the sizes that are computed."""
+    """What tiles of so many tokens are read from, and whether by descriptors: only heads of the
+    sizes that are computed.
+    """
     dim = matrices[0].shape[-1]
     whole = described(matrices[0].device) and dim == max(LEAST, power_of_2(dim))
     return (tiles(rows, *matrices) if whole else list(matrices)), whole
@@ -90,12 +121,16 @@ def _dropped(dropout: Dropout) -> tuple[float, int]:
 
 @varied()
 def _seen(i: tensor, start: tensor, end: tensor, own: tensor, j: tensor) -> tensor:
-    """Whether query `i`, of a row from `start` with a context up to `end` and of a span from `own`, sees key `j`."""
+    """Whether query `i`, of a row from `start` with a context up to `end` and of a span from `own`,
+    sees key `j`.
+    """
     return ((j >= start) & (j < end)) | ((j >= own) & (j <= i))
 
 
 @varied()
-def _tile(base: tensor, i: tensor, there: tensor, row: constexpr, dim: constexpr, wide: constexpr) -> tensor:
+def _tile(
+    base: tensor, i: tensor, there: tensor, row: constexpr, dim: constexpr, wide: constexpr
+) -> tensor:
     """Rows `i` of one head, zero where there are none."""
     d = tl.arange(0, wide)[None, :]
     at = base + i[:, None] * row + d
@@ -109,7 +144,9 @@ def _other(
     base: tensor, read: tensor, begin: tensor, side: tensor, upto: tensor, tokens: tensor,
     stride: constexpr, dim: constexpr, wide: constexpr, rows: constexpr, by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """Rows from `begin` on, of the head whose numbers begin at `side`. From `upto` on nobody sees them."""
+    """Rows from `begin` on, of the head whose numbers begin at `side`. From `upto` on nobody sees
+    them.
+    """
     if by_descriptor:
         return read_tile(read, begin, side, stride, tokens, dim, rows, True)
     else:
@@ -127,8 +164,22 @@ def _attend_keys(
 ) -> tuple[tensor, tensor, tensor]:  # fmt: skip
     """Go on with a softmax by some keys, all of which all queries see unless they are `masked`."""
     j = begin + tl.arange(0, keys)
-    k = _other(qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
-    v = _other(qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
+    k = _other(
+        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor
+    )
+    v = _other(
+        qkv,
+        read,
+        begin,
+        2 * row + head * dim,
+        upto,
+        tokens,
+        3 * row,
+        dim,
+        wide,
+        keys,
+        by_descriptor,
+    )
     s = tl.dot(q, tl.trans(k)) * scale
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -183,15 +234,17 @@ def _forward(
 @varied()
 def _own_tokens(programs: tensor) -> tuple[tensor, tensor]:
     """The first token of this program, and where its row ends: the same where it has none."""
-    return tl.load(programs + tl.program_id(0)), tl.load(programs + tl.num_programs(0) + tl.program_id(0))
+    return tl.load(programs + tl.program_id(0)), tl.load(
+        programs + tl.num_programs(0) + tl.program_id(0)
+    )
 
 
 @varied()
 def _keys_of_queries(
     borders: tensor, tokens: tensor, first: tensor, stop: tensor, tile: constexpr, keys: constexpr
 ) -> tuple[tensor, tensor, tensor]:
-    """The first key that queries of one row see, up to where all of them see all keys, in whole steps of `keys`, and the end of
-    those they see."""
+    """The first key that queries of one row see, up to where all of them see all keys, in whole
+    steps of `keys`, and the end of those they see."""
     some = first < stop
     lowest, end = tl.load(borders + first, some, 0), tl.load(borders + tokens + first, some, 0)
     upto = tl.where(some, tl.maximum(end, tl.minimum(first + tile, stop)), 0)
@@ -208,7 +261,9 @@ def _store(
     value = tl.where(there[:, None], value, 0.0)
     at = total + i[:, None] * 3 * row + which * row + head * dim + d[None, :]
     tl.store(at, value, there[:, None] & (d < dim)[None, :])
-    tl.store(parts + (tl.program_id(0) * 3 + which) * row + head * dim + d, tl.sum(value, 0), d < dim)
+    tl.store(
+        parts + (tl.program_id(0) * 3 + which) * row + head * dim + d, tl.sum(value, 0), d < dim
+    )
 
 
 @varied()
@@ -219,10 +274,26 @@ def _queries_back(
     masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """The gradient of queries by some keys, but for the scale, and for what stays being more where some is dropped."""
+    """The gradient of queries by some keys, but for the scale, and for what stays being more where
+    some is dropped.
+    """
     j = begin + tl.arange(0, keys)
-    k = _other(qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
-    v = _other(qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor)
+    k = _other(
+        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor
+    )
+    v = _other(
+        qkv,
+        read,
+        begin,
+        2 * row + head * dim,
+        upto,
+        tokens,
+        3 * row,
+        dim,
+        wide,
+        keys,
+        by_descriptor,
+    )
     s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -241,7 +312,9 @@ def _back_queries(
     inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
     tile: constexpr, keys: constexpr, by_descriptor: constexpr,
 ) -> None:  # fmt: skip
-    """Of queries; writes the dot product of each output with its gradient, too. What stays is made more at the end alone."""
+    """Of queries; writes the dot product of each output with its gradient, too. What stays is made
+    more at the end alone.
+    """
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
@@ -249,7 +322,12 @@ def _back_queries(
     row: constexpr = heads * dim
     q = _tile(qkv + head * dim, i, there, 3 * row, dim, wide)
     g = _tile(grad + head * dim, i, there, row, dim, wide)
-    mean = tl.sum(g.to(tl.float32) * _tile(out + head * dim, i, there, row, dim, wide).to(tl.float32), 1) / inverse
+    mean = (
+        tl.sum(
+            g.to(tl.float32) * _tile(out + head * dim, i, there, row, dim, wide).to(tl.float32), 1
+        )
+        / inverse
+    )
     tl.store(dot + head * tokens + i, mean, there)
     norm = tl.load(lse + head * tokens + i, there, 0.0)
     start, end = tl.load(borders + i, there, 0), tl.load(borders + tokens + i, there, 0)
@@ -279,12 +357,18 @@ def _keys_back(
     of_k: tensor, of_v: tensor, masked: constexpr, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
     queries: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """Add the gradients of keys, but for the scale, and of values by some queries; both but for what stays being more."""
+    """Add the gradients of keys, but for the scale, and of values by some queries; both but for
+    what stays being more.
+    """
     i = begin + tl.arange(0, queries)
     real = i < upto
     row: constexpr = heads * dim
-    q = _other(qkv, read, begin, head * dim, upto, tokens, 3 * row, dim, wide, queries, by_descriptor)
-    g = _other(grad, read_grad, begin, head * dim, upto, tokens, row, dim, wide, queries, by_descriptor)
+    q = _other(
+        qkv, read, begin, head * dim, upto, tokens, 3 * row, dim, wide, queries, by_descriptor
+    )
+    g = _other(
+        grad, read_grad, begin, head * dim, upto, tokens, row, dim, wide, queries, by_descriptor
+    )
     norms = head * tokens + i
     norm, mean = tl.load(lse + norms, real, 0.0), tl.load(dot + norms, real, 0.0)
     s = tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634)
@@ -312,8 +396,8 @@ def _back_keys(
     inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
     tile: constexpr, queries: constexpr, by_descriptor: constexpr,
 ) -> None:  # fmt: skip
-    """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a span's by itself and those behind
-    it."""
+    """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a
+    span's by itself and those behind it."""
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     j = first + tl.arange(0, tile)

@@ -1,5 +1,6 @@
-"""Log-probabilities of targets from logits, which are in the precision of the matmuls and are read as fp32: no fp32 copy of all
-of them is ever there. Without Triton they are read a few rows at a time."""
+"""Log-probabilities of targets from logits, which are in the precision of the matmuls and are read
+as fp32: no fp32 copy of all of them is ever there. Without Triton they are read a few rows at a
+time."""
 
 import torch
 from torch import Tensor
@@ -18,26 +19,36 @@ def log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor]:
     """The gradient of the logits."""
     right = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return (((right.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(logits.dtype),)
+    return (
+        ((right.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(logits.dtype),
+    )
 
 
 def triton_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     rows, vocab = logits.shape
     lse, found = logits.new_empty(2, rows, dtype=torch.float32)
-    _log_probs[(rows,)](logits, targets, lse, found, vocab, min(COLUMNS, power_of_2(vocab)), num_warps=8)
+    _log_probs[(rows,)](
+        logits, targets, lse, found, vocab, min(COLUMNS, power_of_2(vocab)), num_warps=8
+    )
     return lse, found
 
 
-def triton_log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor]:
+def triton_log_probs_backward(
+    logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor
+) -> tuple[Tensor]:
     """In the place of the logits, which nothing reads any more."""
     rows, vocab = logits.shape
     block = min(COLUMNS, power_of_2(vocab))
-    _log_probs_backward[(rows, blocks(vocab, block))](logits, targets, lse, grad.contiguous(), vocab, block, num_warps=8)
+    _log_probs_backward[(rows, blocks(vocab, block))](
+        logits, targets, lse, grad.contiguous(), vocab, block, num_warps=8
+    )
     return (logits,)
 
 
 @varied()
-def _log_probs(logits: tensor, targets: tensor, lse: tensor, found: tensor, vocab: constexpr, block: constexpr) -> None:
+def _log_probs(
+    logits: tensor, targets: tensor, lse: tensor, found: tensor, vocab: constexpr, block: constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * vocab
     i = tl.arange(0, block)
@@ -54,7 +65,9 @@ def _log_probs(logits: tensor, targets: tensor, lse: tensor, found: tensor, voca
 
 
 @varied()
-def _log_probs_backward(logits: tensor, targets: tensor, lse: tensor, grad: tensor, vocab: constexpr, block: constexpr) -> None:
+def _log_probs_backward(
+    logits: tensor, targets: tensor, lse: tensor, grad: tensor, vocab: constexpr, block: constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * block + tl.arange(0, block)
     at = logits + row * vocab + i

@@ -1,9 +1,11 @@
-"""What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all is computed in fp32.
+"""What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all
+is computed in fp32.
 
-Gradients of biases are column sums of what these kernels write anyway: every program sums its own rows, and `_reduce_parts`
-adds those sums to the gradient. What is dropped is a hash of a seed and the place, hashed again backward: no mask is kept.
-The seed is on the device, so that a recorded graph drops other numbers whenever it is replayed. Numbers of tokens are not
-compiled in: micro-batches have different ones.
+Gradients of biases are column sums of what these kernels write anyway: every program sums its own
+rows, and `_reduce_parts` adds those sums to the gradient. What is dropped is a hash of a seed and
+the place, hashed again backward: no mask is kept. The seed is on the device, so that a recorded
+graph drops other numbers whenever it is replayed. Numbers of tokens are not compiled in:
+micro-batches have different ones.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,17 @@ from torch.nn import functional as F
 from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, triton, varied
 from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
 
-PARTS = 792  # programs that sum columns: as many as a large device runs at once, six on each multiprocessor
-# Of GELU's gradient: columns of a wide row and rows that a program reads at once, its warps, and how many programs.
+# programs that sum columns: as many as a large device runs at once, six on each multiprocessor
+PARTS = 792
+# Of GELU's gradient: columns of a wide row and rows that a program reads at once, its warps, and
+# how many programs.
 GELU = (512, 1, 4, 1584)
 
 
 def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The residual stream and its norm, as they are written, with numbers that a compiler takes for constants."""
+    """The residual stream and its norm, as they are written, with numbers that a compiler takes for
+    constants.
+    """
 
     def run(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         x = x + F.dropout(delta, dropout)
@@ -57,7 +63,20 @@ def dropout_add_norm(
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     stats = x.new_empty(tokens, 2, dtype=torch.float32)
-    given = (x, delta, weight, bias, out, normed, stats, dropout.seed, dropout.place, dropout.share, dropout.below, eps)
+    given = (
+        x,
+        delta,
+        weight,
+        bias,
+        out,
+        normed,
+        stats,
+        dropout.seed,
+        dropout.place,
+        dropout.share,
+        dropout.below,
+        eps,
+    )
     _dropout_add_norm[(tokens,)](*given, dropout.share > 0, width, power_of_2(width), num_warps=4)
     return out, normed, stats
 
@@ -70,8 +89,9 @@ def dropout_add_norm_backward(
     dropout: Dropout,
     stays: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of x, if it `stays`, and of delta, from those of the sum (`more`) and of its norm. Those of the norm's
-    weight and bias, and of the bias that was added to delta, are added to `accumulators`."""
+    """The gradients of x, if it `stays`, and of delta, from those of the sum (`more`) and of its
+    norm. Those of the norm's weight and bias, and of the bias that was added to delta, are added to
+    `accumulators`."""
     x, stats, weight = saved
     tokens, width = x.shape
     stays = stays or not dropout.share
@@ -80,7 +100,14 @@ def dropout_add_norm_backward(
     sums = 2 if accumulators[2] is None else 3
     parts = x.new_empty(min(tokens, PARTS), sums, width, dtype=torch.float32)
     grad = grad.contiguous()
-    given = (x, stats, weight, grad if more is None else more.contiguous(), grad, x if back is None else back)
+    given = (
+        x,
+        stats,
+        weight,
+        grad if more is None else more.contiguous(),
+        grad,
+        x if back is None else back,
+    )
     _dropout_add_norm_backward[(len(parts),)](
         *given, x if change is None else change, parts, tokens, dropout.seed, dropout.place, dropout.share, dropout.below,
         dropout.share > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
@@ -113,9 +140,13 @@ def gelu_backward(x: Tensor, grad: Tensor, accumulator: Tensor) -> Tensor:
     columns, rows, warps, programs = GELU
     wide = min(columns, power_of_2(width))
     columns = blocks(width, wide)
-    parts = x.new_empty(min(blocks(tokens, rows), max(1, programs // columns)), 1, width, dtype=torch.float32)
+    parts = x.new_empty(
+        min(blocks(tokens, rows), max(1, programs // columns)), 1, width, dtype=torch.float32
+    )
     back = torch.empty_like(x)
-    _gelu_backward[(len(parts), columns)](x, grad.contiguous(), back, parts, tokens, width, wide, rows, num_warps=warps)
+    _gelu_backward[(len(parts), columns)](
+        x, grad.contiguous(), back, parts, tokens, width, wide, rows, num_warps=warps
+    )
     reduce_parts(parts, [accumulator])
     return back
 
@@ -145,7 +176,9 @@ def _dropout_add_norm(
     change = tl.load(delta + at, there, 0.0).to(tl.float32)
     if dropped:
         low, high = keys_of(seed, place)
-        change = tl.where(kept(of_queries(token, 0, 1, low), of_keys(i, high), below), change / (1 - dropout), 0.0)
+        change = tl.where(
+            kept(of_queries(token, 0, 1, low), of_keys(i, high), below), change / (1 - dropout), 0.0
+        )
     total = (tl.load(x + at, there, 0.0).to(tl.float32) + change).to(out.dtype.element_ty)
     tl.store(out + at, total, there)
     wide = total.to(tl.float32)
@@ -155,7 +188,9 @@ def _dropout_add_norm(
     tl.store(stats + 2 * token, mean)
     tl.store(stats + 2 * token + 1, scale)
     slope = tl.load(weight + i, there, 0.0).to(tl.float32)
-    tl.store(normed + at, centred * scale * slope + tl.load(bias + i, there, 0.0).to(tl.float32), there)
+    tl.store(
+        normed + at, centred * scale * slope + tl.load(bias + i, there, 0.0).to(tl.float32), there
+    )
 
 
 @varied("tokens", "place", "below")
@@ -195,7 +230,8 @@ def _dropout_add_norm_backward(
         unit = (tl.load(x + at, there, 0.0).to(tl.float32) - mean) * scale
         of_weight += g * unit
         of_bias += g
-        stream = tl.load(more + at, there & ongoing, 0.0).to(tl.float32)  # before the sums, which wait for all loads
+        # before the sums, which wait for all loads
+        stream = tl.load(more + at, there & ongoing, 0.0).to(tl.float32)
         g = g * slope
         g = stream + scale * (g - tl.sum(g, 0) / width - unit * (tl.sum(g * unit, 0) / width))
         if stays:
@@ -214,7 +250,13 @@ def _dropout_add_norm_backward(
 
 @varied("programs")
 def _reduce_parts(
-    parts: tensor, first: tensor, second: tensor, third: tensor, programs: tensor, places: constexpr, width: constexpr
+    parts: tensor,
+    first: tensor,
+    second: tensor,
+    third: tensor,
+    programs: tensor,
+    places: constexpr,
+    width: constexpr,
 ) -> None:
     place = tl.program_id(1)
     i = tl.program_id(0) * 16 + tl.arange(0, 16)

@@ -1,8 +1,9 @@
-"""Attention of a GLM in Triton where flash attention has no call: spans on themselves, and what lies around its calls.
+"""Attention of a GLM in Triton where flash attention has no call: spans on themselves, and what
+lies around its calls.
 
-Tokens are in the order of `Joint`, every context with its spans behind it. Flash attention is then one call, of a context and
-its spans on the context. Spans on themselves go on with the softmax that it began: its output and log-sum-exp are where the
-sum over a span's own keys starts from.
+Tokens are in the order of `Joint`, every context with its spans behind it. Flash attention is then
+one call, of a context and its spans on the context. Spans on themselves go on with the softmax that
+it began: its output and log-sum-exp are where the sum over a span's own keys starts from.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class RowBorders:
 
 @dataclass(frozen=True)
 class Joint:
-    """The same tokens in another order, every context with its spans behind it: a context and its spans are then one row of
-    queries on the context's keys."""
+    """The same tokens in another order, every context with its spans behind it: a context and its
+    spans are then one row of queries on the context's keys."""
 
     order: Tensor  # int64 [T]: which token stands there
     rows: RowBorders  # contexts, each with its spans
@@ -37,30 +38,59 @@ class Joint:
     starts: Tensor  # int32: where each span begins
     lengths: Tensor  # int32: of the spans; 0 where there are no more
     longest: int  # of the spans
-    borders: Tensor  # int32 [3, T]: where a token's row begins, its context ends, its span begins (T: in no span)
-    programs: Tensor  # int32 [2, P]: the first of some tokens of a row, and where the row ends; the same where there are none
+    # int32 [3, T]: where a token's row begins, its context ends, its span begins (T: in no span)
+    borders: Tensor
+    # int32 [2, P]: the first of some tokens of a row, and where the row ends; the same where there
+    # are none
+    programs: Tensor
 
 
 def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:
-    """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]. What no token stands for is left as it is."""
+    """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]. What no token stands for
+    is left as it is.
+    """
     heads, dim = qkv.shape[2:]
     out = qkv.new_empty(len(rows.contexts), 2, heads, dim)
-    _context_keys_values[(len(out),)](qkv, out, rows.contexts, 2 * heads * dim, power_of_2(2 * heads * dim), num_warps=4)
+    _context_keys_values[(len(out),)](
+        qkv, out, rows.contexts, 2 * heads * dim, power_of_2(2 * heads * dim), num_warps=4
+    )
     return out
 
 
 def attend_spans(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: Dropout) -> None:
-    """Go on with spans on themselves: `out` [T, H, D] and `lse` [H, T] are of spans on contexts, and then of both."""
+    """Go on with spans on themselves: `out` [T, H, D] and `lse` [H, T] are of spans on contexts,
+    and then of both.
+    """
     tokens, _, heads, dim = qkv.shape
-    given = (qkv, out, lse, rows.starts, rows.lengths, *_drawn(dropout), tokens, rows.longest, dropout.share, dim**-0.5)
+    given = (
+        qkv,
+        out,
+        lse,
+        rows.starts,
+        rows.lengths,
+        *_drawn(dropout),
+        tokens,
+        rows.longest,
+        dropout.share,
+        dim**-0.5,
+    )
     sizes = heads, dim, max(BLOCK, power_of_2(dim)), BLOCK
     _attend_spans[_grid(rows, heads)](*given, dropout.share > 0, *sizes, num_warps=1)
 
 
 def attend_spans_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dq: Tensor, total: Tensor, rows: Joint, dropout: Dropout
+    grad: Tensor,
+    qkv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    total: Tensor,
+    rows: Joint,
+    dropout: Dropout,
 ) -> None:
-    """Write the gradients of the spans' keys and values to `total` [T, 3, H, D], and add that of their queries to `dq`."""
+    """Write the gradients of the spans' keys and values to `total` [T, 3, H, D], and add that of
+    their queries to `dq`.
+    """
     tokens, _, heads, dim = qkv.shape
     written = (grad, qkv, out, lse, dq, total, rows.starts, rows.lengths)
     given = (*written, *_drawn(dropout), tokens, rows.longest, dropout.share, dim**-0.5)
@@ -68,13 +98,23 @@ def attend_spans_backward(
     _attend_spans_backward[_grid(rows, heads)](*given, dropout.share > 0, *sizes, num_warps=1)
 
 
-def merge_gradients(grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, accumulator: Tensor) -> None:
-    """Put the gradients of all queries [T, H, D], and of the contexts' keys and values [n, H, D], in `total`, where the spans'
-    keys and values are already. The column sum, a bias's gradient, is added to `accumulator`."""
+def merge_gradients(
+    grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, accumulator: Tensor
+) -> None:
+    """Put the gradients of all queries [T, H, D], and of the contexts' keys and values [n, H, D],
+    in `total`, where the spans' keys and values are already. The column sum, a bias's gradient, is
+    added to `accumulator`."""
     width = total[0, 0].numel()
     parts = total.new_empty(min(len(total), PARTS), 3, width, dtype=torch.float32)
     _merge_gradients[(len(parts),)](
-        *(one.contiguous() for one in grads), total, rows.place, parts, len(total), width, power_of_2(width), num_warps=4
+        *(one.contiguous() for one in grads),
+        total,
+        rows.place,
+        parts,
+        len(total),
+        width,
+        power_of_2(width),
+        num_warps=4,
     )
     reduce_parts(parts, [accumulator[i * width : (i + 1) * width] for i in range(3)])
 
@@ -88,7 +128,9 @@ def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
 
 
 @varied()
-def _context_keys_values(qkv: tensor, out: tensor, contexts: tensor, width: constexpr, padded: constexpr) -> None:
+def _context_keys_values(
+    qkv: tensor, out: tensor, contexts: tensor, width: constexpr, padded: constexpr
+) -> None:
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(contexts + token).to(tl.int64)
     i = tl.arange(0, padded)
@@ -138,7 +180,15 @@ def _merge_gradients(
 
 
 @varied()
-def _tile(base: tensor, begin: tensor, length: tensor, i: tensor, row: constexpr, dim: constexpr, wide: constexpr) -> tensor:
+def _tile(
+    base: tensor,
+    begin: tensor,
+    length: tensor,
+    i: tensor,
+    row: constexpr,
+    dim: constexpr,
+    wide: constexpr,
+) -> tensor:
     """RowBorders `i` of a span that begins at `begin`, of one head: zero beyond its end."""
     d = tl.arange(0, wide)[None, :]
     at = base + (begin + i).to(tl.int64)[:, None] * row + d
@@ -146,8 +196,18 @@ def _tile(base: tensor, begin: tensor, length: tensor, i: tensor, row: constexpr
 
 
 @varied()
-def _left(p: tensor, seed: tensor, query: tensor, key: tensor, longest: tensor, dropout: tensor, dropped: constexpr) -> tensor:
-    """What dropout leaves of numbers [queries, keys]. `query` counts tokens and heads, `key` the tokens of a span."""
+def _left(
+    p: tensor,
+    seed: tensor,
+    query: tensor,
+    key: tensor,
+    longest: tensor,
+    dropout: tensor,
+    dropped: constexpr,
+) -> tensor:
+    """What dropout leaves of numbers [queries, keys]. `query` counts tokens and heads, `key` the
+    tokens of a span.
+    """
     if dropped:
         drawn = tl.rand(seed, query[:, None] * longest + key[None, :])
         p = tl.where(drawn >= dropout, p / (1 - dropout), 0.0)
@@ -222,7 +282,9 @@ def _slopes(
     dropped: constexpr,
     heads: constexpr,
 ) -> tuple[tensor, tensor]:
-    """The probabilities of queries `i` on keys `j`, less what is dropped, and the gradients of their logits."""
+    """The probabilities of queries `i` on keys `j`, less what is dropped, and the gradients of
+    their logits.
+    """
     s = tl.dot(q, tl.trans(k)) * factor
     p = tl.where(j[None, :] <= i[:, None], tl.exp(tl.minimum(s - norm[:, None], 0.0)), 0.0)
     query = (begin + i) * heads + head
@@ -252,7 +314,9 @@ def _attend_spans_backward(
     wide: constexpr,
     block: constexpr,
 ) -> None:
-    """A program has some tokens of a span twice: as queries of the tokens up to them, then as keys of those from them on."""
+    """A program has some tokens of a span twice: as queries of the tokens up to them, then as keys
+    of those from them on.
+    """
     head, tile = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))
     key = tl.load(seed) + place
@@ -266,7 +330,9 @@ def _attend_spans_backward(
     if tile * block < length:
         q = _tile(here, begin, length, i, 3 * row, dim, wide)
         g = _tile(grads, begin, length, i, row, dim, wide)
-        mean = tl.sum(g.to(tl.float32) * _tile(outs, begin, length, i, row, dim, wide).to(tl.float32), 1)
+        mean = tl.sum(
+            g.to(tl.float32) * _tile(outs, begin, length, i, row, dim, wide).to(tl.float32), 1
+        )
         norm = tl.load(norms + i, i < length, 0.0)
         at = dq + head * dim + rows * row + d
         of_q = tl.load(at, there, 0.0).to(tl.float32)
@@ -274,7 +340,24 @@ def _attend_spans_backward(
             j = other * block + tl.arange(0, block)
             k = _tile(here + row, begin, length, j, 3 * row, dim, wide)
             v = _tile(here + 2 * row, begin, length, j, 3 * row, dim, wide)
-            p, s = _slopes(q, k, v, g, norm, mean, i, j, begin, head, key, longest, dropout, factor, dropped, heads)
+            p, s = _slopes(
+                q,
+                k,
+                v,
+                g,
+                norm,
+                mean,
+                i,
+                j,
+                begin,
+                head,
+                key,
+                longest,
+                dropout,
+                factor,
+                dropped,
+                heads,
+            )
             of_q += tl.dot(s.to(k.dtype), k)
         tl.store(at, of_q, there)
         k = _tile(here + row, begin, length, i, 3 * row, dim, wide)
@@ -285,9 +368,28 @@ def _attend_spans_backward(
             j = other * block + tl.arange(0, block)
             q = _tile(here, begin, length, j, 3 * row, dim, wide)
             g = _tile(grads, begin, length, j, row, dim, wide)
-            mean = tl.sum(g.to(tl.float32) * _tile(outs, begin, length, j, row, dim, wide).to(tl.float32), 1)
+            mean = tl.sum(
+                g.to(tl.float32) * _tile(outs, begin, length, j, row, dim, wide).to(tl.float32), 1
+            )
             norm = tl.load(norms + j, j < length, 0.0)
-            p, s = _slopes(q, k, v, g, norm, mean, j, i, begin, head, key, longest, dropout, factor, dropped, heads)
+            p, s = _slopes(
+                q,
+                k,
+                v,
+                g,
+                norm,
+                mean,
+                j,
+                i,
+                begin,
+                head,
+                key,
+                longest,
+                dropout,
+                factor,
+                dropped,
+                heads,
+            )
             of_k += tl.dot(tl.trans(s).to(q.dtype), q)
             of_v += tl.dot(tl.trans(p).to(g.dtype), g)
         at = total + head * dim + rows * 3 * row + d

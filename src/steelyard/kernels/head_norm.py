@@ -1,5 +1,5 @@
-"""RMS norms of every query and key head, where they lie in QKV, stored by key group; values are left as they are. All is
-computed in fp32."""
+"""RMS norms of every query and key head, where they lie in QKV, stored by key group; values are
+left as they are. All is computed in fp32."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,6 @@
-"""Triton, if it is installed. Kernels are written against these names; without Triton they can be read but not run."""
+"""Triton, if it is installed. Kernels are written against these names; without Triton they can be
+read but not run.
+"""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -22,7 +24,9 @@ _without = ["cpu"]  # types of torch's devices for which Triton does not compile
 
 
 def disable(device: torch.device) -> None:
-    """Make `serve` return False for devices of this type: Triton does not compile for their accelerator."""
+    """Make `serve` return False for devices of this type: Triton does not compile for their
+    accelerator.
+    """
     if device.type not in _without:
         _without.append(device.type)
 
@@ -44,5 +48,7 @@ def blocks(number: int, each: int) -> int:
 
 def varied(*names: str) -> Callable[[Any], Any]:
     """Compile, but nothing of what these arguments are."""
-    made: Callable[[Any], Any] = triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
+    made: Callable[[Any], Any] = (
+        triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
+    )
     return made

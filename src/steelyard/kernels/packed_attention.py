@@ -1,9 +1,10 @@
 """Causal attention over packed rows and its gradient in Triton, for 16-bit types.
 
-The rows of a layout are read as one long row. Of every query it is known which keys it sees, from where to where, and a tile
-of queries reads from the first of them to the last, whatever the number of rows. Queries, keys and values are [T, heads, D],
-and D is a power of two. Without gradients they may lie inside one matrix, queries then as [T, groups, heads of a group, D].
-Exponents are to base 2.
+The rows of a layout are read as one long row. Of every query it is known which keys it sees, from
+where to where, and a tile of queries reads from the first of them to the last, whatever the number
+of rows. Queries, keys and values are [T, heads, D], and D is a power of two. Without gradients they
+may lie inside one matrix, queries then as [T, groups, heads of a group, D]. Exponents are to base
+2.
 """
 
 from dataclasses import dataclass
@@ -31,18 +32,23 @@ class Borders:
 
     begin: Tensor  # [Tq]: its first key
     stop: Tensor  # [Tq]: one behind its last key
-    end: Tensor  # [Tk]: one behind the last query that sees it; its first is itself, where no prefix is shared
+    # [Tk]: one behind the last query that sees it; its first is itself, where no prefix is shared
+    end: Tensor
 
 
 def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None) -> Borders:
-    """From the cumulative lengths of rows, each aligned at its end; with a window, a query sees the last so many keys. Where
-    a prefix is shared, `end` is read by nobody."""
+    """From the cumulative lengths of rows, each aligned at its end; with a window, a query sees the
+    last so many keys. Where a prefix is shared, `end` is read by nobody."""
     at = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
     row = torch.searchsorted(cu_q, at, right=True)
     made = Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
     if window is None:
         return made
-    return Borders(torch.maximum(made.begin, made.stop - window), made.stop, torch.minimum(made.end, at + window))
+    return Borders(
+        torch.maximum(made.begin, made.stop - window),
+        made.stop,
+        torch.minimum(made.end, at + window),
+    )
 
 
 def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
@@ -52,12 +58,15 @@ def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
 def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
     """Attention inside rows with these borders."""
     if not serves(q.device, q.dtype, q.shape[-1]):
-        raise RequestError("tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32, 64 or 128")
+        raise RequestError(
+            "tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32,"
+            " 64 or 128"
+        )
     reach = max(len(one) * one.stride(0) for one in (q, k, v))
     if reach > MOST:
         raise RequestError(
-            f"tune.attention='packed' counts to {MOST}, and a batch has {reach} numbers; lower tune.micro_batch or "
-            "tune.batch_tokens"
+            f"tune.attention='packed' counts to {MOST}, and a batch has {reach} numbers; lower"
+            " tune.micro_batch or tune.batch_tokens"
         )
     if torch.is_grad_enabled() and len(q) != len(k):
         raise RequestError("tune.attention='packed' learns nothing from rows with shared prefixes")
@@ -69,7 +78,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
 
 class PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor) -> Tensor:
+    def forward(
+        context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor
+    ) -> Tensor:
         groups, dim = k.shape[1:]
         q = q.view(len(q), groups, -1, dim) if q.dim() == 3 else q
         ratio = q.shape[2]
@@ -77,9 +88,30 @@ class PackedAttention(torch.autograd.Function):
         out, lse = q.new_empty(tokens, heads, dim), q.new_empty(heads, tokens, dtype=torch.float32)
         tile, keys, warps, stages = FORWARD
         places = [one.stride(i) for one in (q, k, v) for i in (0, 1)]
-        sizes = (dim**-0.5 * LOG2_E, tokens, len(k), heads, ratio, dim, tile, keys, described(q.device))
+        sizes = (
+            dim**-0.5 * LOG2_E,
+            tokens,
+            len(k),
+            heads,
+            ratio,
+            dim,
+            tile,
+            keys,
+            described(q.device),
+        )
         grid = (-(-tokens // tile), heads)
-        _forward[grid](q, *tiles(keys, k, v), *places, out, lse, begin, stop, *sizes, num_warps=warps, num_stages=stages)
+        _forward[grid](
+            q,
+            *tiles(keys, k, v),
+            *places,
+            out,
+            lse,
+            begin,
+            stop,
+            *sizes,
+            num_warps=warps,
+            num_stages=stages,
+        )
         context.save_for_backward(q.flatten(1, 2), k, v, out, lse, begin, end)
         return out
 
@@ -94,10 +126,35 @@ class PackedAttention(torch.autograd.Function):
         back_q, back_k, back_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         sizes = (scale, scale * LOG2_E, tokens, heads, heads // groups, dim)
         tile, keys, warps, stages = BACK_KEYS
-        given = (*tiles(tile, q, grad), k, v, lse, dot, back_k, back_v, end, *sizes, tile, keys, described(q.device))
+        given = (
+            *tiles(tile, q, grad),
+            k,
+            v,
+            lse,
+            dot,
+            back_k,
+            back_v,
+            end,
+            *sizes,
+            tile,
+            keys,
+            described(q.device),
+        )
         _back_keys[(-(-tokens // keys), groups)](*given, num_warps=warps, num_stages=stages)
         tile, keys, warps, stages = BACK_QUERIES
-        given = (q, *tiles(keys, k, v), grad, lse, dot, back_q, begin, *sizes, tile, keys, described(q.device))
+        given = (
+            q,
+            *tiles(keys, k, v),
+            grad,
+            lse,
+            dot,
+            back_q,
+            begin,
+            *sizes,
+            tile,
+            keys,
+            described(q.device),
+        )
         _back_queries[(-(-tokens // tile), heads)](*given, num_warps=warps, num_stages=stages)
         return back_q, back_k, back_v, None, None, None
 
@@ -133,7 +190,9 @@ def _forward(
     row = first + tl.arange(0, tile)
     there = row < tokens
     d = tl.arange(0, dim)[None, :]
-    query = tl.load(q + row[:, None] * q_row + group * q_group + head % ratio * dim + d, there[:, None], 0.0)
+    query = tl.load(
+        q + row[:, None] * q_row + group * q_group + head % ratio * dim + d, there[:, None], 0.0
+    )
     start = tl.load(begin + row, there, 0)
     bound = tl.load(stop + row, there, 0)
     final = tl.minimum(first + tile, tokens) - 1
@@ -163,12 +222,22 @@ def _forward(
 
 
 @varied("tokens")
-def _dot(out: tensor, grad: tensor, dot: tensor, tokens: tensor, heads: tensor, dim: constexpr, tile: constexpr) -> None:
+def _dot(
+    out: tensor,
+    grad: tensor,
+    dot: tensor,
+    tokens: tensor,
+    heads: tensor,
+    dim: constexpr,
+    tile: constexpr,
+) -> None:
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
     at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
     there = row < tokens
-    product = tl.load(out + at, there[:, None], 0.0).to(tl.float32) * tl.load(grad + at, there[:, None], 0.0).to(tl.float32)
+    product = tl.load(out + at, there[:, None], 0.0).to(tl.float32) * tl.load(
+        grad + at, there[:, None], 0.0
+    ).to(tl.float32)
     tl.store(dot + head * tokens + row, tl.sum(product, 1), there)
 
 
@@ -213,7 +282,9 @@ def _back_keys(
             above = tl.load(lse + head * tokens + row, known, 0.0)
             # Masked in every tile: a branch here costs more than it saves.
             seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
-            weight = tl.where(seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0)
+            weight = tl.where(
+                seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0
+            )
             slope = read_tile(grad, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor)
             sums_v = tl.dot(weight.to(slope.dtype), slope, sums_v)
             part = tl.load(dot + head * tokens + row, known, 0.0)
@@ -252,7 +323,9 @@ def _back_part(
         weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None])
         if masked:
             column = low + tl.arange(0, keys)
-            weight = tl.where((column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), weight, 0.0)
+            weight = tl.where(
+                (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), weight, 0.0
+            )
         change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])
         sums = tl.dot(change.to(key.dtype), key, sums)
     return sums
@@ -290,7 +363,8 @@ def _back_queries(
     part = tl.load(dot + head * tokens + row, there, 0.0)
     last = tl.minimum(first + tile, tokens)
     lowest = tl.load(begin + first) // keys * keys
-    shown = tl.cdiv(tl.load(begin + last - 1), keys) * keys  # from here on, and up to `own`, all queries see all keys
+    # from here on, and up to `own`, all queries see all keys
+    shown = tl.cdiv(tl.load(begin + last - 1), keys) * keys
     own = first // keys * keys
     side = head // ratio * dim
     stride = heads // ratio * dim

@@ -1,5 +1,5 @@
-"""Which numbers are dropped: a hash of a seed and of two places, a query (of a head) and a key, or a token and a column. It is
-the same whichever kernel asks, in whatever tiles."""
+"""Which numbers are dropped: a hash of a seed and of two places, a query (of a head) and a key, or
+a token and a column. It is the same whichever kernel asks, in whatever tiles."""
 
 from steelyard.kernels.jit import constexpr, tensor, tl, varied
 
@@ -31,8 +31,9 @@ def of_keys(j: tensor, key: tensor) -> tensor:
 
 @varied()
 def kept(a: tensor, b: tensor, below: tensor) -> tensor:
-    """Of a number for each query and one for each key, shaped to be added, which pairs are not dropped. The last step of a hash
-    changes low bits alone, and the sign is left out, so that numbers are compared with one of 31 bit."""
+    """Of a number for each query and one for each key, shaped to be added, which pairs are not
+    dropped. The last step of a hash changes low bits alone, and the sign is left out, so that
+    numbers are compared with one of 31 bit."""
     x = a + b
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B

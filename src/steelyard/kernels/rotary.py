@@ -1,7 +1,8 @@
-"""Rotary positions: from QKV, stored by key group, to rotated queries and keys, and values; and back.
+"""Rotary positions: from QKV, stored by key group, to rotated queries and keys, and values; and
+back.
 
-A compiler that is given the gradient as torch writes it computes both sides of every concatenation and keeps one: it then
-takes five times as long as its bytes. The kernel computes in fp32.
+A compiler that is given the gradient as torch writes it computes both sides of every concatenation
+and keeps one: it then takes five times as long as its bytes. The kernel computes in fp32.
 """
 
 import torch
@@ -18,15 +19,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values; `queries` are the query heads of a key group. No two share memory with `qkv`."""
+def split_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated, and values; `queries` are the query heads of a key group. No two
+    share memory with `qkv`.
+    """
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
     q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
     return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1].clone()
 
 
-def rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of `qkv` rotated where they lie, and values: views of it, queries by key group."""
+def rotate_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of `qkv` rotated where they lie, and values: views of it, queries by key
+    group.
+    """
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
     grouped[:, :, :-1] = rotate(grouped[:, :, :-1], cos[:, None], sin[:, None])
     return grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
@@ -38,7 +47,9 @@ def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Ten
     return torch.cat((grouped, rotate(k, cos, -sin)[:, :, None], v[:, :, None]), dim=2).flatten(1)
 
 
-def triton_split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+def triton_split_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
     tokens, dim = len(qkv), 2 * cos.shape[-1]
     groups = qkv.shape[1] // ((queries + 2) * dim)
     q = qkv.new_empty(tokens, groups * queries, dim)
@@ -47,7 +58,9 @@ def triton_split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> t
     return q, k, v
 
 
-def triton_rotate_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+def triton_rotate_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
     half = cos.shape[-1]
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * half))  # type: ignore[no-untyped-call]
     groups = grouped.shape[1]
@@ -64,12 +77,16 @@ def triton_join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor)
     return out
 
 
-def _launch(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, forth: bool) -> None:
+def _launch(
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, forth: bool
+) -> None:
     tokens, groups, dim = k.shape
     half = dim // 2
     rows = max(1, NUMBERS // power_of_2(half))
     grid = (tokens, blocks(groups, rows))
-    _rotate[grid](qkv, q, k, v, cos, sin, groups, forth, q.shape[1] // groups, half, power_of_2(half), rows)
+    _rotate[grid](
+        qkv, q, k, v, cos, sin, groups, forth, q.shape[1] // groups, half, power_of_2(half), rows
+    )
 
 
 @jit

@@ -1,7 +1,8 @@
-"""SwiGLU of gate and up, which are one matrix in alternating blocks of a few columns each, and its gradient.
+"""SwiGLU of gate and up, which are one matrix in alternating blocks of a few columns each, and its
+gradient.
 
-A compiler that is given the gradient as torch writes it computes both sides of a concatenation and keeps one: it then takes
-twice as long as its bytes. The kernels compute in fp32.
+A compiler that is given the gradient as torch writes it computes both sides of a concatenation and
+keeps one: it then takes twice as long as its bytes. The kernels compute in fp32.
 """
 
 import torch
@@ -32,7 +33,9 @@ def gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, T
 
 def triton_gated(gate_up: Tensor, block: int) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _gated[(blocks(out.numel(), NUMBERS),)](gate_up, out, out.numel() // block, block, NUMBERS // block)
+    _gated[(blocks(out.numel(), NUMBERS),)](
+        gate_up, out, out.numel() // block, block, NUMBERS // block
+    )
     return out
 
 
@@ -56,7 +59,13 @@ def _gated(gate_up: tensor, out: tensor, count: tensor, block: constexpr, each: 
 
 @jit
 def _gated_backward(
-    gate_up: tensor, grad: tensor, back: tensor, wide: tensor, count: tensor, block: constexpr, each: constexpr
+    gate_up: tensor,
+    grad: tensor,
+    back: tensor,
+    wide: tensor,
+    count: tensor,
+    block: constexpr,
+    each: constexpr,
 ) -> None:
     n = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)[:, None]
     i = tl.arange(0, block)[None, :]

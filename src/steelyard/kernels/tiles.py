@@ -1,5 +1,5 @@
-"""Tiles of a matrix of tokens: some rows of one head, read by descriptors where a device moves whole tiles (Hopper's TMA), and
-by addresses elsewhere."""
+"""Tiles of a matrix of tokens: some rows of one head, read by descriptors where a device moves
+whole tiles (Hopper's TMA), and by addresses elsewhere."""
 
 from collections.abc import Callable
 from functools import cache
@@ -21,7 +21,8 @@ def _describe(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None
     """What makes descriptors, where the device reads by them."""
     if not serve(device):
         return None
-    arch = triton.runtime.driver.active.get_current_target().arch  # a number of NVIDIA's, and of nobody else's
+    # a number of NVIDIA's, and of nobody else's
+    arch = triton.runtime.driver.active.get_current_target().arch
     if not isinstance(arch, int) or arch < SINCE:
         return None
     if find_spec("triton.tools") is None or find_spec(NAME) is None:  # an older Triton
@@ -37,7 +38,10 @@ def described(device: torch.device) -> bool:
 def tiles(rows: int, *tensors: Tensor) -> list[Any]:
     """Tensors [tokens, heads, D], to be read in tiles of so many tokens of one head."""
     describe = _describe(tensors[0].device)
-    return [one if describe is None else describe(_matrix(one), [rows, one.shape[-1]]) for one in tensors]
+    return [
+        one if describe is None else describe(_matrix(one), [rows, one.shape[-1]])
+        for one in tensors
+    ]
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -57,9 +61,13 @@ def read_tile(
     rows: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:
-    """Rows from a token on, of the head whose numbers begin at `side`; zeros behind the last of `count` tokens."""
+    """Rows from a token on, of the head whose numbers begin at `side`; zeros behind the last of
+    `count` tokens.
+    """
     if by_descriptor:
         return x.load([low, side])
     else:
         at = low + tl.arange(0, rows)
-        return tl.load(x + at[:, None] * stride + side + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0)
+        return tl.load(
+            x + at[:, None] * stride + side + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0
+        )

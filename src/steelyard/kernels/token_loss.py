@@ -9,13 +9,16 @@ NUMBERS = 4096  # that a program reads at once
 
 
 def read_logits(logits: Tensor, own: Tensor) -> Tensor:
-    """Per row: log of the summed exponentials, the logit at `own` (-inf where that is in no column), the highest logit, and
-    how far from `own` the first of the highest stands: [4, rows], in fp32."""
+    """Per row: log of the summed exponentials, the logit at `own` (-inf where that is in no
+    column), the highest logit, and how far from `own` the first of the highest stands: [4, rows],
+    in fp32."""
     values = logits.float()
     here = (own >= 0) & (own < values.shape[-1])
     target = values.gather(-1, own.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
     top, best = values.max(-1)
-    return torch.stack((values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float()))
+    return torch.stack(
+        (values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float())
+    )
 
 
 def triton_read_logits(logits: Tensor, own: Tensor) -> Tensor:
@@ -23,13 +26,25 @@ def triton_read_logits(logits: Tensor, own: Tensor) -> Tensor:
     out = logits.new_empty(4, rows, dtype=torch.float32)
     if rows:
         each = min(NUMBERS, power_of_2(width))
-        _read[(rows,)](logits, own.contiguous(), out, logits.stride(0), rows, width, each, num_warps=8)
+        _read[(rows,)](
+            logits, own.contiguous(), out, logits.stride(0), rows, width, each, num_warps=8
+        )
     return out
 
 
 @varied("rows")
-def _read(logits: tensor, own: tensor, out: tensor, stride: tensor, rows: tensor, width: constexpr, each: constexpr) -> None:
-    """Each lane keeps the sum, the highest and its place of the columns it reads; they are joined at the end."""
+def _read(
+    logits: tensor,
+    own: tensor,
+    out: tensor,
+    stride: tensor,
+    rows: tensor,
+    width: constexpr,
+    each: constexpr,
+) -> None:
+    """Each lane keeps the sum, the highest and its place of the columns it reads; they are joined
+    at the end.
+    """
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * stride
     i = tl.arange(0, each)

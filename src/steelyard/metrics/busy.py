@@ -1,7 +1,7 @@
 """Whether other processes used the host's cores while a run was measured.
 
-Load averages count waiting threads, the run's own among them. CPU time does not lie that way: what the cores did, less what the
-run's own processes did, is what others took.
+Load averages count waiting threads, the run's own among them. CPU time does not lie that way: what
+the cores did, less what the run's own processes did, is what others took.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,25 +18,31 @@ from steelyard.words import Message, Values
 
 @dataclass(frozen=True)
 class Bounds:
-    """Shares of the cores that a run may use, taken by others: what is worth a note, and what makes a run invalid."""
+    """Shares of the cores that a run may use, taken by others: what is worth a note, and what makes
+    a run invalid.
+    """
 
     note: float
     most: float
 
 
-# Where the cores are the device, what others take is missing from the rate, one for one: 3 % is about what cases allow their
-# interval, and 10 % is another result. Services of an idle host take 1 %.
+# Where the cores are the device, what others take is missing from the rate, one for one: 3 % is
+# about what cases allow their interval, and 10 % is another result. Services of an idle host take 1
+# %.
 CORES_ARE_THE_DEVICE = Bounds(note=0.03, most=0.10)
-# Where another device works, a rank needs about one core to launch its kernels and some to read data. It waits once few
-# cores are left; before that, others cost it nothing but caches.
+# Where another device works, a rank needs about one core to launch its kernels and some to read
+# data. It waits once few cores are left; before that, others cost it nothing but caches.
 CORES_SERVE_A_DEVICE = Bounds(note=0.25, most=0.75)
 
-COUNTED = 0.9  # of the run's own time that the cores must show at least: a host that shows less does not count
+# of the run's own time that the cores must show at least: a host that shows less does not count
+COUNTED = 0.9
 
 
 @dataclass(frozen=True)
 class Share:
-    """What others took of the cores that the run may use, between two readings; None with the reason, where nobody knows."""
+    """What others took of the cores that the run may use, between two readings; None with the
+    reason, where nobody knows.
+    """
 
     value: float | None
     time_s: float = 0.0
@@ -51,7 +57,9 @@ def bounds_of(accelerator: str | None) -> Bounds:
 
 
 def share(load: Load, begin_s: float, end_s: float) -> Share:
-    """Between the last reading before the window and the first after it: a window may be shorter than a second."""
+    """Between the last reading before the window and the first after it: a window may be shorter
+    than a second.
+    """
     first, last = bisect_right(load.t_s, begin_s) - 1, bisect_left(load.t_s, end_s)
     if first < 0 or last >= len(load.t_s):
         return Share(None, why=Message("busy.no_reading"))
@@ -65,7 +73,8 @@ def share(load: Load, begin_s: float, end_s: float) -> Share:
     begun, ended = (load.group_s[first], load.group_s[last]) if load.group_s else (None, None)
     if begun is not None and ended is not None:
         others_s = max(others_s, ended - begun - own_s)
-    return Share(min(1.0, others_s / (load.cores * time_s)), time_s)  # ticks of many cores may add up to more
+    # ticks of many cores may add up to more
+    return Share(min(1.0, others_s / (load.cores * time_s)), time_s)
 
 
 def _shares(record: Record) -> Iterator[tuple[str, Load, Share]]:
@@ -73,7 +82,11 @@ def _shares(record: Record) -> Iterator[tuple[str, Load, Share]]:
     over the part of the run that rates are taken from."""
     found = span(record)
     for host in record.hosts:
-        windows = [found.borders[rank] for rank in host.ranks if found is not None and rank in found.borders]
+        windows = [
+            found.borders[rank]
+            for rank in host.ranks
+            if found is not None and rank in found.borders
+        ]
         if host.load is not None and windows:
             begin_s, end_s = min(begin for begin, _ in windows), max(end for _, end in windows)
             yield host.name, host.load, share(host.load, begin_s, end_s)
@@ -95,9 +108,18 @@ def quiet(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
             why = taken.why or Message("busy.not_counted")
             yield note(Message("note.busy_unknown", {"host": name, "why": why}))
             continue
-        told: Values = {"host": name, "share": taken.value, "cores": load.cores, "time": taken.time_s}
+        told: Values = {
+            "host": name,
+            "share": taken.value,
+            "cores": load.cores,
+            "time": taken.time_s,
+        }
         said = Message("busy.taken", told)
-        noted = Message("note.busy", {"taken": said, "least": limit.note}) if taken.value > limit.note else None
+        noted = (
+            Message("note.busy", {"taken": said, "least": limit.note})
+            if taken.value > limit.note
+            else None
+        )
         if record.case.size != "smoke":
             limits: Values = {"taken": said, "most": limit.most}
             yield judged("quiet", taken.value <= limit.most, "busy", "check.quiet", limits, noted)

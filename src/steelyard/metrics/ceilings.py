@@ -1,4 +1,6 @@
-"""What follows from the benches of a machine: rates with intervals, clock and power meanwhile, and shares of the datasheet."""
+"""What follows from the benches of a machine: rates with intervals, clock and power meanwhile, and
+shares of the datasheet.
+"""
 
 from math import fsum, isclose
 from pathlib import Path
@@ -19,10 +21,15 @@ def derive(record: SpecRecord) -> list[Ceiling]:
     peak = record.environment.hardware.peak
     devices = {rank.rank: rank.device for rank in record.ranks}
     every = {one.device: one for one in record.telemetry}
-    return [_ceiling(one, record.limits, peak, every.get(devices.get(one.rank) or "")) for one in record.benches]
+    return [
+        _ceiling(one, record.limits, peak, every.get(devices.get(one.rank) or ""))
+        for one in record.benches
+    ]
 
 
-def _ceiling(bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None) -> Ceiling:
+def _ceiling(
+    bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None
+) -> Ceiling:
     said = remark(bench, limits)
     note = said and storable(said)
     if _why_absent(bench) is not None or bench.amount is None:
@@ -55,11 +62,19 @@ def remark(bench: Bench, limits: Limits) -> Message | None:
     if why is not None:
         return why
     if bench.unit == "B":
-        return Message("ceiling.text", {"text": str(bench.detail["how"])}) if "how" in bench.detail else None
+        return (
+            Message("ceiling.text", {"text": str(bench.detail["how"])})
+            if "how" in bench.detail
+            else None
+        )
     steady, kept = settled(bench.stretches, limits)
     if fsum(one.time_s for one in kept) < SHORTEST_S:
         return Message("ceiling.short")
-    return None if steady else Message("ceiling.not_steady", {"last": limits.last, "within": limits.within})
+    return (
+        None
+        if steady
+        else Message("ceiling.not_steady", {"last": limits.last, "within": limits.within})
+    )
 
 
 def _why_absent(bench: Bench) -> Message | None:
@@ -79,10 +94,16 @@ def wrong(bench: Bench) -> Message:
 
 
 def settled(stretches: list[Stretch], limits: Limits) -> tuple[bool, list[Stretch]]:
-    """Whether the last stretches agree, and those that a rate is taken over: they, or else the later half of all."""
+    """Whether the last stretches agree, and those that a rate is taken over: they, or else the
+    later half of all.
+    """
     last = stretches[-limits.last :]
     costs = [one.time_s / one.calls for one in last]
-    if len(last) == limits.last and min(costs) > 0 and max(costs) <= (1 + limits.within) * min(costs):
+    if (
+        len(last) == limits.last
+        and min(costs) > 0
+        and max(costs) <= (1 + limits.within) * min(costs)
+    ):
         return True, last
     return False, stretches[-max(limits.last, len(stretches) // 2) :]
 
@@ -128,9 +149,13 @@ def _wrong(path: Path, found: SpecRecord) -> list[str]:
     out = spec.integrity(path)
     for bench, told, again in zip(found.benches, found.ceilings, derive(found), strict=True):
         if not _same(told, again):
-            what = " ".join(filter(None, (bench.group, bench.name, bench.precision, f"on rank {bench.rank}")))
+            what = " ".join(
+                filter(None, (bench.group, bench.name, bench.precision, f"on rank {bench.rank}"))
+            )
             out.append(f"{what} is {told.value}; recomputed from its stretches: {again.value}")
-    if found.status != ("failed" if found.failure else "valid") or bool(found.failure) != bool(found.reasons):
+    if found.status != ("failed" if found.failure else "valid") or bool(found.failure) != bool(
+        found.reasons
+    ):
         out.append("the status does not follow from what is there")
     return out
 
@@ -142,4 +167,7 @@ def _same(told: Ceiling, again: Ceiling) -> bool:
     names = ("value", "sm_clock_mhz", "power_w", "peak", "share")
     pairs = [(getattr(told, name), getattr(again, name)) for name in names]
     pairs += zip(told.interval or (), again.interval or (), strict=True)
-    return all(a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9)) for a, b in pairs)
+    return all(
+        a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9))
+        for a, b in pairs
+    )

@@ -1,5 +1,6 @@
-"""Whether the clocks of a run agree. A clock that a preloaded library slows down makes every rate too high, and nothing else
-in a record would show it; the kernel's own text and the device's events are not that library's to change."""
+"""Whether the clocks of a run agree. A clock that a preloaded library slows down makes every rate
+too high, and nothing else in a record would show it; the kernel's own text and the device's events
+are not that library's to change."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from steelyard.metrics.spans import samples, span, windows
 from steelyard.record.record import Record, Sample, Value
 from steelyard.words import Message, Values
 
-APART = 0.005  # clocks of one machine drift apart by less than a tenth of this, corrections by a time server included
+# clocks of one machine drift apart by less than a tenth of this, corrections by a time server
+# included
+APART = 0.005
 SLACK_S = 0.005  # two readings are not made at once
-COARSE_S = {"uptime": 0.02, "device": 0.02}  # the kernel's text counts hundredths; a device is read from the host
+# the kernel's text counts hundredths; a device is read from the host
+COARSE_S = {"uptime": 0.02, "device": 0.02}
 
 PASS = "train"  # the only one that programs report
 REPORTED_APART = 0.02
@@ -38,13 +42,23 @@ def _pair(where: Message, name: str, host_s: float, other_s: float) -> Pair:
 
 
 def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Every clock that a worker read counted the same seconds from its start to its end, and the device's in every pass."""
+    """Every clock that a worker read counted the same seconds from its start to its end, and the
+    device's in every pass.
+    """
     pairs = [*_of_ranks(record), *_of_passes(record)]
     if not pairs:
         return []  # an older record
     worst = max(pairs, key=lambda pair: pair.excess_s)
     if worst.excess_s <= 0:
-        return [judged("clocks_agree", True, "clock", "check.clocks_agree", {"count": len(pairs), "most": APART})]
+        return [
+            judged(
+                "clocks_agree",
+                True,
+                "clock",
+                "check.clocks_agree",
+                {"count": len(pairs), "most": APART},
+            )
+        ]
     preloaded = _preloaded(record)
     if preloaded:
         told: Values = {**worst.values, "preloaded": preloaded}
@@ -53,13 +67,21 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Times that a program told of itself, beside ours: between its lines as they were read, over all of the pass and over what
-    rates are taken from; and beside the readings of its devices. The first line has no line before it."""
+    """Times that a program told of itself, beside ours: between its lines as they were read, over
+    all of the pass and over what rates are taken from; and beside the readings of its devices. The
+    first line has no line before it."""
     if record.clock != "reported":
         return []
     found = span(record)
-    parts = {"reported.all": samples(record, PASS), "reported.steady": found.steps.get(found.slowest, []) if found else []}
-    pairs = [pair for name, steps in parts.items() if (pair := _between(Message(name), steps)) is not None]
+    parts = {
+        "reported.all": samples(record, PASS),
+        "reported.steady": found.steps.get(found.slowest, []) if found else [],
+    }
+    pairs = [
+        pair
+        for name, steps in parts.items()
+        if (pair := _between(Message(name), steps)) is not None
+    ]
     worst = max(pairs, key=lambda pair: pair.excess_s, default=None)
     if worst is None:
         told = judged("reported", True, "reported", "check.reported_few", {})
@@ -77,7 +99,13 @@ def _between(where: Message, steps: list[Sample]) -> Pair | None:
     told_s = fsum(step.end_s - step.start_s for step in rest)
     seen_s = fsum(step.host_end_s - step.host_start_s for step in rest)
     allowed = REPORTED_APART * seen_s + READ_SLACK_S + len(rest) * ROUNDED_S
-    values: Values = {"where": where, "steps": len(rest), "told": told_s, "seen": seen_s, "most": REPORTED_APART}
+    values: Values = {
+        "where": where,
+        "steps": len(rest),
+        "told": told_s,
+        "seen": seen_s,
+        "most": REPORTED_APART,
+    }
     return Pair(abs(told_s - seen_s) - allowed, values)
 
 
@@ -85,11 +113,15 @@ def _in_use(record: Record) -> Iterator[Finding]:
     """A device that counts its processes shows one while steps are told of it."""
     for window in windows(record, PASS):
         for series in record.telemetry:
-            counts = readings.window(series, window.start_s, window.start_s + window.wall_s).columns.processes
+            counts = readings.window(
+                series, window.start_s, window.start_s + window.wall_s
+            ).columns.processes
             known = [count for count in counts if count is not None]
             if known:
                 told: Values = {"device": series.device, "most": max(known)}
-                yield judged("reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told)
+                yield judged(
+                    "reported_in_use", max(known) > 0, "reported", "check.reported_in_use", told
+                )
 
 
 def _of_ranks(record: Record) -> Iterator[Pair]:
@@ -97,7 +129,9 @@ def _of_ranks(record: Record) -> Iterator[Pair]:
         told = rank.clocks or {}
         for name, passed_s in told.items():
             if name != "monotonic" and "monotonic" in told:
-                yield _pair(Message("at.rank", {"rank": rank.rank}), name, told["monotonic"], passed_s)
+                yield _pair(
+                    Message("at.rank", {"rank": rank.rank}), name, told["monotonic"], passed_s
+                )
 
 
 def _of_passes(record: Record) -> Iterator[Pair]:
@@ -109,4 +143,6 @@ def _of_passes(record: Record) -> Iterator[Pair]:
 
 def _preloaded(record: Record) -> str:
     variables = record.environment.software.variables
-    return ", ".join(f"{name}={variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables)
+    return ", ".join(
+        f"{name}={variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables
+    )

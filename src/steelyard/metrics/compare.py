@@ -1,7 +1,8 @@
-"""Two sides of one question: the ratio of their rates, and what else changed. A side is one run, or repeats of it.
+"""Two sides of one question: the ratio of their rates, and what else changed. A side is one run, or
+repeats of it.
 
-Rates, metrics and phases are those of valid runs: the others are counted and named. Answers are those of every run that
-finished, each compared with the first of the base.
+Rates, metrics and phases are those of valid runs: the others are counted and named. Answers are
+those of every run that finished, each compared with the first of the base.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Change:
-    """A number of both sides, the mean over valid runs. None is not known there, or not of every run."""
+    """A number of both sides, the mean over valid runs. None is not known there, or not of every
+    run.
+    """
 
     name: str
     unit: str
@@ -66,7 +69,8 @@ class Change:
     def direction(self) -> Direction:
         if self.base is None or self.new is None or not self.better or self.base == self.new:
             return ""
-        more = self.new > self.base if self.ratio is None else self.ratio.value > 1  # means of two kinds may disagree
+        # means of two kinds may disagree
+        more = self.new > self.base if self.ratio is None else self.ratio.value > 1
         return "better" if more == (self.better == "higher") else "worse"
 
 
@@ -80,7 +84,9 @@ class Rate:
 
 @dataclass(frozen=True)
 class Why:
-    """Why there is no ratio: a side has no valid run or no rate, or rates count different work (their units)."""
+    """Why there is no ratio: a side has no valid run or no rate, or rates count different work
+    (their units).
+    """
 
     code: Literal["no_valid_run", "no_rate", "different_work"]
     values: tuple[str, ...]
@@ -97,7 +103,8 @@ class Comparison:
     ratio: Ratio | None
     why: Why | None  # of a ratio that is None
     quality: str  # the metric
-    answers: tuple[Answers | None, Answers | None]  # of the base its other runs': how far apart runs of one side are
+    # of the base its other runs': how far apart runs of one side are
+    answers: tuple[Answers | None, Answers | None]
     metrics: tuple[Change, ...]
     equal: int  # metrics that are the same on both sides
     phases: tuple[Change, ...]
@@ -118,12 +125,16 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Slower for sure and by more than the threshold, or a side without a valid run, of which nobody can say it is not."""
+        """Slower for sure and by more than the threshold, or a side without a valid run, of which
+        nobody can say it is not.
+        """
         return self.outcome == "slower" or not (self.base.valid and self.new.valid)
 
 
 def side(name: str, records: Sequence[Record]) -> Side:
-    """Repeats of one run; a record that is there twice counts once. Refused where they are runs of different things."""
+    """Repeats of one run; a record that is there twice counts once. Refused where they are runs of
+    different things.
+    """
     each = {record.id: record for record in records}
     out = Side(name, tuple(sorted(each.values(), key=lambda one: (one.created, one.id))))
     if not out.records:
@@ -131,10 +142,15 @@ def side(name: str, records: Sequence[Record]) -> Side:
     first, *others = out.finished or out.records
     mixed = fields.questions([first], others) if others else ()
     told = [fields.setting(record) for record in out.finished or out.records]
-    mixed += tuple(one for one in fields.differing(told[:1], told[1:]) if one.name.startswith(REPEATED)) if others else ()
+    mixed += (
+        tuple(one for one in fields.differing(told[:1], told[1:]) if one.name.startswith(REPEATED))
+        if others
+        else ()
+    )
     if mixed:
         raise RequestError(
-            f"{name}: these records are not repeats of one run: {fields.line(mixed)}; give the records of one run"
+            f"{name}: these records are not repeats of one run: {fields.line(mixed)}; give the"
+            " records of one run"
         )
     return out
 
@@ -148,15 +164,21 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
     refused = [one for one in asked if not fields.covered(one.name, across)]
     if refused:
         raise RequestError(
-            f"the questions differ: {fields.line(refused)}; "
-            f"to compare them anyway, name what differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
+            f"the questions differ: {fields.line(refused)}; to compare them anyway, name what"
+            f" differs, such as --across {'.'.join(refused[0].name.split('.')[:2])}"
         )
     unit, work, why = _work(base, new)
     found = tuple(_rates(one, work) if work else [] for one in (base, new))
     compared, equal = _metrics(base, new)
-    settings = fields.differing([fields.setting(one) for one in ours], [fields.setting(one) for one in theirs])
+    settings = fields.differing(
+        [fields.setting(one) for one in ours], [fields.setting(one) for one in theirs]
+    )
     steps = (_step_size(base), _step_size(new))
-    same_steps = steps[0] is not None and steps[1] is not None and isclose(steps[0], steps[1], rel_tol=STEP_SIZE)
+    same_steps = (
+        steps[0] is not None
+        and steps[1] is not None
+        and isclose(steps[0], steps[1], rel_tol=STEP_SIZE)
+    )
     metric = runs.quality([*ours, *theirs])
     return Comparison(
         base=base,
@@ -179,7 +201,9 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
 
 
 def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
-    """The unit of both rates and what is counted: as their own rates do, else samples, where both have the same."""
+    """The unit of both rates and what is counted: as their own rates do, else samples, where both
+    have the same.
+    """
     ours, theirs = base.records[0], new.records[0]
     units = {rates.work_unit(ours), rates.work_unit(theirs)}
     if len(units) == 1:
@@ -190,7 +214,9 @@ def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
 
 
 def _rates(one: Side, work: str) -> list[Estimate]:
-    return [found for found in (runs.rate(record, work) for record in one.valid) if found is not None]
+    return [
+        found for found in (runs.rate(record, work) for record in one.valid) if found is not None
+    ]
 
 
 def _rate(found: list[Estimate]) -> Rate | None:
@@ -206,9 +232,15 @@ def _answers(base: Side, new: Side, metric: str) -> tuple[Answers | None, Answer
     if not base.finished or not new.finished:
         return None, None
     first, *others = base.finished
-    own = engines.farthest([engines.answers(first, record, metric) for record in others]) if others else None
+    own = (
+        engines.farthest([engines.answers(first, record, metric) for record in others])
+        if others
+        else None
+    )
     theirs = new.finished
-    if any((one.task.name, one.fingerprint) != (first.task.name, first.fingerprint) for one in theirs):
+    if any(
+        (one.task.name, one.fingerprint) != (first.task.name, first.fingerprint) for one in theirs
+    ):
         return own, None
     return own, engines.farthest([engines.answers(first, record, metric) for record in theirs])
 
@@ -236,7 +268,9 @@ def _step_size(one: Side) -> float | None:
 
 
 def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
-    """A phase that a run does not have took no time in it, where it has any. Less is better in steps of one size alone."""
+    """A phase that a run does not have took no time in it, where it has any. Less is better in
+    steps of one size alone.
+    """
     better = "lower" if same_steps else ""
     ours, theirs = ([spans.phases_per_step(record) for record in one.valid] for one in (base, new))
 
@@ -249,7 +283,12 @@ def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
 
 
 def _change(
-    name: str, unit: str, better: str, form: str, ours: list[float | None], theirs: list[float | None]
+    name: str,
+    unit: str,
+    better: str,
+    form: str,
+    ours: list[float | None],
+    theirs: list[float | None],
 ) -> Change | None:
     """None where neither side knows the number."""
     base, new = stats.mean_of_all(ours), stats.mean_of_all(theirs)

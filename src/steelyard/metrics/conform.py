@@ -1,7 +1,8 @@
-"""Whether an engine computes what engine `torch` computes: two records of one question, set side by side.
+"""Whether an engine computes what engine `torch` computes: two records of one question, set side by
+side.
 
-What is compared is a table of rows. Counts must be the same; answers, losses and norms within what the order of additions in
-the precision of the matmuls explains.
+What is compared is a table of rows. Counts must be the same; answers, losses and norms within what
+the order of additions in the precision of the matmuls explains.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,21 +51,29 @@ def _apart(ours: float | None, theirs: float | None) -> float | None:
 
 def _status(ours: Record, theirs: Record) -> Iterator[Compared]:
     """A run that is not valid shows nothing, whoever is to blame."""
-    mine, other = (" ".join([one.status, *(reason.code for reason in one.reasons)]) for one in (ours, theirs))
+    mine, other = (
+        " ".join([one.status, *(reason.code for reason in one.reasons)]) for one in (ours, theirs)
+    )
     sound = ours.status == theirs.status == "valid"
     yield Compared(theirs.case.name, "status", mine, other, 0.0 if sound else None, 0.0)
 
 
 def _counts(ours: Record, theirs: Record) -> Iterator[Compared]:
     for name in dict.fromkeys(window.pass_name for window in ours.passes):
-        mine, other = (" ".join(str(spans.total(one, name).get(key, "/")) for key in COUNTED) for one in (ours, theirs))
+        mine, other = (
+            " ".join(str(spans.total(one, name).get(key, "/")) for key in COUNTED)
+            for one in (ours, theirs)
+        )
         yield Compared(theirs.case.name, f"{name} counts", mine, other, float(mine != other), 0.0)
 
 
 def _first_step(ours: Record, theirs: Record) -> Iterator[Compared]:
     kind, precision = ours.task.kind_row, ours.question.precision.matmul
     for key in kind.step_values:
-        first = [next(iter(spans.working(one, kind.headline[0]).get(0, [])), None) for one in (ours, theirs)]
+        first = [
+            next(iter(spans.working(one, kind.headline[0]).get(0, [])), None)
+            for one in (ours, theirs)
+        ]
         a, b = (None if one is None else one.values.get(key) for one in first)
         allowed = FIRST_STEP.get(key, LOSS).get(precision, 0.0)
         yield Compared(theirs.case.name, f"step 1 {key}", a, b, _apart(a, b), allowed)
@@ -76,7 +85,14 @@ def _means(ours: Record, theirs: Record) -> Iterator[Compared]:
         mine, other = ours.metrics.get(name), theirs.metrics.get(name)
         if mine is not None and mine.value is not None:
             b = None if other is None else other.value
-            yield Compared(theirs.case.name, name, mine.value, b, _apart(mine.value, b), LOSS.get(precision, 0.0))
+            yield Compared(
+                theirs.case.name,
+                name,
+                mine.value,
+                b,
+                _apart(mine.value, b),
+                LOSS.get(precision, 0.0),
+            )
 
 
 def _answers(ours: Record, theirs: Record) -> Iterator[Compared]:
@@ -87,9 +103,21 @@ def _answers(ours: Record, theirs: Record) -> Iterator[Compared]:
     for name, mine in ours.outputs.get("passes", {}).items():
         other = theirs.outputs.get("passes", {}).get(name)
         both = ours.outputs | {"passes": {"val": mine, "infer": other}}
-        share = None if other is None else agreement(ours.task.outputs.model_validate(both), "val", "infer")
+        share = (
+            None
+            if other is None
+            else agreement(ours.task.outputs.model_validate(both), "val", "infer")
+        )
         apart = None if share is None else 1 - share
-        yield Compared(theirs.case.name, f"{name} answers", 1.0, share, apart, AGREE.get(precision, 0.0))
+        yield Compared(
+            theirs.case.name, f"{name} answers", 1.0, share, apart, AGREE.get(precision, 0.0)
+        )
 
 
-ROWS: tuple[Callable[[Record, Record], Iterator[Compared]], ...] = (_status, _counts, _first_step, _means, _answers)
+ROWS: tuple[Callable[[Record, Record], Iterator[Compared]], ...] = (
+    _status,
+    _counts,
+    _first_step,
+    _means,
+    _answers,
+)

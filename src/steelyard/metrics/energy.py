@@ -14,8 +14,8 @@ from steelyard.record.facts import Series
 from steelyard.record.record import Record
 from steelyard.words import Message
 
-# Between two readings of power nothing is known. Three periods are one reading that came late and one that failed; over more,
-# a step of training could begin and end unseen.
+# Between two readings of power nothing is known. Three periods are one reading that came late and
+# one that failed; over more, a step of training could begin and end unseen.
 GAP_PERIODS = 3.0
 NOTHING = Message("energy.counter")  # of version 1 of the formulas
 
@@ -24,7 +24,9 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True)
 class Used:
-    """Joules of one device; `powers` is the number of power readings that they were integrated from, None of a counter."""
+    """Joules of one device; `powers` is the number of power readings that they were integrated
+    from, None of a counter.
+    """
 
     joules: float | None
     powers: int | None = None
@@ -36,8 +38,12 @@ def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
     found = span(record)
     if found is None or not found.borders:
         return missing(record)
-    chosen = {rank: window for rank, window in found.borders.items() if ranks is None or rank in ranks}
-    return _counted(record, chosen, found) if record.formulas is None else _used(record, chosen, found)
+    chosen = {
+        rank: window for rank, window in found.borders.items() if ranks is None or rank in ranks
+    }
+    return (
+        _counted(record, chosen, found) if record.formulas is None else _used(record, chosen, found)
+    )
 
 
 def _counted(record: Record, chosen: dict[int, Window], found: Span) -> Result:
@@ -53,7 +59,9 @@ def _counted(record: Record, chosen: dict[int, Window], found: Span) -> Result:
 
 
 def _used(record: Record, chosen: dict[int, Window], found: Span) -> Result:
-    """A device that several ranks share is counted once, from where the first of them begins to where the last ends."""
+    """A device that several ranks share is counted once, from where the first of them begins to
+    where the last ends.
+    """
     windows: dict[tuple[str | None, str], tuple[Series, float, float]] = {}
     for rank, (begin, end) in chosen.items():
         series = series_of(record, rank)
@@ -61,13 +69,22 @@ def _used(record: Record, chosen: dict[int, Window], found: Span) -> Result:
             return Result(None, Message("energy.no_device", {"rank": rank}))
         _, first, last = windows.get((series.host, series.device), (series, begin, end))
         windows[series.host, series.device] = (series, min(first, begin), max(last, end))
-    parts = [(series.device, of_device(series, begin, end)) for series, begin, end in windows.values()]
+    parts = [
+        (series.device, of_device(series, begin, end)) for series, begin, end in windows.values()
+    ]
     for device, part in parts:
         if part.joules is None and part.why is not None:
             return Result(None, Message("energy.device", {"device": device, "why": part.why}))
     powers = [part.powers for _, part in parts if part.powers is not None]
-    how = Message("energy.integrated", {"readings": sum(powers), "devices": len(powers)}) if powers else None
-    return Result(fsum(part.joules for _, part in parts if part.joules is not None), words.both(found.note, how))
+    how = (
+        Message("energy.integrated", {"readings": sum(powers), "devices": len(powers)})
+        if powers
+        else None
+    )
+    return Result(
+        fsum(part.joules for _, part in parts if part.joules is not None),
+        words.both(found.note, how),
+    )
 
 
 def of_device(series: Series, begin_s: float, end_s: float) -> Used:
@@ -76,7 +93,11 @@ def of_device(series: Series, begin_s: float, end_s: float) -> Used:
     if counted is not None and counted >= 0:  # one that was set back in between tells nothing
         return Used(counted)
     columns = series.columns
-    points = [(t_s, power) for t_s, power in zip(columns.t_s, columns.power_w, strict=False) if power is not None]
+    points = [
+        (t_s, power)
+        for t_s, power in zip(columns.t_s, columns.power_w, strict=False)
+        if power is not None
+    ]
     inside = [point for point in points if begin_s < point[0] < end_s]
     if not points:
         return Used(None, why=Message("energy.nothing"))
@@ -84,7 +105,9 @@ def of_device(series: Series, begin_s: float, end_s: float) -> Used:
     if first is None or last is None:
         return Used(None, why=Message("energy.no_border"))
     if len(inside) < 2:
-        return Used(None, why=Message("energy.few", {"readings": len(inside), "time": end_s - begin_s}))
+        return Used(
+            None, why=Message("energy.few", {"readings": len(inside), "time": end_s - begin_s})
+        )
     around = [t_s for t_s, _ in points if t_s <= begin_s][-1:] + [t_s for t_s, _ in inside]
     around += [t_s for t_s, _ in points if t_s >= end_s][:1]
     gap = max(later - t_s for t_s, later in pairwise(around))

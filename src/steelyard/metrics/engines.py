@@ -1,7 +1,8 @@
-"""Engines side by side: the records of one question that differ in their engine alone, differences of the answers first.
+"""Engines side by side: the records of one question that differ in their engine alone, differences
+of the answers first.
 
-The base is engine `torch`, else the engine of the first record. Answers are those of every run that finished; rates are those
-of valid runs, for a run that is not valid has no rate to compare.
+The base is engine `torch`, else the engine of the first record. Answers are those of every run that
+finished; rates are those of valid runs, for a run that is not valid has no rate to compare.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,7 +24,9 @@ ALIKE = (*ASKED, "key", "headline", "weights", "devices")
 
 @dataclass(frozen=True)
 class Apart:
-    """The largest difference of a value over the steps that two runs have in common, and its step, counted from 0."""
+    """The largest difference of a value over the steps that two runs have in common, and its step,
+    counted from 0.
+    """
 
     value: float
     step: int
@@ -31,8 +34,8 @@ class Apart:
 
 @dataclass(frozen=True)
 class Answers:
-    """How far an engine's answers are from those of the base's first run: of several runs, the farthest. None is unknown, or
-    nothing that this kind of case has."""
+    """How far an engine's answers are from those of the base's first run: of several runs, the
+    farthest. None is unknown, or nothing that this kind of case has."""
 
     chosen: Differences | None  # items that got another answer
     loss: Apart | None  # of training's steps
@@ -42,8 +45,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class EngineRuns:
-    """The finished runs of one engine. `answers` are None of a base that ran once: there is nothing to compare it with. Of one
-    that ran more often they are those of its other runs, and say how far apart runs of the same engine are."""
+    """The finished runs of one engine. `answers` are None of a base that ran once: there is nothing
+    to compare it with. Of one that ran more often they are those of its other runs, and say how far
+    apart runs of the same engine are."""
 
     name: str
     records: tuple[Record, ...]
@@ -69,8 +73,9 @@ class EngineRuns:
 
 @dataclass(frozen=True)
 class Engines:
-    """Two engines or more; `without` are those that were asked the same and have no finished run. `metric` is the quality that
-    is set side by side: the case's, else the loss of the last steps, where no pass looked at held-out data."""
+    """Two engines or more; `without` are those that were asked the same and have no finished run.
+    `metric` is the quality that is set side by side: the case's, else the loss of the last steps,
+    where no pass looked at held-out data."""
 
     metric: str
     rows: tuple[EngineRuns, ...]
@@ -99,7 +104,11 @@ def groups(records: Iterable[Record]) -> list[Engines]:
         names = {record.engine.name for record in group}
         if len(names) > 1:
             asked = runs.in_common(group[0], ASKED)
-            lost = [one.engine.name for one in every if one.status == "failed" and runs.in_common(one, ASKED) == asked]
+            lost = [
+                one.engine.name
+                for one in every
+                if one.status == "failed" and runs.in_common(one, ASKED) == asked
+            ]
             metric = runs.quality(group)
             without = tuple(name for name in dict.fromkeys(lost) if name not in names)
             out.append(Engines(metric, _rows(group, metric), without))
@@ -116,7 +125,9 @@ def _rows(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
 def _row(name: str, records: list[Record], base: list[Record], metric: str) -> EngineRuns:
     own = records is base
     valid, others = _valid(records), records[1:] if own else records
-    (rate, source), (base_rate, _) = (runs.mean(map(runs.rate, some)) for some in (valid, _valid(base)))
+    (rate, source), (base_rate, _) = (
+        runs.mean(map(runs.rate, some)) for some in (valid, _valid(base))
+    )
     ratio = None
     if rate is not None and base_rate is not None:
         ratio = Estimate(1.0) if own else runs.ratio(rate, base_rate)
@@ -124,13 +135,22 @@ def _row(name: str, records: list[Record], base: list[Record], metric: str) -> E
         name=name,
         records=tuple(records),
         base=own,
-        answers=farthest([answers(base[0], record, metric) for record in others]) if others else None,
+        answers=(
+            farthest([answers(base[0], record, metric) for record in others]) if others else None
+        ),
         quality=stats.mean_of_all([runs.metric(record, metric) for record in records]),
         rate=rate,
         source=source,
         ratio=ratio,
         mfu=stats.mean_of_all([runs.metric(record, "mfu") for record in valid]),
-        mem=max((value for value in (runs.metric(record, "mem") for record in records) if value is not None), default=None),
+        mem=max(
+            (
+                value
+                for value in (runs.metric(record, "mem") for record in records)
+                if value is not None
+            ),
+            default=None,
+        ),
     )
 
 
@@ -160,12 +180,16 @@ def _chosen(base: Record, record: Record) -> Differences | None:
 
 
 def _steps(base: Record, record: Record, name: str) -> Apart | None:
-    """None where a step's value is not known in both, which is no small difference. Of a run that goes on from another only
-    the losses are known from the first step on."""
+    """None where a step's value is not known in both, which is no small difference. Of a run that
+    goes on from another only the losses are known from the first step on."""
     if name != "loss" and (base.restarts or record.restarts):
         return None
     pairs = list(zip(training.values(base, name), training.values(record, name), strict=False))
-    apart = [Apart(abs(b - a), step) for step, (a, b) in enumerate(pairs) if a is not None and b is not None]
+    apart = [
+        Apart(abs(b - a), step)
+        for step, (a, b) in enumerate(pairs)
+        if a is not None and b is not None
+    ]
     return max(apart, key=lambda one: one.value, default=None) if len(apart) == len(pairs) else None
 
 

@@ -1,7 +1,8 @@
-"""Whether the parts of a record's evidence agree: ranks, budget, passes, samples and telemetry tell of the same time.
+"""Whether the parts of a record's evidence agree: ranks, budget, passes, samples and telemetry tell
+of the same time.
 
-Each was measured on its own. Who changes one by hand, and seals the record again, contradicts the others. Hashes are no
-signatures: who changes all of them consistently is not found here.
+Each was measured on its own. Who changes one by hand, and seals the record again, contradicts the
+others. Hashes are no signatures: who changes all of them consistently is not found here.
 """
 
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from itertools import pairwise
 from steelyard.metrics import spans as passes
 from steelyard.record.record import Record, Sample, Window
 
-CLOCKS_S, CLOCKS_SHARE = 0.002, 0.001  # how far a device's clock and the host's may be apart in a pass
-# What surrounds a pass inside its part of the budget: two readings of the clock, and the samples put together after it.
+# how far a device's clock and the host's may be apart in a pass
+CLOCKS_S, CLOCKS_SHARE = 0.002, 0.001
+# What surrounds a pass inside its part of the budget: two readings of the clock, and the samples
+# put together after it.
 AROUND_S, AROUND_SHARE, SAMPLE_S = 0.1, 0.02, 1e-4
 LATE_S = 1.0  # a reading of a device that began before the run ended, and other hosts' clocks
 
@@ -26,11 +29,14 @@ def contradictions(record: Record) -> list[str]:
 
 def _ranks(record: Record) -> Iterator[str]:
     told = {one.rank for one in record.ranks}
-    missing = next((rank for rank in range(record.plan.world) if rank not in told), None)  # a stranger's world may be vast
+    # a stranger's world may be vast
+    missing = next((rank for rank in range(record.plan.world) if rank not in told), None)
     if missing is not None:
         yield f"rank {missing} is missing from a run that did not fail"
     undone = [one for one in record.ranks if one.status != "done"]
-    yield from (f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1])
+    yield from (
+        f"rank {one.rank} is {one.status!r}, and the run did not fail" for one in undone[:1]
+    )
 
 
 def _scope(record: Record) -> Iterator[str]:
@@ -68,16 +74,29 @@ def _window(record: Record, window: Window) -> Iterator[str]:
 
 
 def _samples(at: str, own: list[Sample], wall_s: float, reported: bool) -> Iterator[str]:
-    """Steps follow one another from the start of the pass, on both timelines, and end before it does. Times that a program
-    reported are its own, and judged with the result."""
+    """Steps follow one another from the start of the pass, on both timelines, and end before it
+    does. Times that a program reported are its own, and judged with the result."""
     most_s = wall_s * (1 + CLOCKS_SHARE) + CLOCKS_S
-    last = max((one.host_end_s if reported else max(one.end_s, one.host_end_s) for one in own), default=most_s)
+    last = max(
+        (one.host_end_s if reported else max(one.end_s, one.host_end_s) for one in own),
+        default=most_s,
+    )
     if last > most_s:
         yield f"{at}: a step ends at {last} s, and the pass at {wall_s} s"
-    backwards = next((one.step for one in own if one.end_s < one.start_s or one.host_end_s < one.host_start_s), None)
+    backwards = next(
+        (one.step for one in own if one.end_s < one.start_s or one.host_end_s < one.host_start_s),
+        None,
+    )
     if backwards is not None:
         yield f"{at}: step {backwards} ends before it starts"
-    torn = next((b.step for a, b in pairwise(own) if (a.end_s, a.host_end_s) != (b.start_s, b.host_start_s)), None)
+    torn = next(
+        (
+            b.step
+            for a, b in pairwise(own)
+            if (a.end_s, a.host_end_s) != (b.start_s, b.host_start_s)
+        ),
+        None,
+    )
     if torn is not None:
         yield f"{at}: step {torn} does not start where the one before it ends"
 

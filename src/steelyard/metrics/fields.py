@@ -22,7 +22,9 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A field that differs, with the values of each side; several where its own runs differ. None is not known."""
+    """A field that differs, with the values of each side; several where its own runs differ. None
+    is not known.
+    """
 
     name: str
     base: tuple[Any, ...]
@@ -30,17 +32,26 @@ class Field:
 
 
 def question(record: Record) -> Table:
-    """The fields that make the key of a record, by dotted name, and what was named of its data: whoever names other questions
-    asks something else."""
+    """The fields that make the key of a record, by dotted name, and what was named of its data:
+    whoever names other questions asks something else."""
     out = flat(key.hashed(record.case.question, record.fingerprint), "question.")
     named = record.scope.model_dump(mode="json", include=set(Scope.LATER))
-    return {name: value for name, value in out.items() if name != FINGERPRINT or value != UNREAD} | flat(named, "scope.")
+    return {
+        name: value for name, value in out.items() if name != FINGERPRINT or value != UNREAD
+    } | flat(named, "scope.")
 
 
 def setting(record: Record) -> Table:
-    """What a run was made with, beside its question: tune, plan, scope, engine, machine, software, weights, data."""
-    told = record.model_dump(mode="json", include={"tune", "plan", "scope", "engine", "site", "weights", "data"}, by_alias=True)
-    told["data"].pop("fingerprint", None)  # stands in the question, and so does what was named of the data
+    """What a run was made with, beside its question: tune, plan, scope, engine, machine, software,
+    weights, data.
+    """
+    told = record.model_dump(
+        mode="json",
+        include={"tune", "plan", "scope", "engine", "site", "weights", "data"},
+        by_alias=True,
+    )
+    # stands in the question, and so does what was named of the data
+    told["data"].pop("fingerprint", None)
     for name in Scope.LATER:
         told["scope"].pop(name, None)
     told["environment"] = environment(record.environment)
@@ -52,7 +63,9 @@ def environment(found: Environment) -> Table:
     """An environment with its devices by kind and number, as readers count them."""
     out = found.model_dump(mode="json")
     devices = out["hardware"].pop("devices")
-    out["hardware"]["devices"] = [f"{count}x {name}" for name, count in Counter(one["name"] for one in devices).items()]
+    out["hardware"]["devices"] = [
+        f"{count}x {name}" for name, count in Counter(one["name"] for one in devices).items()
+    ]
     out["hardware"]["uuids"] = [one["uuid"] for one in devices if one.get("uuid")]
     return out
 
@@ -61,7 +74,11 @@ def flat(table: Table, prefix: str) -> Table:
     """Values by dotted name. Lists are values; an empty table has none."""
     out: Table = {}
     for name, value in table.items():
-        out |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        out |= (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return out
 
 
@@ -83,18 +100,26 @@ def _values(tables: Iterable[Table], name: str) -> tuple[Any, ...]:
 def questions(base: Sequence[Record], new: Sequence[Record]) -> tuple[Field, ...]:
     """Where two sides ask something else. What a failed run did not come to read is no difference."""
     found = differing([question(one) for one in base], [question(one) for one in new])
-    unread = any(None in values for one in found if one.name == FINGERPRINT for values in (one.base, one.new))
+    unread = any(
+        None in values for one in found if one.name == FINGERPRINT for values in (one.base, one.new)
+    )
     return tuple(one for one in found if one.name != FINGERPRINT or not unread)
 
 
 def check_across(across: Sequence[str], records: Sequence[Record]) -> None:
     """Refuse a field that no question has: it would allow nothing, and be a mistake."""
     known = {CASE, "question", *(name for record in records for name in question(record))}
-    known |= {".".join(name.split(".")[:deep]) for name in known for deep in range(1, name.count(".") + 1)}
+    known |= {
+        ".".join(name.split(".")[:deep]) for name in known for deep in range(1, name.count(".") + 1)
+    }
     for one in across:
         if one not in known:
             near = get_close_matches(one[:200], sorted(known), 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed: {CASE}, or a field such as question.precision"
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"allowed: {CASE}, or a field such as question.precision"
+            )
             raise RequestError(f"--across {one[:200]!r}: no such field of these questions; {hint}")
 
 
@@ -110,5 +135,7 @@ def line(found: Sequence[Field]) -> str:
 
 
 def _text(values: tuple[Any, ...]) -> str:
-    told = [one if isinstance(one, str) else "none" if one is None else canonical(one) for one in values]
+    told = [
+        one if isinstance(one, str) else "none" if one is None else canonical(one) for one in values
+    ]
     return " or ".join(one if len(one) <= 64 else f"{one[:64]}…" for one in told)

@@ -1,4 +1,6 @@
-"""Whether a machine is fit to measure: facts judged, one row each. Nothing is read here, and nothing is set anywhere."""
+"""Whether a machine is fit to measure: facts judged, one row each. Nothing is read here, and
+nothing is set anywhere.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,14 +18,16 @@ Level = Literal["ok", "warn", "bad", "unknown"]
 Verdict = tuple[Message, Level]
 Subject = TypeVar("Subject")
 
-COOL_C, HOT_C = 15, 5  # below the temperature at which a device slows down: less is worth a warning, and too hot
+# below the temperature at which a device slows down: less is worth a warning, and too hot
+COOL_C, HOT_C = 15, 5
 HOT_ANYWHERE_C = 85  # where a device does not tell that temperature
 SLACK = 0.01  # limits are told in whole watts
 SWAP_BYTES = 64 << 20  # a few pages of programs that sleep are always there
 MEMORY = {"bad": 0.1, "warn": 0.5}  # the least share that is free
 DISK_BYTES = {"bad": 1 * GIB, "warn": 10 * GIB}
 STEADY = "performance"  # the governor that keeps a clock up
-# Clocks of the kernel that are read without leaving the process, and those that take a microsecond or more each time.
+# Clocks of the kernel that are read without leaving the process, and those that take a microsecond
+# or more each time.
 QUICK = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase")
 SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "xen")
 
@@ -52,7 +56,9 @@ class Rule(Generic[Subject]):
         """Judge a subject. `values` are those of the name."""
         found, level = self.verdict(subject) or (Message("fit.unknown"), "unknown")
         step = self.step if level in ("warn", "bad") else None
-        return Row(self.name.rpartition(".")[2], Message(self.name, values or {}), found, level, step)
+        return Row(
+            self.name.rpartition(".")[2], Message(self.name, values or {}), found, level, step
+        )
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,20 @@ def judge(machine: Machine) -> list[Row]:
     disks = [(free, Message(_DISKS[what])) for what, free in machine.free_bytes.items()]
     rows = [
         *(rule.row(machine) for rule in ACCELERATOR),
-        *(rule.row(device, {"device": device.device}) for device in machine.host.devices for rule in DEVICE),
+        *(
+            rule.row(device, {"device": device.device})
+            for device in machine.host.devices
+            for rule in DEVICE
+        ),
         *(rule.row(machine) for rule in HOST),
         *(DISK.row(free, {"what": what}) for free, what in disks),
         *(_package(machine, name, version) for name, version in machine.versions.items()),
         *(rule.row(machine) for rule in LAST),
     ]
-    return [replace(row, step=None if row.level == "ok" else machine.steps.get(row.key, row.step)) for row in rows]
+    return [
+        replace(row, step=None if row.level == "ok" else machine.steps.get(row.key, row.step))
+        for row in rows
+    ]
 
 
 def fit(rows: list[Row]) -> bool:
@@ -111,7 +124,12 @@ def noted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
         for device in host.state.devices if host.state is not None else []:
             for row in (rule.row(device, {"device": device.device}) for rule in SETTINGS):
                 if row.level in ("warn", "bad"):
-                    yield note(Message("note.setting", {"host": host.name, "what": row.name, "found": row.found}))
+                    yield note(
+                        Message(
+                            "note.setting",
+                            {"host": host.name, "what": row.name, "found": row.found},
+                        )
+                    )
 
 
 def _level(bad: bool, warn: bool) -> Level:
@@ -136,7 +154,10 @@ def _devices(machine: Machine) -> Verdict:
     if not names:
         return Message("fit.devices.none", {"accelerator": accelerator}), "bad"
     count = len(machine.devices)
-    return Message("fit.devices.found", {"count": count, "accelerator": accelerator, "names": names}), "ok"
+    return (
+        Message("fit.devices.found", {"count": count, "accelerator": accelerator, "names": names}),
+        "ok",
+    )
 
 
 def _switched_on(on: bool | None, off: Message) -> Verdict | None:
@@ -155,9 +176,15 @@ _CLOCKS = ("fit.clock.now", "fit.clock.most", "fit.clock.set", "fit.clock.defaul
 def _clocks(device: DeviceState) -> Verdict | None:
     set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
     known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
-    parts = tuple(Message(code, {"mhz": mhz}) for code, mhz in zip(_CLOCKS, known, strict=True) if mhz is not None)
+    parts = tuple(
+        Message(code, {"mhz": mhz})
+        for code, mhz in zip(_CLOCKS, known, strict=True)
+        if mhz is not None
+    )
     lowered = set_to is not None and default is not None and set_to < default
-    return (Message("fit.clock.listed", {"parts": parts}), _level(False, lowered)) if parts else None
+    return (
+        (Message("fit.clock.listed", {"parts": parts}), _level(False, lowered)) if parts else None
+    )
 
 
 def _power(device: DeviceState) -> Verdict | None:
@@ -188,7 +215,9 @@ def _temperature(device: DeviceState) -> Verdict | None:
     if now is None:
         return None
     if limit is None:
-        return Message("fit.temperature.alone", {"now": now}), _level(now >= HOT_ANYWHERE_C, warn=False)
+        return Message("fit.temperature.alone", {"now": now}), _level(
+            now >= HOT_ANYWHERE_C, warn=False
+        )
     found = Message("fit.temperature.limit", {"now": now, "limit": limit})
     return found, _level(now >= limit - HOT_C, now >= limit - COOL_C)
 
@@ -202,11 +231,17 @@ def _load(machine: Machine) -> Verdict:
     load, taken, bounds = machine.host.load_1m, machine.others, machine.bounds
     average = None if load is None else Message("fit.load.average", {"load": load})
     if taken is None or taken.value is None:
-        why = taken.why if taken is not None and taken.why is not None else Message("fit.load.not_measured")
+        why = (
+            taken.why
+            if taken is not None and taken.why is not None
+            else Message("fit.load.not_measured")
+        )
         unknown = Message("fit.load.unknown", {"why": why})
         return words.both(unknown, average) or unknown, "unknown"
     said = Message("fit.load.taken", {"share": taken.value})
-    return words.both(said, average) or said, _level(taken.value > bounds.most, taken.value > bounds.note)
+    return words.both(said, average) or said, _level(
+        taken.value > bounds.most, taken.value > bounds.note
+    )
 
 
 def _cores(machine: Machine) -> Verdict | None:
@@ -230,7 +265,11 @@ def _swap(machine: Machine) -> Verdict | None:
     whole, used = machine.host.swap_bytes, machine.host.swap_used_bytes
     if whole is None or used is None:
         return None
-    found = Message("fit.swap.used", {"used": used / GIB, "whole": whole / GIB}) if whole else Message("fit.swap.none")
+    found = (
+        Message("fit.swap.used", {"used": used / GIB, "whole": whole / GIB})
+        if whole
+        else Message("fit.swap.none")
+    )
     return found, _level(False, used > SWAP_BYTES)
 
 
@@ -245,7 +284,9 @@ def _memory(machine: Machine) -> Verdict | None:
 def _disk(free: int | None) -> Verdict | None:
     if free is None:
         return None
-    return Message("fit.disk.free", {"free": free / GIB}), _level(free < DISK_BYTES["bad"], free < DISK_BYTES["warn"])
+    return Message("fit.disk.free", {"free": free / GIB}), _level(
+        free < DISK_BYTES["bad"], free < DISK_BYTES["warn"]
+    )
 
 
 _DISKS: dict[Disk, str] = {"records": "fit.disk.records", "temporary": "fit.disk.temporary"}
@@ -263,13 +304,20 @@ def _package(machine: Machine, package: str, version: str | None) -> Row:
 
 
 def _torch(row: Row, version: str, build: str | None, served: str) -> Row:
-    """A torch that was built for a newer runtime than the driver serves does not start; of the same major version it does."""
+    """A torch that was built for a newer runtime than the driver serves does not start; of the same
+    major version it does.
+    """
     if build is None:
         without = Message("fit.torch.without", {"version": version})
         return replace(row, found=without, level="bad", step=Message("fit.torch.another"))
     newest, ours = _numbers(served), _numbers(build)
     found = Message("fit.torch.built", {"version": version, "built": build, "served": served})
-    return replace(row, found=found, level=_level(ours[:1] > newest[:1], ours > newest), step=Message("fit.torch.step"))
+    return replace(
+        row,
+        found=found,
+        level=_level(ours[:1] > newest[:1], ours > newest),
+        step=Message("fit.torch.step"),
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -295,12 +343,16 @@ ACCELERATOR: tuple[Rule[Machine], ...] = (
 # What a record notes of a device: what it was set to, and nothing that changes by itself.
 _POWER = Rule("fit.name.power", _power, Message("fit.step.back"))
 _ECC = Rule[DeviceState](
-    "fit.name.ecc", lambda device: _switched_on(device.ecc, Message("fit.ecc.off")), Message("fit.step.on")
+    "fit.name.ecc",
+    lambda device: _switched_on(device.ecc, Message("fit.ecc.off")),
+    Message("fit.step.on"),
 )
 _MIG = Rule("fit.name.mig", _mig, Message("fit.step.off"))
 _SET_CLOCKS = Rule[DeviceState](
     "fit.name.clocks",
-    lambda device: _clocks(device.model_copy(update={"sm_clock_mhz": None, "sm_clock_max_mhz": None})),
+    lambda device: _clocks(
+        device.model_copy(update={"sm_clock_mhz": None, "sm_clock_max_mhz": None})
+    ),
 )
 SETTINGS: tuple[Rule[DeviceState], ...] = (_SET_CLOCKS, _POWER, _ECC, _MIG)
 DEVICE: tuple[Rule[DeviceState], ...] = (

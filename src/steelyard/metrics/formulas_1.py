@@ -1,6 +1,8 @@
-"""Version 1 of the formulas: what the intervals and steady windows of older records follow. New records use `stats`.
+"""Version 1 of the formulas: what the intervals and steady windows of older records follow. New
+records use `stats`.
 
-A record that names no version in `formulas` is verified by these. They are not to be mended: their numbers are published.
+A record that names no version in `formulas` is verified by these. They are not to be mended: their
+numbers are published.
 """
 
 from collections.abc import Sequence
@@ -10,12 +12,16 @@ from math import fsum
 from steelyard.metrics.stats import FEWEST, t_95
 from steelyard.words import Message
 
-BATCHES = 20  # batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 they hold the truth in 84 % of runs, not 95
+# batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 they hold the truth in 84 % of
+# runs, not 95
+BATCHES = 20
 FEWEST_CUT = 10  # steps
 
 
 def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of a rate, total work over total time, from consecutive steps cut into batches. None for too few steps."""
+    """95 % interval of a rate, total work over total time, from consecutive steps cut into batches.
+    None for too few steps.
+    """
     steps = len(work)
     total_work, total_time = fsum(work), fsum(time_s)
     if steps < FEWEST or total_work <= 0 or total_time <= 0:
@@ -38,11 +44,12 @@ def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float
 
 
 def steady_start(time_s: Sequence[float]) -> int:
-    """The step at which a run becomes steady: the cut that makes the mean of the rest surest (MSER-5, White 1997), looked
-    for in the first half. 0 where nothing is gained by a cut."""
+    """The step at which a run becomes steady: the cut that makes the mean of the rest surest
+    (MSER-5, White 1997), looked for in the first half. 0 where nothing is gained by a cut."""
     group = 5
     means = [fsum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
-    means = [value - means[0] for value in means]  # equal steps are exactly 0, or rounding would choose the cut
+    # equal steps are exactly 0, or rounding would choose the cut
+    means = [value - means[0] for value in means]
     best, best_score = 0, float("inf")
     for cut in range(max(1, len(means) // 2)):
         rest = means[cut:]

@@ -1,7 +1,8 @@
 """The history of a question: its rate over time, and the first record that is bad.
 
-Records of one question, engine, plan, precision, kind of device and scope are one trend. Consecutive records of it that
-differ in nothing else are one point: repeats, whose spread says whether a point is really below another.
+Records of one question, engine, plan, precision, kind of device and scope are one trend.
+Consecutive records of it that differ in nothing else are one point: repeats, whose spread says
+whether a point is really below another.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from steelyard.record.index import Entry
 from steelyard.record.record import Record, Scope
 from steelyard.schema import canonical
 
-ENDED = {"interrupted", "cancelled", "unfinished"}  # by somebody: they say nothing of the machine or the program
+# by somebody: they say nothing of the machine or the program
+ENDED = {"interrupted", "cancelled", "unfinished"}
 SETUP = ("tune.", "engine.", "environment.", "weights.")  # of what repeats have in common
 SHORT = 60  # characters of names that stand in full
 VARIES = ("environment.hardware.uuids",)  # between repeats
@@ -41,7 +43,9 @@ class Indexed:
 
 @dataclass(frozen=True)
 class Point:
-    """A run, or repeats of it. Ratios are those to the first and to the last point before it that has a rate."""
+    """A run, or repeats of it. Ratios are those to the first and to the last point before it that
+    has a rate.
+    """
 
     runs: tuple[Indexed, ...]
     rate: Estimate | None
@@ -78,7 +82,9 @@ class Trend:
 
     @property
     def unit(self) -> str:
-        return next((one.entry.unit for point in self.points for one in point.runs if one.entry.unit), "")
+        return next(
+            (one.entry.unit for point in self.points for one in point.runs if one.entry.unit), ""
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,9 @@ def _entry(record: Record) -> Entry:
     metric = runs.quality([record])
     quality = record.metrics.get(metric)
     alike = {
-        name: value for name, value in fields.setting(record).items() if name.startswith(SETUP) and not name.startswith(VARIES)
+        name: value
+        for name, value in fields.setting(record).items()
+        if name.startswith(SETUP) and not name.startswith(VARIES)
     }
     return Entry(
         id=record.id,
@@ -142,26 +150,35 @@ def _scope(scope: Scope) -> str:
 
 def _short(names: tuple[str, ...], count: int | None) -> str:
     text = ",".join(names)
-    return text if len(text) <= SHORT else f"{count} {hashlib.sha256(canonical(names).encode()).hexdigest()[:8]}"
+    return (
+        text
+        if len(text) <= SHORT
+        else f"{count} {hashlib.sha256(canonical(names).encode()).hexdigest()[:8]}"
+    )
 
 
 def history(entries: Mapping[Path, Entry], threshold: float) -> History:
     ratio.check_threshold(threshold)
     every = [Indexed(path, entry) for path, entry in entries.items()]
-    sound = {one.entry.id: one for one in every if one.entry.wrong is None}  # a copy of a record counts once
+    # a copy of a record counts once
+    sound = {one.entry.id: one for one in every if one.entry.wrong is None}
     ordered = sorted(sound.values(), key=lambda one: (one.entry.created, one.entry.id))
     trends = tuple(_trend(group, threshold) for group in _groups(ordered))
     return History(trends, tuple(one for one in every if one.entry.wrong is not None), threshold)
 
 
 def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
-    """By question and what else makes a trend. A run that did not come to read its data is counted with those of the same
-    question that did, where there are any."""
-    keys = {_alike(one.entry, one.entry.unread_key): one.entry.key for one in ordered if one.entry.read}
+    """By question and what else makes a trend. A run that did not come to read its data is counted
+    with those of the same question that did, where there are any."""
+    keys = {
+        _alike(one.entry, one.entry.unread_key): one.entry.key for one in ordered if one.entry.read
+    }
 
     def trend(one: Indexed) -> str:
         entry = one.entry
-        return _alike(entry, entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key))
+        return _alike(
+            entry, entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key)
+        )
 
     return list(stats.grouped(ordered, trend).values())
 
@@ -176,7 +193,10 @@ def _trend(group: list[Indexed], threshold: float) -> Trend:
         own = tuple(repeats)
         before = [point for point in points if point.rate is not None]
         found = _rates(own)
-        ratios = [ratio.of_rates(other.rates, found) for other in before[:1] + before[-1:]] or [None, None]
+        ratios = [ratio.of_rates(other.rates, found) for other in before[:1] + before[-1:]] or [
+            None,
+            None,
+        ]
         points.append(Point(own, *runs.mean(found), *ratios))
     return Trend(tuple(points), _first_bad(points, threshold))
 
@@ -194,16 +214,24 @@ def _first_bad(points: list[Point], threshold: float) -> Bad | None:
                 return Bad(one, None, None)
             if slow is not None and best is not None and one.rate is not None:
                 return Bad(one, slow, next(run for run in best.runs if run.rate is not None))
-        if point.rate is not None and (best is None or best.rate is None or point.rate.value > best.rate.value):
+        if point.rate is not None and (
+            best is None or best.rate is None or point.rate.value > best.rate.value
+        ):
             best = point
     return None
 
 
 def _below(best: Point, point: Point, threshold: float) -> Ratio | None:
-    """The ratio to the best, where it is beyond the threshold and no chance, as far as can be told. Where nothing can be
-    tested the intervals, each of its own steps or runs, must not meet."""
+    """The ratio to the best, where it is beyond the threshold and no chance, as far as can be told.
+    Where nothing can be tested the intervals, each of its own steps or runs, must not meet."""
     found = ratio.of_rates(best.rates, point.rates)
-    if found is None or found.value >= 1 or not found.beyond(threshold) or best.rate is None or point.rate is None:
+    if (
+        found is None
+        or found.value >= 1
+        or not found.beyond(threshold)
+        or best.rate is None
+        or point.rate is None
+    ):
         return None
     if found.verdict != "not tested":
         return found if found.verdict == "significant" else None

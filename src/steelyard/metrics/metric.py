@@ -10,8 +10,9 @@ from steelyard.tasks.task import Meaning, Task
 
 @dataclass(frozen=True)
 class Metric:
-    """A row. One without a formula stands in published rows only. `form` says how a number is written, `shown` what the head of
-    a table says where that is not the name, `published_unit` the unit of published rows where records have several."""
+    """A row. One without a formula stands in published rows only. `form` says how a number is
+    written, `shown` what the head of a table says where that is not the name, `published_unit` the
+    unit of published rows where records have several."""
 
     name: str
     unit: str | Callable[[Record], str]

@@ -1,4 +1,6 @@
-"""The runs of a case side by side: repeats as one row, the best of each division, and accelerators against each other."""
+"""The runs of a case side by side: repeats as one row, the best of each division, and accelerators
+against each other.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ LARGEST = 1e30  # as of rates: squares stay finite
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that were asked the same. Numbers are those of valid runs; where none is valid, those of the finished ones."""
+    """Runs that were asked the same. Numbers are those of valid runs; where none is valid, those of
+    the finished ones.
+    """
 
     records: tuple[Record, ...]
     rate: Estimate | None  # work of one device over wall time
@@ -65,7 +69,9 @@ def _row(group: Sequence[Record]) -> Row:
     valid = [record for record in group if record.status == "valid"]
     counted = valid or [record for record in group if record.status != "failed"]
     metric = runs.quality(group)
-    sizes = [size for size in (runs.metric(record, "mem") for record in counted) if size is not None]
+    sizes = [
+        size for size in (runs.metric(record, "mem") for record in counted) if size is not None
+    ]
     return Row(
         records=tuple(group),
         rate=runs.mean(map(_rate, counted))[0],
@@ -105,20 +111,27 @@ def best(found: Iterable[Row]) -> dict[str, Row]:
 
 
 def against(found: Iterable[Row]) -> list[Against]:
-    """Accelerators against the slowest of them, on the one question that most of them answered; of several such questions,
-    a closed one, and that of the highest rate. None where no question has valid rows of two accelerators."""
+    """Accelerators against the slowest of them, on the one question that most of them answered; of
+    several such questions, a closed one, and that of the highest rate. None where no question has
+    valid rows of two accelerators."""
     by_key = stats.grouped(_rated(found), lambda row: row.first.case.key)
     chosen = max(map(_best_of_each, by_key.values()), key=_worth, default=[])
     if len(chosen) < 2:
         return []
     base, *others = sorted(chosen, key=_value)
     pairs = [(row, row.rate, base.rate) for row in reversed(others)]
-    return [Against(row, base, runs.ratio(top, bottom)) for row, top, bottom in pairs if top is not None and bottom is not None]
+    return [
+        Against(row, base, runs.ratio(top, bottom))
+        for row, top, bottom in pairs
+        if top is not None and bottom is not None
+    ]
 
 
 def _best_of_each(found: list[Row]) -> list[Row]:
     """Return the row with the highest rate of each accelerator."""
-    return [max(own, key=_value) for own in stats.grouped(found, lambda row: row.accelerator).values()]
+    return [
+        max(own, key=_value) for own in stats.grouped(found, lambda row: row.accelerator).values()
+    ]
 
 
 def _worth(members: list[Row]) -> tuple[int, bool, float]:

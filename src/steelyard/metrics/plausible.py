@@ -1,5 +1,5 @@
-"""Whether a rate can be true: no more work than the rows drawn hold, no faster than the device multiplies, none of it done
-where no pass is timed."""
+"""Whether a rate can be true: no more work than the rows drawn hold, no faster than the device
+multiplies, none of it done where no pass is timed."""
 
 from collections.abc import Iterator
 from math import fsum
@@ -12,7 +12,8 @@ from steelyard.record.facts import RankFacts
 from steelyard.record.record import Record, Value
 from steelyard.words import Message, Values
 
-MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperature and its neighbours move
+# over the matmul rate of the same run, which a device's temperature and its neighbours move
+MARGIN = 1.1
 # The same on a busy host. A neighbour on the other thread of a core, and threads that spin for one
 # that waits, can each take half of a matmul's rate: 1.35e11 FLOP per CPU second were measured where
 # a quiet host gave 2.16e11. Such a run is invalid as `busy` anyway, size smoke apart. Engines that
@@ -20,14 +21,21 @@ MARGIN = 1.1  # over the matmul rate of the same run, which a device's temperatu
 # and at 40 times (tests/hard/test_cheats.py).
 BUSY_MARGIN = 2.5
 SEVERAL = 4  # the first version of the formulas with several timings and a margin for busy hosts
-ASIDE = 0.1  # the most of a pass's wall time that may be spent beside it, on its answers and its length
+# the most of a pass's wall time that may be spent beside it, on its answers and its length
+ASIDE = 0.1
 ASIDE_S = 0.05  # less is not worth hiding work in
 
 
 def drawn(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Samples count what the task counts in the rows drawn: all of scoring together, of training every step's global batch."""
+    """Samples count what the task counts in the rows drawn: all of scoring together, of training
+    every step's global batch.
+    """
     for name, wanted in record.drawn.items():
-        found = _by_step(record, name) if name in record.task.kind_row.stepped else [spans.total(record, name)]
+        found = (
+            _by_step(record, name)
+            if name in record.task.kind_row.stepped
+            else [spans.total(record, name)]
+        )
         wrong = next(_differences(record, wanted, found), None)
         told: Values = {"pass": name} if wrong is None else {"pass": name, "difference": wrong}
         yield judged(f"drawn_{name}", wrong is None, "tokens", "check.drawn", told)
@@ -36,13 +44,24 @@ def drawn(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 def _by_step(record: Record, name: str) -> list[dict[str, int]]:
     """Of each step the counts of all replicas."""
     places = {rank: degrees.place(record.plan, rank) for rank in spans.working(record, name)}
-    every = [s for rank, s in spans.working(record, name).items() if places[rank].tp == places[rank].pp == 0]
+    every = [
+        s
+        for rank, s in spans.working(record, name).items()
+        if places[rank].tp == places[rank].pp == 0
+    ]
     steps = max(map(len, every), default=0)
-    return [{key: sum(s[i].counts.get(key, 0) for s in every if i < len(s)) for key in COUNTED} for i in range(steps)]
+    return [
+        {key: sum(s[i].counts.get(key, 0) for s in every if i < len(s)) for key in COUNTED}
+        for i in range(steps)
+    ]
 
 
-def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]) -> Iterator[Message]:
-    """In division open what is shared is computed once: of answers there are as many, of tokens no more than in closed."""
+def _differences(
+    record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]
+) -> Iterator[Message]:
+    """In division open what is shared is computed once: of answers there are as many, of tokens no
+    more than in closed.
+    """
     fewer = record.case.division == "open" and record.task.kind_row.shares
     for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
         for key in COUNTED:
@@ -50,12 +69,22 @@ def _differences(record: Record, wanted: list[dict[str, int]], found: list[dict[
             least = 0 if fewer and key not in ("samples", "logits") else held
             if not least <= there <= held:
                 told: Values = {"counted": there, "what": key, "held": held}
-                yield Message("drawn.step", {**told, "step": step}) if len(wanted) > 1 else Message("drawn.whole", told)
+                yield (
+                    Message("drawn.step", {**told, "step": step})
+                    if len(wanted) > 1
+                    else Message("drawn.whole", told)
+                )
 
 
 def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """No pass is faster than the datasheet's peak, nor than what the same devices multiplied right before it."""
-    claims = [claim for name in dict.fromkeys(w.pass_name for w in record.passes) for claim in _claims(record, name)]
+    """No pass is faster than the datasheet's peak, nor than what the same devices multiplied right
+    before it.
+    """
+    claims = [
+        claim
+        for name in dict.fromkeys(w.pass_name for w in record.passes)
+        for claim in _claims(record, name)
+    ]
     if not claims:
         return []
     share, told = max(claims, key=lambda claim: claim[0])
@@ -76,11 +105,14 @@ def _claims(record: Record, name: str) -> Iterator[tuple[float, Values]]:
 
 
 def _limits(record: Record, name: str) -> Iterator[tuple[Message, float | None, float]]:
-    """What a rate must not exceed, the limit, and the time that it is taken over. A CPU is shared with all else on its host, so
-    its work is set against CPU time, in the pass and in the matmul."""
+    """What a rate must not exceed, the limit, and the time that it is taken over. A CPU is shared
+    with all else on its host, so its work is set against CPU time, in the pass and in the matmul.
+    """
     devices = spans.devices(record)
     windows = spans.windows(record, name)
-    times = [t for t in (spans.wall_s(record, name), spans.compute_s(record, name)) if t is not None]
+    times = [
+        t for t in (spans.wall_s(record, name), spans.compute_s(record, name)) if t is not None
+    ]
     least_s = min(times, default=0.0)
     peak = rates.datasheet_peak(record).value
     yield Message("limit.peak"), peak and peak * devices, least_s
@@ -117,17 +149,25 @@ def _cpu_rates(rank: RankFacts, several: bool) -> list[float]:
 
 
 def _fastest(rank: RankFacts) -> float | None:
-    """The fastest matmul that was seen of a device: the square one, or one of the case's own shapes."""
+    """The fastest matmul that was seen of a device: the square one, or one of the case's own
+    shapes.
+    """
     known = [rank.matmul_flops_per_s, *(one.flops_per_s for one in rank.matmuls or [])]
     return max((rate for rate in known if rate), default=None)
 
 
 def beside(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """What an engine does for its answers and its length, with the device idle at the end of each, takes little time."""
+    """What an engine does for its answers and its length, with the device idle at the end of each,
+    takes little time.
+    """
     budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
     for window in record.passes:
         budget = budgets.get(window.rank, {})
-        parts = {part: budget[f"{part}_{window.pass_name}"] for part in ASIDES if f"{part}_{window.pass_name}" in budget}
+        parts = {
+            part: budget[f"{part}_{window.pass_name}"]
+            for part in ASIDES
+            if f"{part}_{window.pass_name}" in budget
+        }
         spent_s = fsum(parts.values())
         told: Values = {
             "pass": window.pass_name,

@@ -1,9 +1,10 @@
 """The ratio of two series of runs: its 95 % interval, and whether it is significant.
 
-The test is Welch's t (Biometrika 34, 1947, pages 28 to 35), which takes no equal variances, with the degrees of freedom of
-Welch and Satterthwaite. It is made of logarithms: their means are those of geometric means, whose ratio does not depend on
-which side is the base (Fleming and Wallace, Communications of the ACM 29, 1986, pages 218 to 221). The interval is that of
-the difference of the logarithms, as a ratio; a ratio is significant where it leaves out 1.
+The test is Welch's t (Biometrika 34, 1947, pages 28 to 35), which takes no equal variances, with
+the degrees of freedom of Welch and Satterthwaite. It is made of logarithms: their means are those
+of geometric means, whose ratio does not depend on which side is the base (Fleming and Wallace,
+Communications of the ACM 29, 1986, pages 218 to 221). The interval is that of the difference of the
+logarithms, as a ratio; a ratio is significant where it leaves out 1.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,9 @@ SAME = 1e-12  # of logarithms: a spread or a difference below it is rounding
 
 @dataclass(frozen=True)
 class Ratio:
-    """NEW / BASE. `source` says what the interval comes from: the spread between runs, or, where nothing was tested, at least
-    on one side the steps of one run, which say nothing of the spread between runs."""
+    """NEW / BASE. `source` says what the interval comes from: the spread between runs, or, where
+    nothing was tested, at least on one side the steps of one run, which say nothing of the spread
+    between runs."""
 
     value: float
     interval: Interval | None
@@ -37,11 +39,15 @@ class Ratio:
 
 def check_threshold(threshold: float) -> None:
     if not 0 <= threshold < 1:
-        raise RequestError(f"--threshold {threshold:g}: must be a share from 0 to below 1; 0.01 is 1 %")
+        raise RequestError(
+            f"--threshold {threshold:g}: must be a share from 0 to below 1; 0.01 is 1 %"
+        )
 
 
 def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
-    """The ratio of two sides' rates, each with the interval of its own steps; None where a side has none."""
+    """The ratio of two sides' rates, each with the interval of its own steps; None where a side has
+    none.
+    """
     if not base or not new:
         return None
     tested = of_values([one.value for one in base], [one.value for one in new])
@@ -54,16 +60,21 @@ def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
 
 
 def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
-    """The same of bare numbers. None where a side has none, or where one is not positive and so has no logarithm."""
+    """The same of bare numbers. None where a side has none, or where one is not positive and so has
+    no logarithm.
+    """
     if not base or not new or min(*base, *new) <= 0:
         return None
     (our_mean, our_error), (their_mean, their_error) = _logs(base), _logs(new)
     apart = their_mean - our_mean
     value = exp(apart)
     error = our_error + their_error
-    if min(len(base), len(new)) < FEWEST or error <= SAME**2:  # copies of one run say nothing of the next
+    # copies of one run say nothing of the next
+    if min(len(base), len(new)) < FEWEST or error <= SAME**2:
         return Ratio(value, None, None, "not tested")
-    freedom = error**2 / (our_error**2 / max(1, len(base) - 1) + their_error**2 / max(1, len(new) - 1))
+    freedom = error**2 / (
+        our_error**2 / max(1, len(base) - 1) + their_error**2 / max(1, len(new) - 1)
+    )
     half = stats.t_95_between(freedom) * sqrt(error)
     return Ratio(
         value,

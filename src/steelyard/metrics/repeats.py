@@ -1,7 +1,8 @@
 """Repeats: runs that were asked the same, as one result with the spread between them.
 
-Numbers are those of valid runs. A run that is not valid is counted and named, and never averaged: also one whose own steps
-are too uneven for the case while its repeats agree. Its rate may be right; that its record says so is what valid means.
+Numbers are those of valid runs. A run that is not valid is counted and named, and never averaged:
+also one whose own steps are too uneven for the case while its repeats agree. Its rate may be right;
+that its record says so is what valid means.
 """
 
 from collections.abc import Iterable
@@ -50,19 +51,33 @@ class Repeats:
     @property
     def interval_only(self) -> int:
         """How many runs are invalid for nothing but the interval of their own steps."""
-        return sum({reason.code for reason in one.reasons} == {"interval"} for one in self.not_valid)
+        return sum(
+            {reason.code for reason in one.reasons} == {"interval"} for one in self.not_valid
+        )
 
 
 def groups(records: Iterable[Record]) -> list[Repeats]:
     """The groups of at least two runs that were asked the same."""
     every = list(records)
-    finished = {runs.in_common(one, ASKED): runs.in_common(one, ALIKE) for one in reversed(every) if one.status != "failed"}
+    finished = {
+        runs.in_common(one, ASKED): runs.in_common(one, ALIKE)
+        for one in reversed(every)
+        if one.status != "failed"
+    }
 
     def key(record: Record) -> str:
         asked = runs.in_common(record, ASKED)
-        return finished.get(asked, asked) if record.status == "failed" else runs.in_common(record, ALIKE)
+        return (
+            finished.get(asked, asked)
+            if record.status == "failed"
+            else runs.in_common(record, ALIKE)
+        )
 
-    return [Repeats(tuple(group), _metrics(group)) for group in stats.grouped(every, key).values() if len(group) > 1]
+    return [
+        Repeats(tuple(group), _metrics(group))
+        for group in stats.grouped(every, key).values()
+        if len(group) > 1
+    ]
 
 
 def _metrics(group: list[Record]) -> tuple[Spread, ...]:
@@ -73,7 +88,9 @@ def _metrics(group: list[Record]) -> tuple[Spread, ...]:
     found = [_spread(RATE, rates.work_unit(valid[0]), [runs.rate(record) for record in valid])]
     for name in ("mfu", "mem", "energy_per_token", quality):
         unit = next((record.metrics[name].unit for record in valid if name in record.metrics), "")
-        found.append(_spread(name, unit, [_estimate(runs.metric(record, name)) for record in valid]))
+        found.append(
+            _spread(name, unit, [_estimate(runs.metric(record, name)) for record in valid])
+        )
     return tuple(one for one in found if one is not None)
 
 

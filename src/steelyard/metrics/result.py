@@ -1,4 +1,6 @@
-"""What a formula finds, a value or the reason why there is none, and what a rule finds: checks and notes."""
+"""What a formula finds, a value or the reason why there is none, and what a rule finds: checks and
+notes.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,8 +32,12 @@ class Finding:
 Rule = Callable[[Record, dict[str, Value]], Iterable[Finding]]
 
 
-def judged(name: str, ok: bool, code: str, said: str, values: Values, note: Message | None = None) -> Finding:
-    """A check that says one thing where it holds and another where it does not: `said` is the code of the pair."""
+def judged(
+    name: str, ok: bool, code: str, said: str, values: Values, note: Message | None = None
+) -> Finding:
+    """A check that says one thing where it holds and another where it does not: `said` is the code
+    of the pair.
+    """
     return Finding(Judged(name, ok, Message(f"{said}.{'ok' if ok else 'bad'}", values)), code, note)
 
 
@@ -58,6 +64,10 @@ def absent(name: str) -> Result:
 
 
 def work_name(record: Record) -> str:
-    """What is counted as work: tokens where all are computed, samples where sharing them is allowed, or where that is how
-    the published rows count."""
-    return "tokens" if record.case.division == "closed" and not record.task.rates_in_samples else "samples"
+    """What is counted as work: tokens where all are computed, samples where sharing them is
+    allowed, or where that is how the published rows count."""
+    return (
+        "tokens"
+        if record.case.division == "closed" and not record.task.rates_in_samples
+        else "samples"
+    )

@@ -1,4 +1,6 @@
-"""The rows of the metric table: every number that no task brings itself, in the order in which a page lists them."""
+"""The rows of the metric table: every number that no task brings itself, in the order in which a
+page lists them.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,14 +34,7 @@ def _padded_rates(task: Task) -> bool:
 _WALL, _COMPUTE = attrgetter("wall_s"), attrgetter("compute_s")  # of a span
 
 RATES = (
-    Metric(
-        "e2e_time",
-        "s",
-        "lower",
-        rates.e2e,
-        *meaning("e2e_time"),
-        form="seconds",
-    ),
+    Metric("e2e_time", "s", "lower", rates.e2e, *meaning("e2e_time"), form="seconds"),
     Metric(
         "p_val_whole",
         rates.work_unit,
@@ -173,22 +168,8 @@ RATES = (
         *meaning("mfu_nominal"),
         form="percent",
     ),
-    Metric(
-        "mfu_padded",
-        "",
-        "higher",
-        None,
-        *meaning("mfu_padded"),
-        form="percent",
-    ),
-    Metric(
-        "mfu_one_sequence",
-        "",
-        "higher",
-        None,
-        *meaning("mfu_one_sequence"),
-        form="percent",
-    ),
+    Metric("mfu_padded", "", "higher", None, *meaning("mfu_padded"), form="percent"),
+    Metric("mfu_one_sequence", "", "higher", None, *meaning("mfu_one_sequence"), form="percent"),
 )
 
 # Behind the task's own scores.
@@ -203,12 +184,7 @@ OTHERS = (
         tasks=_with_pass("val"),
     ),
     Metric(
-        "loss",
-        "nats",
-        "lower",
-        training.loss,
-        *meaning("loss"),
-        tasks=_with_step_value("loss"),
+        "loss", "nats", "lower", training.loss, *meaning("loss"), tasks=_with_step_value("loss")
     ),
     Metric(
         "loss_first",
@@ -226,14 +202,7 @@ OTHERS = (
         *meaning("grad_norm"),
         tasks=_with_step_value("grad_norm"),
     ),
-    Metric(
-        "mem",
-        "GiB",
-        "lower",
-        rates.mem,
-        *meaning("mem"),
-        form="gib",
-    ),
+    Metric("mem", "GiB", "lower", rates.mem, *meaning("mem"), form="gib"),
     Metric(
         "mem_reserved",
         "GiB",
@@ -259,21 +228,8 @@ OTHERS = (
         form="gib",
         tasks=_trains,
     ),
-    Metric(
-        "mem_total",
-        "GiB",
-        "",
-        rates.mem_total,
-        *meaning("mem_total"),
-        form="gib",
-    ),
-    Metric(
-        "energy",
-        "J",
-        "lower",
-        energy.energy,
-        *meaning("energy"),
-    ),
+    Metric("mem_total", "GiB", "", rates.mem_total, *meaning("mem_total"), form="gib"),
+    Metric("energy", "J", "lower", energy.energy, *meaning("energy")),
     Metric(
         "energy_per_token",
         "J/token",
@@ -323,20 +279,9 @@ OTHERS = (
         partial(rates.model_flops, convention="nominal"),
         *meaning("flops_nominal"),
     ),
+    Metric("matmul_rate", "FLOP/s", "higher", rates.achievable, *meaning("matmul_rate")),
     Metric(
-        "matmul_rate",
-        "FLOP/s",
-        "higher",
-        rates.achievable,
-        *meaning("matmul_rate"),
-    ),
-    Metric(
-        "padded_share",
-        "",
-        "lower",
-        rates.padded_share,
-        *meaning("padded_share"),
-        form="percent",
+        "padded_share", "", "lower", rates.padded_share, *meaning("padded_share"), form="percent"
     ),
     Metric(
         "straggler_share",

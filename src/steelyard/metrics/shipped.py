@@ -1,8 +1,10 @@
-"""Whether a record's case is the shipped one of its name: its question, its gate, its limits and its size.
+"""Whether a record's case is the shipped one of its name: its question, its gate, its limits and
+its size.
 
-A key holds the question alone. A case file of one's own may bear a shipped name and ask for less, so all that makes a run valid
-is compared. A record may also be older than a field of the question that the shipped case has set since: then its question is
-the shipped case's of before, which is said in words of its own.
+A key holds the question alone. A case file of one's own may bear a shipped name and ask for less,
+so all that makes a run valid is compared. A record may also be older than a field of the question
+that the shipped case has set since: then its question is the shipped case's of before, which is
+said in words of its own.
 """
 
 from collections.abc import Iterable
@@ -22,8 +24,9 @@ NAMED = ("division", "precision")  # of a question: they have names of their own
 
 
 def modified(record: Record) -> list[str]:
-    """What of the case differs from the shipped case of its name, beside what the command line changed of the question and
-    what is later than the record, which are told on their own. Nothing, where no case of that name is shipped."""
+    """What of the case differs from the shipped case of its name, beside what the command line
+    changed of the question and what is later than the record, which are told on their own. Nothing,
+    where no case of that name is shipped."""
     case = record.case
     if case.name not in resolve.names():
         return []
@@ -43,7 +46,9 @@ def modified(record: Record) -> list[str]:
 
 
 def later(record: Record) -> list[str]:
-    """The fields of the question that the shipped case has set since the record was made, where they are all that differs."""
+    """The fields of the question that the shipped case has set since the record was made, where
+    they are all that differs.
+    """
     case = record.case
     if case.name not in resolve.names():
         return []
@@ -52,7 +57,11 @@ def later(record: Record) -> list[str]:
     except RequestError:
         return []
     asked, fields = _before(_with_changes(question, case.question, case.origins), case.question)
-    return fields if key_of(asked, record.fingerprint) == key_of(case.question, record.fingerprint) else []
+    return (
+        fields
+        if key_of(asked, record.fingerprint) == key_of(case.question, record.fingerprint)
+        else []
+    )
 
 
 def apart(record: Record) -> list[Message]:
@@ -62,8 +71,8 @@ def apart(record: Record) -> list[Message]:
 
 
 def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The shipped question as it was when a record's was asked, and the fields that it has set since: of those that came
-    later, the ones that the record does not have."""
+    """The shipped question as it was when a record's was asked, and the fields that it has set
+    since: of those that came later, the ones that the record does not have."""
     out = deepcopy(shipped)
     fields = []
     for place, default in LATER:
@@ -94,11 +103,20 @@ def _given(table: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in table.items() if value is not None}
 
 
-def _with_changes(shipped: dict[str, Any], told: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
+def _with_changes(
+    shipped: dict[str, Any], told: dict[str, Any], origins: dict[str, str]
+) -> dict[str, Any]:
     """The shipped question with what the command line changed of it."""
     out = deepcopy(shipped)
-    changed = [key for key, origin in origins.items() if origin == "command line" or origin.startswith("unknown:")]
-    for key in (*NAMED, *(key.removeprefix("question.") for key in changed if key.startswith("question."))):
+    changed = [
+        key
+        for key, origin in origins.items()
+        if origin == "command line" or origin.startswith("unknown:")
+    ]
+    for key in (
+        *NAMED,
+        *(key.removeprefix("question.") for key in changed if key.startswith("question.")),
+    ):
         *parents, leaf = key.split(".")
         into: Any = out
         of: Any = told

@@ -1,9 +1,13 @@
-"""What the passes of a record hold: samples, counts and times, and the span of a run that its rates are taken over."""
+"""What the passes of a record hold: samples, counts and times, and the span of a run that its rates
+are taken over.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import fsum  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+
+# sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+from math import fsum
 
 from steelyard.metrics import formulas_1, stats
 from steelyard.plan import degrees
@@ -16,7 +20,9 @@ OTHER_PHASE = "other"  # in no phase: launch gaps, and what an engine does not m
 
 @dataclass(frozen=True)
 class Span:
-    """What rates, FLOPs and energy are taken over: a whole pass of scoring, the steady window of training."""
+    """What rates, FLOPs and energy are taken over: a whole pass of scoring, the steady window of
+    training.
+    """
 
     counts: dict[str, int]
     wall_s: float
@@ -46,8 +52,12 @@ def samples(record: Record, name: str) -> list[Sample]:
 
 
 def working(record: Record, name: str) -> dict[int, list[Sample]]:
-    """Steps of a pass that did work, by rank; others only evaluate, write a checkpoint or read answers back."""
-    return stats.grouped((sample for sample in samples(record, name) if sample.counts), lambda sample: sample.rank)
+    """Steps of a pass that did work, by rank; others only evaluate, write a checkpoint or read
+    answers back.
+    """
+    return stats.grouped(
+        (sample for sample in samples(record, name) if sample.counts), lambda sample: sample.rank
+    )
 
 
 def total(record: Record, name: str) -> dict[str, int]:
@@ -56,7 +66,9 @@ def total(record: Record, name: str) -> dict[str, int]:
 
 
 def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
-    """Ranks that hold one model together, in a tensor-parallel group or as stages, count the same work: one of them counts."""
+    """Ranks that hold one model together, in a tensor-parallel group or as stages, count the same
+    work: one of them counts.
+    """
     out = Counter[str]()
     for sample in chosen:
         at = degrees.place(record.plan, sample.rank)
@@ -71,8 +83,9 @@ def wall_s(record: Record, name: str) -> float | None:
 
 
 def computing_s(sample: Sample) -> float | None:
-    """Compute time of a step: from when its inputs are on the device to its last kernel. What ranks exchange meanwhile is in
-    it, whether or not the engine marks it. None where an engine does not separate it."""
+    """Compute time of a step: from when its inputs are on the device to its last kernel. What ranks
+    exchange meanwhile is in it, whether or not the engine marks it. None where an engine does not
+    separate it."""
     own_s = sample.phases.get("compute")
     return None if own_s is None else own_s + sample.phases.get("exchange", 0.0)
 
@@ -92,7 +105,9 @@ def _computing(groups: Iterable[Sequence[Sample]]) -> list[list[float]] | None:
 
 
 def span(record: Record) -> Span | None:
-    """The headline pass, or its steady window where a kind of work has one; None where there is none."""
+    """The headline pass, or its steady window where a kind of work has one; None where there is
+    none.
+    """
     name = headline(record)
     if name is None:
         return None
@@ -108,23 +123,30 @@ def _whole(record: Record, name: str) -> Span:
 
 
 def _steady(record: Record, name: str) -> Span | None:
-    """From the step at which the run becomes steady to the last that every rank finished; evaluations and checkpoints
-    between them are in it."""
+    """From the step at which the run becomes steady to the last that every rank finished;
+    evaluations and checkpoints between them are in it."""
     every = working(record, name)
     count = min(map(len, every.values()), default=0)
     if not count:
         return None
-    times = [max(steps[i].end_s - steps[i].start_s for steps in every.values()) for i in range(count)]
+    times = [
+        max(steps[i].end_s - steps[i].start_s for steps in every.values()) for i in range(count)
+    ]
     if record.formulas is None:
         first, how = formulas_1.steady(times)
     else:
-        tokens = [_counts(record, [steps[i] for steps in every.values()]).get("tokens", 0) for i in range(count)]
+        tokens = [
+            _counts(record, [steps[i] for steps in every.values()]).get("tokens", 0)
+            for i in range(count)
+        ]
         first, how = stats.steady(times, tokens)
     kept = {rank: steps[first:count] for rank, steps in every.items()}
     walls = {rank: steps[-1].end_s - steps[0].start_s for rank, steps in kept.items()}
     slowest = max(walls, key=lambda rank: walls[rank])
     begun = {window.rank: window.start_s for window in windows(record, name)}
-    borders = {r: (begun[r] + s[0].start_s, begun[r] + s[-1].end_s) for r, s in kept.items() if r in begun}
+    borders = {
+        r: (begun[r] + s[0].start_s, begun[r] + s[-1].end_s) for r, s in kept.items() if r in begun
+    }
     if record.clock == "reported" and 0 in borders:  # one process tells of all ranks
         borders = {one.rank: borders[0] for one in record.ranks}
     counts = _counts(record, [sample for steps in kept.values() for sample in steps])
@@ -139,18 +161,24 @@ def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """Return the seconds of a step by phase, on the rank whose wall time the span has; they add up to
-    the wall time of the span over its steps. Return an empty table if there is no span. Time between
-    two steps, such as that of an evaluation, is divided among all steps."""
+    """Return the seconds of a step by phase, on the rank whose wall time the span has; they add up
+    to the wall time of the span over its steps. Return an empty table if there is no span. Time
+    between two steps, such as that of an evaluation, is divided among all steps."""
     found, name = span(record), headline(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     if found is None or name is None or not steps:
         return {}
     mine = [sample for sample in samples(record, name) if sample.rank == found.slowest]
     if record.task.kind_row.steady:
-        mine = [sample for sample in mine if steps[0].start_s <= sample.start_s and sample.end_s <= steps[-1].end_s]
+        mine = [
+            sample
+            for sample in mine
+            if steps[0].start_s <= sample.start_s and sample.end_s <= steps[-1].end_s
+        ]
     names = phases_in_order({phase for sample in mine for phase in sample.phases})
-    out = {name: fsum(sample.phases.get(name, 0.0) for sample in mine) / len(steps) for name in names}
+    out = {
+        name: fsum(sample.phases.get(name, 0.0) for sample in mine) / len(steps) for name in names
+    }
     rest_s = found.wall_s / len(steps) - fsum(out.values())
     return out | {OTHER_PHASE: max(0.0, rest_s)}
 
@@ -160,9 +188,20 @@ def tokens_per_step(record: Record) -> float | None:
     steps of different sizes cannot be compared."""
     found = span(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
-    return found.counts["tokens"] / len(steps) if found is not None and steps and found.counts.get("tokens") else None
+    return (
+        found.counts["tokens"] / len(steps)
+        if found is not None and steps and found.counts.get("tokens")
+        else None
+    )
 
 
 def phases_in_order(names: Iterable[str]) -> list[str]:
     """The known phases in the order of a step, then others by name."""
-    return sorted(names, key=lambda name: (PHASES.index(name) if name in PHASES else len(PHASES), name == OTHER_PHASE, name))
+    return sorted(
+        names,
+        key=lambda name: (
+            PHASES.index(name) if name in PHASES else len(PHASES),
+            name == OTHER_PHASE,
+            name,
+        ),
+    )

@@ -1,9 +1,11 @@
-"""Who is slow. Ranks that wait for one another all end a step together, so their wall times hide it: what tells them apart is
-each rank's own time, before it meets the others."""
+"""Who is slow. Ranks that wait for one another all end a step together, so their wall times hide
+it: what tells them apart is each rank's own time, before it meets the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import fsum, isfinite  # sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+
+# sum() adds floats differently from Python 3.12 on, and a record must verify everywhere
+from math import fsum, isfinite
 from statistics import fmean, median
 from typing import Literal
 
@@ -33,9 +35,9 @@ NO_TIME = Message("straggler.no_time")
 
 @dataclass(frozen=True)
 class RankTime:
-    """A rank's own time of a step, or a replica's of a pass: means over the steps. `others_s` is the median of the others',
-    `wait_s` the time of what is exchanged, where it is marked. What it costs is sure within `spread_s` (95 %), where there is
-    more than one step."""
+    """A rank's own time of a step, or a replica's of a pass: means over the steps. `others_s` is
+    the median of the others', `wait_s` the time of what is exchanged, where it is marked. What it
+    costs is sure within `spread_s` (95 %), where there is more than one step."""
 
     ranks: tuple[int, ...]  # one, or all that hold one replica
     host: str | None
@@ -58,13 +60,14 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Ranks from the slowest to the fastest. `basis` says what a rank's own time is: its data and compute phases, its whole
-    pass, or its data phase alone."""
+    """Ranks from the slowest to the fastest. `basis` says what a rank's own time is: its data and
+    compute phases, its whole pass, or its data phase alone."""
 
     basis: Basis
     step_s: float  # mean over steps of the slowest rank's; of a pass, the slowest one's wall time
     rows: tuple[RankTime, ...]
-    more_work: float | None  # times the tokens that the others have, where the slowest has clearly more
+    # times the tokens that the others have, where the slowest has clearly more
+    more_work: float | None
 
     @property
     def slowest(self) -> RankTime:
@@ -84,7 +87,9 @@ class Stragglers:
 
     @property
     def share(self) -> float:
-        """Of a step, or of the pass: what would be saved if the slowest were as fast as the median of the others."""
+        """Of a step, or of the pass: what would be saved if the slowest were as fast as the median
+        of the others.
+        """
         return max(0.0, self.cost_s) / self.step_s
 
     @property
@@ -103,14 +108,20 @@ def find(record: Record) -> Stragglers | Unknown:
     if spans.devices(record) < 2:
         return Unknown(ALONE)
     found = _by_step(record) if record.task.kind_row.ranks_meet else _by_pass(record)
-    return found if isinstance(found, Unknown) or (found.step_s > 0 and isfinite(found.share)) else Unknown(NO_TIME)
+    return (
+        found
+        if isinstance(found, Unknown) or (found.step_s > 0 and isfinite(found.share))
+        else Unknown(NO_TIME)
+    )
 
 
 def share(record: Record) -> Result:
     found = find(record)
     if isinstance(found, Unknown):
         return Result(None, found.reason)
-    return Result(found.share, Message("straggler.rank", {"rank": found.rank, "own": OWN[found.basis]}))
+    return Result(
+        found.share, Message("straggler.rank", {"rank": found.rank, "own": OWN[found.basis]})
+    )
 
 
 def note(record: Record) -> Message | None:
@@ -150,13 +161,18 @@ def _by_step(record: Record) -> Stragglers | Unknown:
     every = [sample for steps in found.steps.values() for sample in steps]
     if all("exchange" in sample.phases and "compute" in sample.phases for sample in every):
         basis: Basis = "compute"
-    elif record.engine.details.exchange == "inside" and all("data" in sample.phases for sample in every):
+    elif record.engine.details.exchange == "inside" and all(
+        "data" in sample.phases for sample in every
+    ):
         basis = "data"
     else:
         return Unknown(NOT_SEPARATE)
     steps = dict(sorted(found.steps.items()))
     names = ("data",) if basis == "data" else ("data", "compute")
-    owns = [[fsum(sample.phases.get(name, 0.0) for name in names) for sample in of_rank] for of_rank in steps.values()]
+    owns = [
+        [fsum(sample.phases.get(name, 0.0) for name in names) for sample in of_rank]
+        for of_rank in steps.values()
+    ]
     others = list(zip(*map(_medians_of_others, zip(*owns, strict=True)), strict=True))
     rows, told = [], _by_rank(record)
     for (rank, of_rank), own, other in zip(steps.items(), owns, others, strict=True):
@@ -164,7 +180,10 @@ def _by_step(record: Record) -> Stragglers | Unknown:
         tokens = _tokens(of_rank) if basis == "compute" else None
         spread_s = _spread([mine - theirs for mine, theirs in zip(own, other, strict=True)])
         rows.append(_row(told, (rank,), fmean(own), fmean(other), spread_s, wait_s, tokens))
-    slowest = [max(sample.end_s - sample.start_s for sample in step) for step in zip(*steps.values(), strict=True)]
+    slowest = [
+        max(sample.end_s - sample.start_s for sample in step)
+        for step in zip(*steps.values(), strict=True)
+    ]
     return _ordered(basis, fmean(slowest), rows)
 
 
@@ -186,7 +205,8 @@ def _by_pass(record: Record) -> Stragglers | Unknown:
     own = [max(windows[rank].wall_s for rank in every) for every in replicas]
     rows = []
     for every, own_s, others_s in zip(replicas, own, _medians_of_others(own), strict=True):
-        tokens = next((_tokens(steps[rank]) for rank in every if rank in steps), 0)  # its ranks count the same work
+        # its ranks count the same work
+        tokens = next((_tokens(steps[rank]) for rank in every if rank in steps), 0)
         rows.append(_row(told, tuple(every), own_s, others_s, None, None, tokens))
     return _ordered("pass", max(own), rows)
 
@@ -219,7 +239,9 @@ def _ordered(basis: Basis, step_s: float, rows: list[RankTime]) -> Stragglers:
     known = [row.tokens for row in others if row.tokens is not None]
     usual = median(known) if known else None
     more = slowest.tokens / usual if slowest.tokens is not None and usual else None
-    return Stragglers(basis, step_s, (slowest, *others), more if more is not None and more > MORE_WORK else None)
+    return Stragglers(
+        basis, step_s, (slowest, *others), more if more is not None and more > MORE_WORK else None
+    )
 
 
 def _tokens(steps: list[Sample]) -> int:
@@ -236,11 +258,14 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """For each of two or more values the median of all others. One sort for all: a world may have thousands of ranks."""
+    """For each of two or more values the median of all others. One sort for all: a world may have
+    thousands of ranks.
+    """
     order = sorted(range(len(values)), key=lambda index: values[index])
     ordered = [values[index] for index in order]
     out = [0.0] * len(values)
-    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2  # of the others: the same where their number is odd
+    # of the others: the same where their number is odd
+    low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
     for place, index in enumerate(order):
         out[index] = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
     return out

@@ -1,6 +1,7 @@
 """The metric table: which metrics a task has, and their values for a record.
 
-A task's own scores come from its row. Other packages add rows through the entry-point group `steelyard.metrics`.
+A task's own scores come from its row. Other packages add rows through the entry-point group
+`steelyard.metrics`.
 """
 
 from dataclasses import replace
@@ -39,8 +40,14 @@ def derive(record: Record) -> dict[str, Value]:
 def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
     """Return metrics as a record stores them, with their units and notes."""
     units = {metric.name: metric.unit_of(record) for metric in of_task(record.task)}
-    every = [(name, found, words.stored(found.note, record.wording)) for name, found in found_by_name.items()]
-    return {name: Value(value=found.value, unit=units[name], interval=found.interval, note=note) for name, found, note in every}
+    every = [
+        (name, found, words.stored(found.note, record.wording))
+        for name, found in found_by_name.items()
+    ]
+    return {
+        name: Value(value=found.value, unit=units[name], interval=found.interval, note=note)
+        for name, found, note in every
+    }
 
 
 def results(record: Record) -> dict[str, Result]:
@@ -58,14 +65,27 @@ def _finite(found: Result) -> Result:
 
 
 def row(name: str, unit: str = "", task: Task | None = None) -> Metric:
-    """A metric's row, in a task's own words where it is given; one made of its bare name where there is none."""
-    known = [*(of_task(task) if task else []), *RATES, *OTHERS, *(m for one in tasks.table().values() for m in of_task(one))]
+    """A metric's row, in a task's own words where it is given; one made of its bare name where
+    there is none.
+    """
+    known = [
+        *(of_task(task) if task else []),
+        *RATES,
+        *OTHERS,
+        *(m for one in tasks.table().values() for m in of_task(one)),
+    ]
     found = next((metric for metric in known if metric.name == name), None)
-    return found or Metric(name, unit, "", None, (name, ""), (name, ""), FORM_BY_UNIT.get(unit, "number"))
+    return found or Metric(
+        name, unit, "", None, (name, ""), (name, ""), FORM_BY_UNIT.get(unit, "number")
+    )
 
 
 def in_order(names: set[str]) -> list[str]:
     """Names in the order of the table; unknown ones last."""
-    every = [*RATES, *(m for one in tasks.table().values() for m in map(_of_score, one.scores)), *OTHERS]
+    every = [
+        *RATES,
+        *(m for one in tasks.table().values() for m in map(_of_score, one.scores)),
+        *OTHERS,
+    ]
     order = {metric.name: place for place, metric in reversed(list(enumerate(every)))}
     return sorted(names, key=lambda name: (order.get(name, len(every)), name))

@@ -31,9 +31,14 @@ def p_train(record: Record) -> Result:
 
 
 def _aside_s(record: Record) -> float:
-    """Time of the pass that was spent on evaluations and checkpoints, on the rank where it was longest."""
+    """Time of the pass that was spent on evaluations and checkpoints, on the rank where it was
+    longest.
+    """
     by_rank = stats.grouped(samples(record, PASS), lambda sample: sample.rank)
-    sums = (fsum(sample.phases.get(name, 0.0) for sample in own for name in ASIDE) for own in by_rank.values())
+    sums = (
+        fsum(sample.phases.get(name, 0.0) for sample in own for name in ASIDE)
+        for own in by_rank.values()
+    )
     return max(sums, default=0.0)
 
 
@@ -48,18 +53,26 @@ def p_core(record: Record) -> Result:
 
 
 def values(record: Record, name: str) -> list[float | None]:
-    """A value of every step, from the lowest rank: it is the same on all. None is a number that is not finite. Losses are
-    also those of the run that this one goes on from."""
+    """A value of every step, from the lowest rank: it is the same on all. None is a number that is
+    not finite. Losses are also those of the run that this one goes on from."""
     ranks = working(record, PASS)
     earlier = record.restarts[-1].losses if record.restarts and name == "loss" and ranks else []
-    return [*earlier] + [step.values[name] for step in ranks[min(ranks)] if name in step.values] if ranks else []
+    return (
+        [*earlier] + [step.values[name] for step in ranks[min(ranks)] if name in step.values]
+        if ranks
+        else []
+    )
 
 
 def _mean_loss(chosen: list[float | None]) -> Result:
     finite = [value for value in chosen if value is not None]
     if not chosen:
         return Result(None, Message("metric.no_loss"))
-    return Result(fmean(finite)) if len(finite) == len(chosen) else Result(None, Message("metric.loss_not_finite"))
+    return (
+        Result(fmean(finite))
+        if len(finite) == len(chosen)
+        else Result(None, Message("metric.loss_not_finite"))
+    )
 
 
 def _tenth(losses: list[float | None]) -> int:
@@ -90,12 +103,30 @@ def mem_predicted(record: Record) -> Result:
     question = record.question
     if not isinstance(question.model, LlamaModel) or question.train is None:
         return Result(None, Message("metric.not_predicted", {"family": question.model.family}))
-    lean = record.engine.details.block == "fused"  # older records do not say, and had the other one in mind
+    # older records do not say, and had the other one in mind
+    lean = record.engine.details.block == "fused"
     units = record.engine.details.exchanged == "units"
     try:
-        stages = memory.predict(question.model, question.precision, record.tune, record.plan, question.train, lean, units)
+        stages = memory.predict(
+            question.model,
+            question.precision,
+            record.tune,
+            record.plan,
+            question.train,
+            lean,
+            units,
+        )
     except ValueError:
-        return Result(None, Message("metric.unpredictable", {"stages": record.plan.pp, "layers": question.model.layers}))
+        return Result(
+            None,
+            Message(
+                "metric.unpredictable", {"stages": record.plan.pp, "layers": question.model.layers}
+            ),
+        )
     fullest = max(stages, key=lambda stage: stage.total)
-    parts = tuple(Message(f"part.{name}", {"gib": size / GIB}) for name, size in asdict(fullest).items() if size)
+    parts = tuple(
+        Message(f"part.{name}", {"gib": size / GIB})
+        for name, size in asdict(fullest).items()
+        if size
+    )
     return Result(fullest.total / GIB, Message("metric.predicted", {"parts": parts}))

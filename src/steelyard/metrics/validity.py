@@ -1,4 +1,6 @@
-"""What makes a finished run valid: checks on a record's evidence, and the reasons that follow from them."""
+"""What makes a finished run valid: checks on a record's evidence, and the reasons that follow from
+them.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -6,7 +8,17 @@ from math import fsum
 
 from steelyard import accelerators, plugins, words
 from steelyard.case.resolve import changed_question
-from steelyard.metrics import busy, clocks, fit, plausible, readings, shipped, stats, stragglers, training
+from steelyard.metrics import (
+    busy,
+    clocks,
+    fit,
+    plausible,
+    readings,
+    shipped,
+    stats,
+    stragglers,
+    training,
+)
 from steelyard.metrics import spans as passes
 from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
 from steelyard.record.facts import Restart, StepDown
@@ -15,7 +27,8 @@ from steelyard.tasks.task import Stopped, Tally
 from steelyard.words import Message, Values
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
-LEAST_S = 0.01  # less than this is not worth hiding work in, and a rank without any work has nothing else
+# less than this is not worth hiding work in, and a rank without any work has nothing else
+LEAST_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,20 @@ class Judgement:
 Notes = list[str | Message]
 
 
-def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[Reason], Notes, Quality]:
-    """Return checks, reasons against validity (none: valid), notes and the quality, as a record of its wording stores them."""
+def judge(
+    record: Record, values: dict[str, Value]
+) -> tuple[list[Check], list[Reason], Notes, Quality]:
+    """Return checks, reasons against validity (none: valid), notes and the quality, as a record of
+    its wording stores them.
+    """
     found = findings(record, values)
-    checks = [Check(name=one.name, ok=one.ok, detail=words.stored(one.said, record.wording)) for one in found.checks]
-    reasons = [Reason(code=code, text=words.stored(said, record.wording)) for code, said in found.reasons]
+    checks = [
+        Check(name=one.name, ok=one.ok, detail=words.stored(one.said, record.wording))
+        for one in found.checks
+    ]
+    reasons = [
+        Reason(code=code, text=words.stored(said, record.wording)) for code, said in found.reasons
+    ]
     notes: Notes = [words.stored(one, record.wording) for one in found.notes]
     return checks, reasons, notes, found.quality
 
@@ -44,7 +66,11 @@ def judge(record: Record, values: dict[str, Value]) -> tuple[list[Check], list[R
 def findings(record: Record, values: dict[str, Value]) -> Judgement:
     """The same as messages."""
     found = [one for rule in RULES for one in rule(record, values)]
-    failed = [(one.code, one.check.said) for one in found if one.check is not None and not one.check.ok and one.code]
+    failed = [
+        (one.code, one.check.said)
+        for one in found
+        if one.check is not None and not one.check.ok and one.code
+    ]
     evaluated, unevaluated = quality(record, values)
     return Judgement(
         checks=tuple(one.check for one in found if one.check is not None),
@@ -76,7 +102,12 @@ def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
     ]
     if gate is not None and gate.below is not None:
         below = values.get(gate.below)
-        needs.append((below is not None and below.value is not None, Message("quality.no_base", {"metric": gate.below})))
+        needs.append(
+            (
+                below is not None and below.value is not None,
+                Message("quality.no_base", {"metric": gate.below}),
+            )
+        )
     return [text for holds, text in needs if not holds]
 
 
@@ -86,7 +117,9 @@ def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
 
 
 def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
-    """That a loss falls can be asked of any size. What the full size asks is about its own data, and its own start."""
+    """That a loss falls can be asked of any size. What the full size asks is about its own data,
+    and its own start.
+    """
     if record.case.size != "full":
         return []
     fresh = not record.task.starts_trained
@@ -114,13 +147,20 @@ def _of_kind(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 def finite_answers(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     for name, noun, tally in _tallies(record):
-        told: Values = {"pass": name, "bad": tally.not_finite, "items": tally.items, "nouns": words.items(noun)}
+        told: Values = {
+            "pass": name,
+            "bad": tally.not_finite,
+            "items": tally.items,
+            "nouns": words.items(noun),
+        }
         yield judged(f"finite_{name}", not tally.not_finite, "nan", "check.finite", told)
 
 
 def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
     bad = next((sample for sample in record.samples if None in sample.values.values()), None)
-    told: Values = {} if bad is None else {"pass": bad.pass_name, "step": bad.step, "rank": bad.rank}
+    told: Values = (
+        {} if bad is None else {"pass": bad.pass_name, "step": bad.step, "rank": bad.rank}
+    )
     return [failed("finite_values", "nan", "check.finite_values", told)] if told else []
 
 
@@ -133,12 +173,24 @@ def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]
     """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
     losses, stopped = training.values(record, "loss"), _stopped(record)
     why = stopped.why if stopped else None
-    bad = losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
+    bad = (
+        losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
+    )
     if losses or stopped:
-        yield judged("finite_loss", bad is None, "nan", "check.finite_loss", {} if bad is None else {"step": bad})
+        yield judged(
+            "finite_loss",
+            bad is None,
+            "nan",
+            "check.finite_loss",
+            {} if bad is None else {"step": bad},
+        )
     train = record.question.train
     if stopped and why == "bound" and train is not None:
-        told: Values = {"step": stopped.step, "value": str(stopped.value), "bound": str(train.bound)}
+        told: Values = {
+            "step": stopped.step,
+            "value": str(stopped.value),
+            "bound": str(train.bound),
+        }
         yield failed("loss_bound", "loss_bound", "check.loss_bound", told)
     answers = record.answers
     for name in ("before", "after"):
@@ -148,16 +200,22 @@ def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]
 
 
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
-    """Of every pass that has items to cover: its name, what its items are called, and how many there are of which kind."""
+    """Of every pass that has items to cover: its name, what its items are called, and how many
+    there are of which kind.
+    """
     task, answers = record.task, record.answers
     if answers is None:
         return []
-    found = [(name, task.noun, task.tally(answers, name)) for name in record.outputs.get("passes", {})]
+    found = [
+        (name, task.noun, task.tally(answers, name)) for name in record.outputs.get("passes", {})
+    ]
     return [(name, noun, tally) for name, noun, tally in found if tally is not None]
 
 
 def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Every item in scope is answered once. Where --steps ends a pass early only some are, and none twice."""
+    """Every item in scope is answered once. Where --steps ends a pass early only some are, and none
+    twice.
+    """
     kind = record.task.kind_row
     partly = kind.cut_by_steps and record.scope.steps is not None
     for name, noun, tally in _tallies(record):
@@ -176,7 +234,9 @@ def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]
 
 
 def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Every rank took every step in scope, or those until the target. A run that failed before has its own reason."""
+    """Every rank took every step in scope, or those until the target. A run that failed before has
+    its own reason.
+    """
     ranks = {window.rank for window in passes.windows(record, "train")}
     if not ranks and record.failure is not None:
         return []
@@ -192,7 +252,9 @@ def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """In division closed, the tokens that samples count are those of the data, no more and no fewer."""
+    """In division closed, the tokens that samples count are those of the data, no more and no
+    fewer.
+    """
     wanted = getattr(record.data, "tokens", None)
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
         return
@@ -203,7 +265,9 @@ def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """A corpus is larger than what is trained on of it: that there is work at all is what can be asked."""
+    """A corpus is larger than what is trained on of it: that there is work at all is what can be
+    asked.
+    """
     if not passes.windows(record, "train"):
         return []
     found = passes.total(record, "train").get("tokens", 0)
@@ -222,7 +286,9 @@ def _accounted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
         steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
         # What a program reports of its steps is compared with these times by a rule of its own.
         ours = record.clock == "reported"
-        covered = fsum(s.host_end_s - s.host_start_s if ours else s.end_s - s.start_s for s in steps)
+        covered = fsum(
+            s.host_end_s - s.host_start_s if ours else s.end_s - s.start_s for s in steps
+        )
         share = covered / window.wall_s if window.wall_s else 1.0
         name, rest_s = f"accounted_{window.pass_name}", window.wall_s - covered
         told: Values = {
@@ -244,11 +310,21 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
     if value.interval is None:
         found = passes.span(record)
         steps = [step for of_rank in found.steps.values() for step in of_rank] if found else []
-        if len([step for step in steps if step.counts.get("tokens")]) < stats.FEWEST * passes.devices(record):
+        if len(
+            [step for step in steps if step.counts.get("tokens")]
+        ) < stats.FEWEST * passes.devices(record):
             return [note(Message("note.few_batches"))]
         return [failed("interval", "interval", "check.interval_open", {})]
     width = (value.interval[1] - value.interval[0]) / value.value
-    return [judged("interval", width <= limit, "interval", "check.interval", {"width": width, "limit": limit})]
+    return [
+        judged(
+            "interval",
+            width <= limit,
+            "interval",
+            "check.interval",
+            {"width": width, "limit": limit},
+        )
+    ]
 
 
 def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
@@ -271,18 +347,25 @@ def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
                 yield note(Message("note.slowdown", told))
         foreign = [readings.foreign(series, start, end) for start, end in spans]
         if any(one is not None for one in foreign):
-            yield judged("alone", not any(foreign), "shared", "check.alone", {"device": series.device})
+            yield judged(
+                "alone", not any(foreign), "shared", "check.alone", {"device": series.device}
+            )
 
 
 def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
     (found, why), gate = quality(record, values), record.case.gate
     if gate is not None and gate.reach is not None and why == UNKNOWN and record.failure is None:
-        return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]  # nobody looked
+        # nobody looked
+        return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]
     if not found.evaluated or gate is None or found.value is None:
         return []
     if gate.reach is not None:
         told: Values = {"metric": found.metric, "value": found.value, "target": gate.reach}
-        return [judged("gate", found.value >= gate.reach, "target_not_reached", "check.gate_reach", told)]
+        return [
+            judged(
+                "gate", found.value >= gate.reach, "target_not_reached", "check.gate_reach", told
+            )
+        ]
     if gate.below is not None:
         return _falls(found.metric, found.value, gate, values[gate.below].value)
     return _near(found.metric, found.value, gate, values.get(f"{found.metric}_val"))
@@ -303,10 +386,16 @@ def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> Iter
 def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
     """A loss below another, and below a bound where one is stated."""
     known = [limit for limit in (start, gate.target) if limit is not None]
-    asked: tuple[Message, ...] = () if start is None else (Message("gate.metric", {"name": str(gate.below), "limit": start}),)
+    asked: tuple[Message, ...] = (
+        ()
+        if start is None
+        else (Message("gate.metric", {"name": str(gate.below), "limit": start}),)
+    )
     asked += () if gate.target is None else (Message("gate.target", {"limit": gate.target}),)
     told: Values = {"metric": metric, "value": value, "limits": asked}
-    return [judged("gate", all(value < limit for limit in known), "quality", "check.gate_below", told)]
+    return [
+        judged("gate", all(value < limit for limit in known), "quality", "check.gate_below", told)
+    ]
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
@@ -317,7 +406,9 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
     changed = [key for key, origin in case.origins.items() if origin == "command line"]
     limits = tuple(key for key in changed if key == "max_interval" or key.startswith("gate."))
     parts, fields = tuple(shipped.modified(record)), tuple(shipped.later(record))
-    shares_less = case.division == "open" and scope.sample is not None and record.task.kind_row.shares
+    shares_less = (
+        case.division == "open" and scope.sample is not None and record.task.kind_row.shares
+    )
     emulated = (record.engine.details.fp8 or "").startswith("emulated")
     every = (
         Message("note.question", {"keys": keys}) if keys else None,
@@ -337,11 +428,18 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
 def _stepped_down(record: Record, first: StepDown) -> Message:
     tried = tuple(f"{name}={value}" for name, value in first.tune.items())
     tune = record.tune.model_dump()
-    return Message("note.stepped_down", {"tried": tried, "ran": tuple(f"{name}={tune.get(name)}" for name in first.tune)})
+    return Message(
+        "note.stepped_down",
+        {"tried": tried, "ran": tuple(f"{name}={tune.get(name)}" for name in first.tune)},
+    )
 
 
 def _resumed(one: Restart) -> Message:
-    source = Message("resumed.record", {"record": one.record[:8]}) if one.record else Message("resumed.folder")
+    source = (
+        Message("resumed.record", {"record": one.record[:8]})
+        if one.record
+        else Message("resumed.folder")
+    )
     told: Values = {"source": source, "step": one.step, "plan": str(one.plan)}
     if one.passed_over:
         return Message("note.resumed_past", {**told, "damaged": tuple(one.passed_over)})

@@ -28,20 +28,27 @@ def verify(path: Path) -> list[str]:
 
 
 def remarks(path: Path) -> list[str]:
-    """What is not wrong with a record, and worth knowing: its question is not that of the shipped case of its name."""
+    """What is not wrong with a record, and worth knowing: its question is not that of the shipped
+    case of its name.
+    """
     found = record.read(path)
     case = found.case
     if case.name not in resolve.names():
         return [f"no case {case.name!r} comes with this version"]
     try:
-        now = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(found.fingerprint)
+        now = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(
+            found.fingerprint
+        )
     except RequestError as error:
         return [f"the shipped case {case.name} has no such question: {error}"]
     if now == case.key:
         return []
     later = ", ".join(shipped.later(found))
     if later:
-        return [f"the key is {case.key}, of {case.name} as it was before {later}: the shipped case has another question now"]
+        return [
+            f"the key is {case.key}, of {case.name} as it was before {later}: the shipped case has"
+            " another question now"
+        ]
     return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {now}"]
 
 
@@ -56,36 +63,55 @@ def _wrong(path: Path, found: Record) -> Iterator[str]:
     if not words.all_among(found.notes, notes):
         yield "the notes are not those that follow from the samples"
     if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
-        yield f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated: {quality.evaluated}"
+        yield (
+            f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated:"
+            f" {quality.evaluated}"
+        )
     yield from (*_status(found, reasons), *evidence.contradictions(found))
 
 
 def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
     """Return the results by name: a check that is made of every rank has as many."""
-    return {name: [one.ok for one in every] for name, every in stats.grouped(checks, lambda one: one.name).items()}
+    return {
+        name: [one.ok for one in every]
+        for name, every in stats.grouped(checks, lambda one: one.name).items()
+    }
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:
-    for name, told in found.metrics.items():  # a record may be older than a metric, or than the wording of a note
+    # a record may be older than a metric, or than the wording of a note
+    for name, told in found.metrics.items():
         if name not in values:
             yield f"metric {name!r} is not one that can be derived"
         elif not _same(told, values[name]):
-            yield f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}"
+            yield (
+                f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}"
+            )
 
 
 def _same(told: Value, again: Value) -> bool:
-    """Equal but for the last bits, which depend on the order of an addition; the bytes have their own hash."""
+    """Equal but for the last bits, which depend on the order of an addition; the bytes have their
+    own hash.
+    """
     if told.unit != again.unit or (told.interval is None) != (again.interval is None):
         return False
-    pairs = [(told.value, again.value), *zip(told.interval or (), again.interval or (), strict=True)]
-    return all(a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9)) for a, b in pairs)
+    pairs = [
+        (told.value, again.value),
+        *zip(told.interval or (), again.interval or (), strict=True),
+    ]
+    return all(
+        a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9))
+        for a, b in pairs
+    )
 
 
 def _status(found: Record, reasons: list[Reason]) -> Iterator[str]:
     """A failure comes first among the reasons; it alone does not follow from the samples."""
     own = found.reasons[1:] if found.failure else found.reasons
     status = "failed" if found.failure else "invalid" if reasons else "valid"
-    if [one.code for one in own] != [one.code for one in reasons] or (found.failure and not found.reasons):
+    if [one.code for one in own] != [one.code for one in reasons] or (
+        found.failure and not found.reasons
+    ):
         yield "the reasons are not those that follow from the samples"
     if found.status != status:
         yield f"the status is {found.status}; it follows from the samples that it is {status}"

@@ -18,7 +18,8 @@ from steelyard.plan import flops
 from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
 
-PHASES = ("data", "meet", "exchange", "evaluate", "checkpoint", "score")  # that samples have beside compute
+# that samples have beside compute
+PHASES = ("data", "meet", "exchange", "evaluate", "checkpoint", "score")
 AGREE = 0.02  # how far a stretch may be from the measured pass, as a share of it
 NEAR = 0.01  # how much longer it may take before shares are those of the stretch
 
@@ -34,8 +35,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The time of one rank: its steps, the measured time of the same amount of work, and the rows, which add
-    up to `whole_s` within 1 %. `profile` is None if there are only samples."""
+    """The time of one rank: its steps, the measured time of the same amount of work, and the rows,
+    which add up to `whole_s` within 1 %. `profile` is None if there are only samples."""
 
     rank: int
     steps: int
@@ -65,7 +66,10 @@ class Waterfall:
     @property
     def agrees(self) -> bool:
         """Whether the stretch is like what was measured."""
-        return self.profile is None or abs(self.profile.wall_s - self.measured_s) <= AGREE * self.measured_s
+        return (
+            self.profile is None
+            or abs(self.profile.wall_s - self.measured_s) <= AGREE * self.measured_s
+        )
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ ROWS: tuple[tuple[str, Callable[[_Stretch], float]], ...] = (
 # Kernels are recognized by name. If FLOPs at the peak take longer than the kernels of their kind,
 # other kernels compute a part of them: the rows that cannot be separated become one.
 MERGED = (("products", ("matmul", "attention")), ("kernels", ("matmul", "attention", "other")))
-WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}  # all of their time, where nothing is known to be below
+# all of their time, where nothing is known to be below
+WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}
 
 
 def waterfalls(record: Record) -> list[Waterfall]:
@@ -154,10 +159,17 @@ def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
 def _from_samples(record: Record) -> Waterfall | None:
     """Of the slowest rank. What the engine did not separate is one row."""
     span, forwards = spans.span(record), record.task.kind_row.forwards
-    if span is None or not span.wall_s or not span.counts.get("tokens") or record.clock == "reported":
+    if (
+        span is None
+        or not span.wall_s
+        or not span.counts.get("tokens")
+        or record.clock == "reported"
+    ):
         return None
     steps = span.steps.get(span.slowest, [])
-    work = (flops.work(record.question.model, span.counts, "causal", forwards) or 0) / spans.devices(record)
+    work = (
+        flops.work(record.question.model, span.counts, "causal", forwards) or 0
+    ) / spans.devices(record)
     peak, achieved = rates.datasheet_peak(record).value, rates.achievable(record).value
     ideal_s = work / peak if peak else 0.0
     products_s = work / achieved if achieved else ideal_s
@@ -176,12 +188,19 @@ def _from_samples(record: Record) -> Waterfall | None:
 
 
 def _waterfall(
-    record: Record, rank: int, steps: int, measured_s: float, times: list[tuple[str, float]], profile: Profile | None
+    record: Record,
+    rank: int,
+    steps: int,
+    measured_s: float,
+    times: list[tuple[str, float]],
+    profile: Profile | None,
 ) -> Waterfall:
     whole_s = _whole_s(profile, measured_s)
     rows = tuple(Row(name, time_s, time_s / whole_s) for name, time_s in times if time_s)
     peak = record.environment.hardware.peak
-    return Waterfall(rank, steps, measured_s, rows, profile, peak.bandwidth_bytes_per_s if peak else None)
+    return Waterfall(
+        rank, steps, measured_s, rows, profile, peak.bandwidth_bytes_per_s if peak else None
+    )
 
 
 def _whole_s(profile: Profile | None, measured_s: float) -> float:
@@ -201,10 +220,13 @@ def _measured_s(record: Record, profile: Profile) -> float | None:
     if span is None or not profile.counts.get("tokens") or not span.counts.get("tokens"):
         return None
     model = record.question.model
-    whole, part = (flops.work(model, counts, "causal", forwards) for counts in (span.counts, profile.counts))
+    whole, part = (
+        flops.work(model, counts, "causal", forwards) for counts in (span.counts, profile.counts)
+    )
     if not whole or not part:
         return None
-    return span.wall_s * part * record.plan.dp / whole  # a replica computes one of as many parts at the same time
+    # a replica computes one of as many parts at the same time
+    return span.wall_s * part * record.plan.dp / whole
 
 
 def _stretch(record: Record, profile: Profile) -> _Stretch:
@@ -222,8 +244,8 @@ def _stretch(record: Record, profile: Profile) -> _Stretch:
 
 
 def _again(record: Record, profile: Profile, whole: int) -> float:
-    """The share of a step's products that are a second forward of the layers. What `selective` computes again is the engine's
-    own choice, and stays where it is."""
+    """The share of a step's products that are a second forward of the layers. What `selective`
+    computes again is the engine's own choice, and stays where it is."""
     if not record.task.kind_row.trains or record.tune.recompute != "full":
         return 0.0
     second = flops.causal(record.question.model, {**profile.counts, "logits": 0})

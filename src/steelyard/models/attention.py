@@ -1,8 +1,8 @@
 """Attention over packed rows: tokens of many sequences end to end, no padding between them.
 
-A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`, and computes causal
-attention inside each row, aligned at the row's end: the last query of a row sees all of that row's keys, or with a window the
-last so many of them.
+A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`,
+and computes causal attention inside each row, aligned at the row's end: the last query of a row
+sees all of that row's keys, or with a window the last so many of them.
 """
 
 from collections.abc import Callable
@@ -24,13 +24,16 @@ SEGMENTS = 64  # a steady layout has a multiple of so many rows
 
 @dataclass(frozen=True)
 class Layout:
-    """Borders of the rows of a packed batch, as cumulative lengths. Queries and keys differ where a prefix is shared."""
+    """Borders of the rows of a packed batch, as cumulative lengths. Queries and keys differ where a
+    prefix is shared.
+    """
 
     cu_q: Tensor  # int32 [rows + 1], on the device
     cu_k: Tensor
     max_q: int
     max_k: int
-    gather: Tensor | None = None  # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
+    # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
+    gather: Tensor | None = None
     made: dict[int | None, Borders] = field(default_factory=dict, repr=False, compare=False)
 
     def borders(self, queries: int, window: int | None) -> Borders:
@@ -43,8 +46,12 @@ class Layout:
 Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
 
 
-def layout(q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None) -> Layout:
-    """The layout of rows with these lengths; `k_lens` only where rows see more keys than they have queries."""
+def layout(
+    q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None
+) -> Layout:
+    """The layout of rows with these lengths; `k_lens` only where rows see more keys than they have
+    queries.
+    """
     keys = q_lens if k_lens is None else k_lens
     cu_q = cumulative(q_lens, device)
     cu_k = cu_q if k_lens is None else cumulative(keys, device)
@@ -52,8 +59,8 @@ def layout(q_lens: list[int], k_lens: list[int] | None, device: torch.device, ga
 
 
 def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout:
-    """The layout of rows of at most `longest` tokens, of the same size for most batches: a compiler sees few sizes. Empty
-    rows at the end fill it."""
+    """The layout of rows of at most `longest` tokens, of the same size for most batches: a compiler
+    sees few sizes. Empty rows at the end fill it."""
     count = -(-len(lens) // SEGMENTS) * SEGMENTS
     cu = cumulative([*lens, *[0] * (count - len(lens))], device)
     return Layout(cu, cu, longest, longest)
@@ -100,7 +107,9 @@ def _learns(q: Tensor) -> bool:
 def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
     before = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-    out: Tensor = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, True, False, **before)[0]
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, *borders, 0.0, True, False, **before
+    )[0]
     return out
 
 
@@ -117,9 +126,13 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
-    """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix only."""
+    """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix
+    only.
+    """
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
-    out: Tensor = torch.ops.aten._cudnn_attention_forward(q, k, v, None, *borders, _learns(q), 0.0, True, False)[0]
+    out: Tensor = torch.ops.aten._cudnn_attention_forward(
+        q, k, v, None, *borders, _learns(q), 0.0, True, False
+    )[0]
     return out
 
 
@@ -135,15 +148,21 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": _cudnn,
     "packed": _packed,
 }
-# Its gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200); its forward is right.
+# Its gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200); its
+# forward is right.
 FORWARD_ONLY = ("cudnn",)
-# cuDNN's has no window as torch calls it, and the gradient of `efficient` knows none (torch 2.11 to 2.13).
+# cuDNN's has no window as torch calls it, and the gradient of `efficient` knows none (torch 2.11 to
+# 2.13).
 WINDOWED = ("flash", "packed", "rows")
 
 
 def known(kernel: str, trains: bool, *others: str) -> str:
     """The kernel, where it is one of these, or one of the engine's own."""
-    allowed = ("auto", *others, *sorted(name for name in KERNELS if not (trains and name in FORWARD_ONLY)))
+    allowed = (
+        "auto",
+        *others,
+        *sorted(name for name in KERNELS if not (trains and name in FORWARD_ONLY)),
+    )
     if kernel in allowed:
         return kernel
     why = "has wrong gradients of rows of several lengths" if kernel in KERNELS else "is not known"
@@ -151,22 +170,24 @@ def known(kernel: str, trains: bool, *others: str) -> str:
 
 
 def fastest(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
-    """Return the name of the fastest kernel on an accelerator's device for heads of `dim` numbers; `shared`: of those that
-    compute shared prefixes."""
+    """Return the name of the fastest kernel on an accelerator's device for heads of `dim` numbers;
+    `shared`: of those that compute shared prefixes."""
     kernel: str = device.attention(dtype, shared)
     ours = packed_attention.serves(device.torch_device, DTYPES[dtype], dim)
     return "packed" if kernel == "flash" and ours else kernel
 
 
 def with_window(kernel: str, window: int | None, longest: int, asked: str) -> str:
-    """The kernel, or one that has a window where rows of up to `longest` tokens need it and none was asked for."""
+    """The kernel, or one that has a window where rows of up to `longest` tokens need it and none
+    was asked for.
+    """
     if real_window(window, longest) is None or kernel in WINDOWED:
         return kernel
     if asked == "auto":
         return "rows"
     raise RequestError(
-        f"tune.attention={kernel!r} has no window, and rows of {longest} tokens need the model's of {window}; "
-        f"allowed: auto, {', '.join(WINDOWED)}"
+        f"tune.attention={kernel!r} has no window, and rows of {longest} tokens need the model's of"
+        f" {window}; allowed: auto, {', '.join(WINDOWED)}"
     )
 
 
@@ -186,7 +207,9 @@ def _packed_attention(
     window: int | None,
 ) -> Tensor:
     prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
-    return _plain(q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window).contiguous()
+    return _plain(
+        q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window
+    ).contiguous()
 
 
 @_packed_attention.register_fake
@@ -208,28 +231,50 @@ def _(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Layout,
+    kernel: str,
+    prefix: Prefix | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention of packed rows by the named kernel: [Tq, H, D]. Queries may come by key group: [Tq, G, H / G, D].
+    """Attention of packed rows by the named kernel: [Tq, H, D]. Queries may come by key group: [Tq,
+    G, H / G, D].
 
-    Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys the same order of sums as
-    a row computed whole: both divisions get bit-identical attention from a kernel that treats rows alike.
+    Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys
+    the same order of sums as a row computed whole: both divisions get bit-identical attention from
+    a kernel that treats rows alike.
     """
     if rows.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
     before = prefix if rows.gather is not None else None
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():  # compiled, and nothing to differentiate
+    # compiled, and nothing to differentiate
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
         cached = before or (None, None)
-        out: Tensor = torch.ops.steelyard.packed_attention(q, k, v, *borders, rows.gather, *cached, kernel, window)
+        out: Tensor = torch.ops.steelyard.packed_attention(
+            q, k, v, *borders, rows.gather, *cached, kernel, window
+        )
         return out
     return _plain(q, k, v, rows, kernel, before, window)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: Prefix | None, window: int | None) -> Tensor:
+def _plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Layout,
+    kernel: str,
+    prefix: Prefix | None,
+    window: int | None,
+) -> Tensor:
     """The same without the custom op, which would hide what is inside from a FLOP counter."""
     if rows.gather is not None and prefix is not None:
-        k, v = (torch.cat((before, own)).index_select(0, rows.gather) for before, own in zip(prefix, (k, v), strict=True))
+        k, v = (
+            torch.cat((before, own)).index_select(0, rows.gather)
+            for before, own in zip(prefix, (k, v), strict=True)
+        )
     q = q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2)
     window = real_window(window, rows.max_k)
     if window is not None and kernel not in WINDOWED:

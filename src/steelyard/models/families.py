@@ -1,4 +1,5 @@
-"""Families of models: one row each. Torch is imported when what a row refers to is loaded, not before.
+"""Families of models: one row each. Torch is imported when what a row refers to is loaded, not
+before.
 
 Third parties add rows through the entry-point group `steelyard.families`.
 """
@@ -25,21 +26,27 @@ class Forward:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. Strings are references, `module:function`, for `plugins.load`; None, where an engine of another
-    library does it."""
+    """A family of models. Strings are references, `module:function`, for `plugins.load`; None,
+    where an engine of another library does it."""
 
     name: str
     shape: type[Frozen]  # its dimensions, as a case tells them
-    works: tuple[str, ...]  # what it can do of what this package has; engines say what they do of others
-    layer_matrices: Callable[[Any], tuple[Matrix, ...]]  # of a shape: those of one layer, as they are multiplied
-    other_parameters: Callable[[Any], int]  # of a shape: all else that is trained, of the whole model
+    # what it can do of what this package has; engines say what they do of others
+    works: tuple[str, ...]
+    # of a shape: those of one layer, as they are multiplied
+    layer_matrices: Callable[[Any], tuple[Matrix, ...]]
+    # of a shape: all else that is trained, of the whole model
+    other_parameters: Callable[[Any], int]
     build: str | None  # (shape, device, dtype): a model whose memory is not initialised
     random_init: str | None  # (model, seed): random weights
     placements: str | None  # how a tensor-parallel group divides each parameter; None: it cannot
-    holds: str | None  # (folder): whether the folder holds weights of this family, by names of files and tensors alone
+    # (folder): whether the folder holds weights of this family, by names of files and tensors alone
+    holds: str | None
     checkpoint: str  # (folder): its checkpoint, headers read
-    check_folder: str | None = None  # (folder, shape): refuses weights of another model by config.json alone, without torch
-    forward: Callable[[Any], Forward] | None = None  # of a shape: FLOPs, where matrices do not tell them
+    # (folder, shape): refuses weights of another model by config.json alone, without torch
+    check_folder: str | None = None
+    # of a shape: FLOPs, where matrices do not tell them
+    forward: Callable[[Any], Forward] | None = None
 
     def layer_parameters(self, model: Any) -> int:
         """Weights of the matrices of one layer."""
@@ -56,7 +63,9 @@ def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
 
 
 def _llama_others(model: LlamaModel) -> int:
-    norms = (2 * model.layers + 1) * model.hidden + model.layers * (2 * model.dim if model.qk_norm else 0)
+    norms = (2 * model.layers + 1) * model.hidden + model.layers * (
+        2 * model.dim if model.qk_norm else 0
+    )
     biases = model.layers * (model.heads + 2 * model.kv_heads) * model.dim if model.qkv_bias else 0
     return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
 
@@ -72,7 +81,14 @@ def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
 
 def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
     """One product with as many FLOPs as those of a layer: which they are, only the library knows."""
-    return (Matrix("layer", max(1, model.token_flops // (2 * model.layers * model.hidden)), model.hidden, "outputs"),)
+    return (
+        Matrix(
+            "layer",
+            max(1, model.token_flops // (2 * model.layers * model.hidden)),
+            model.hidden,
+            "outputs",
+        ),
+    )
 
 
 def _auto_others(model: AutoModel) -> int:
@@ -138,7 +154,9 @@ def table() -> dict[str, Family]:
 
 
 def does(name: str, work: str) -> bool:
-    """Return whether a family does a work. One that no family lists comes from another package, and is its engines' matter."""
+    """Return whether a family does a work. One that no family lists comes from another package, and
+    is its engines' matter.
+    """
     return work in row(name).works or not any(work in one.works for one in table().values())
 
 

@@ -1,7 +1,9 @@
-"""GLM (Du et al. 2021): LayerNorm before each part, learned positions and block positions, biases, tanh-GELU, tied output.
+"""GLM (Du et al. 2021): LayerNorm before each part, learned positions and block positions, biases,
+tanh-GELU, tied output.
 
-Tokens are packed as models/glm_attention.py says: nothing is padded, and a linear layer sees one large matrix. QKV is one
-matrix of the rows [Q; K; V]. Modules have the names of GLM's own checkpoints.
+Tokens are packed as models/glm_attention.py says: nothing is padded, and a linear layer sees one
+large matrix. QKV is one matrix of the rows [Q; K; V]. Modules have the names of GLM's own
+checkpoints.
 """
 
 import hashlib
@@ -17,7 +19,8 @@ from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import without_values
 
 STD = 0.02  # of GLM's initialisation, for matrices and tables but for the two below
-OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")  # of each layer: what goes into the residual stream
+# of each layer: what goes into the residual stream
+OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 GlmStreams = tuple[Tensor, Tensor]
 Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
@@ -38,8 +41,8 @@ class Mlp(nn.Module):
 
 
 class GlmBlock(nn.Module):
-    """One layer. The residual stream comes as (x, delta): what is to be dropped of delta is not yet, nor the rest added, so
-    that a compiler can fuse both with the norm that follows."""
+    """One layer. The residual stream comes as (x, delta): what is to be dropped of delta is not
+    yet, nor the rest added, so that a compiler can fuse both with the norm that follows."""
 
     def __init__(self, shape: GlmModel) -> None:
         super().__init__()
@@ -49,7 +52,9 @@ class GlmBlock(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
+    def forward(
+        self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+    ) -> GlmStreams:
         x, normed = joined(x, delta, self.input_layernorm, dropout)
         qkv = split(self.attention.query_key_value(normed), self.heads)
         seen = attend(qkv, rows, kernel, dropout).flatten(1)
@@ -93,10 +98,15 @@ class Glm(nn.Module):
         return out
 
     def streams(
-        self, embedded: Tensor, rows: ClozeLayout, kernel: str, dropout: float, layers: Sequence[Layer] = ()
+        self,
+        embedded: Tensor,
+        rows: ClozeLayout,
+        kernel: str,
+        dropout: float,
+        layers: Sequence[Layer] = (),
     ) -> GlmStreams:
-        """The residual stream behind the last layer, its last part not yet added: [T, hidden] each. `layers` stand in for the
-        model's own, compiled ones say."""
+        """The residual stream behind the last layer, its last part not yet added: [T, hidden] each.
+        `layers` stand in for the model's own, compiled ones say."""
         x, delta = torch.zeros_like(embedded), embedded
         chosen: Iterable[Layer] = layers or self.transformer.layers
         for layer in chosen:
@@ -104,7 +114,13 @@ class Glm(nn.Module):
         return x, delta
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, blocks: Tensor, rows: ClozeLayout, kernel: str, dropout: float = 0.0
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        blocks: Tensor,
+        rows: ClozeLayout,
+        kernel: str,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Logits of the spans' tokens only: [S, vocab]."""
         x, delta = self.streams(self.embed(tokens, positions, blocks), rows, kernel, dropout)
@@ -114,17 +130,20 @@ class Glm(nn.Module):
 
 
 def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
-    """A model on the device, without gradients. Its memory is not initialised: fill or load it next."""
+    """A model on the device, without gradients. Its memory is not initialised: fill or load it
+    next.
+    """
     with without_values(device, dtype):
         model = Glm(shape)
     return model.requires_grad_(False)
 
 
 def fill_random(model: Glm, seed: int) -> None:
-    """Random weights as GLM begins with: normal in matrices and tables, ones and zeros in norms, zeros in biases. What a layer
-    adds to the residual stream is smaller by the root of the number of such parts, two a layer, as in GLM's own program
-    (`scaled_init_method`). The values of a parameter depend on the seed, its name, shape, dtype and kind of device, and those
-    of such a part on the number of layers."""
+    """Random weights as GLM begins with: normal in matrices and tables, ones and zeros in norms,
+    zeros in biases. What a layer adds to the residual stream is smaller by the root of the number
+    of such parts, two a layer, as in GLM's own program (`scaled_init_method`). The values of a
+    parameter depend on the seed, its name, shape, dtype and kind of device, and those of such a
+    part on the number of layers."""
     scaled = STD / sqrt(2 * model.shape.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -132,5 +151,7 @@ def fill_random(model: Glm, seed: int) -> None:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            generator = torch.Generator(parameter.device).manual_seed(
+                int.from_bytes(digest[:8], "big") >> 1
+            )
             parameter.normal_(0.0, scaled if name.endswith(OUTPUTS) else STD, generator=generator)

@@ -1,7 +1,9 @@
-"""A GLM for training on one device: gradients of weights and biases are added to where they are summed, as in llama_fused.py.
+"""A GLM for training on one device: gradients of weights and biases are added to where they are
+summed, as in llama_fused.py.
 
-Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm) is one compiled piece, or a
-kernel of kernels/glm_norm.py that also sums up the gradient of the bias before it.
+Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm)
+is one compiled piece, or a kernel of kernels/glm_norm.py that also sums up the gradient of the bias
+before it.
 """
 
 from collections.abc import Callable
@@ -20,19 +22,26 @@ from steelyard.models.llama_fused import Gradient, add_product
 
 ROWS = 512  # of logits read at once where nothing is compiled
 PLACES = 3  # of a layer that drop: what is added to the stream, twice, and attention
-ALIGNED = 8  # numbers of 16 bit that a matmul loads at once; GLM's tables of positions have 513 rows
+# numbers of 16 bit that a matmul loads at once; GLM's tables of positions have 513 rows
+ALIGNED = 8
 
 Ids = tuple[Tensor, Tensor, Tensor]  # tokens, positions, block positions
 Tables = tuple[Tensor, Tensor]  # of positions and of block positions
 
 
 class Linear(torch.autograd.Function):
-    """x times a weight and a bias added, whose gradients are added to `accumulator` and to `bias_accumulator`, and nowhere
-    else; the bias's not at all if there is no place: then whoever makes the gradient that comes here adds it."""
+    """x times a weight and a bias added, whose gradients are added to `accumulator` and to
+    `bias_accumulator`, and nowhere else; the bias's not at all if there is no place: then whoever
+    makes the gradient that comes here adds it."""
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, bias: Tensor, accumulator: Tensor, bias_accumulator: Tensor | None
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        accumulator: Tensor,
+        bias_accumulator: Tensor | None,
     ) -> Tensor:
         context.save_for_backward(x, weight)
         context.accumulators = accumulator, bias_accumulator
@@ -49,8 +58,8 @@ class Linear(torch.autograd.Function):
 
 
 class DropoutAddNorm(torch.autograd.Function):
-    """The residual stream and its norm, by a kernel. Gradients of the norm's weight and bias, and of the bias that was added
-    to delta, if there was one, are added to `accumulators`."""
+    """The residual stream and its norm, by a kernel. Gradients of the norm's weight and bias, and
+    of the bias that was added to delta, if there was one, are added to `accumulators`."""
 
     @staticmethod
     def forward(
@@ -61,30 +70,39 @@ class DropoutAddNorm(torch.autograd.Function):
         accumulators: tuple[Tensor, Tensor, Tensor | None],
         dropout: Dropout,
     ) -> GlmStreams:
-        out, normed, stats = glm_norm.dropout_add_norm(x, delta, norm.weight, norm.bias, norm.eps, dropout)
+        out, normed, stats = glm_norm.dropout_add_norm(
+            x, delta, norm.weight, norm.bias, norm.eps, dropout
+        )
         context.save_for_backward(out, stats, norm.weight)
         context.set_materialize_grads(False)  # of the last stream only the norm is read
         context.asked = accumulators, dropout
         return out, normed
 
     @staticmethod
-    def backward(context: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(
+        context: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         more, grad = grads
         if grad is None:
             raise ValueError("a norm that nothing was made from")
         accumulators, dropout = context.asked
         stays = context.needs_input_grad[0]
-        back, change = glm_norm.dropout_add_norm_backward(context.saved_tensors, more, grad, accumulators, dropout, stays)
+        back, change = glm_norm.dropout_add_norm_backward(
+            context.saved_tensors, more, grad, accumulators, dropout, stays
+        )
         return back, change, None, None, None
 
 
 class JointAttention(torch.autograd.Function):
-    """Attention of tokens in the order of `Joint`: one call of flash attention, all queries on contexts, and a kernel for spans
-    on themselves. How the halves of the spans' softmax are one in the backward pass, models/glm_attention.py says. The
-    gradient of the bias that was added to qkv is added to `accumulator`."""
+    """Attention of tokens in the order of `Joint`: one call of flash attention, all queries on
+    contexts, and a kernel for spans on themselves. How the halves of the spans' softmax are one in
+    the backward pass, models/glm_attention.py says. The gradient of the bias that was added to qkv
+    is added to `accumulator`."""
 
     @staticmethod
-    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor) -> Tensor:
+    def forward(
+        context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
+    ) -> Tensor:
         joint = rows.joint
         near = glm_spans.context_keys_values(qkv, joint)
         q, k, v = qkv[:, 0], near[:, 0], near[:, 1]
@@ -100,7 +118,9 @@ class JointAttention(torch.autograd.Function):
         qkv, near, out, lse = context.saved_tensors
         rows, dropout, accumulator, state = context.asked
         grad, borders = grads[0].contiguous(), (rows.joint.rows, rows.contexts)
-        dq, dk, dv = FLASH.backward(grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout.share, False)
+        dq, dk, dv = FLASH.backward(
+            grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout.share, False
+        )
         dq = dq.contiguous()  # as the kernels read it, and one of them adds to it
         total = torch.empty_like(qkv)
         glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout)
@@ -112,7 +132,9 @@ class PackedAttention(torch.autograd.Function):
     """The same by one kernel forward, and one each for queries, and for keys and values, backward."""
 
     @staticmethod
-    def forward(context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor) -> Tensor:
+    def forward(
+        context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
+    ) -> Tensor:
         borders, programs = rows.joint.borders, rows.joint.programs
         out, lse = glm_attention.attend(qkv, borders, programs, dropout)
         context.save_for_backward(qkv, out, lse, borders, programs)
@@ -121,7 +143,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        back = glm_attention.attend_backward(grads[0].contiguous(), *context.saved_tensors, *context.asked)
+        back = glm_attention.attend_backward(
+            grads[0].contiguous(), *context.saved_tensors, *context.asked
+        )
         return back, None, None, None
 
 
@@ -141,21 +165,27 @@ class Gelu(torch.autograd.Function):
 
 
 class SummedEmbeddings(torch.autograd.Function):
-    """The sum of a token's rows of three tables: words, positions and block positions. A table of positions has few rows, and
-    nearly all tokens have block position 0: torch's own backward adds those one by one. Here it is a matmul with ones at the
-    rows that were read."""
+    """The sum of a token's rows of three tables: words, positions and block positions. A table of
+    positions has few rows, and nearly all tokens have block position 0: torch's own backward adds
+    those one by one. Here it is a matmul with ones at the rows that were read."""
 
     @staticmethod
-    def forward(context: Any, tables: Tables, ids: Ids, accumulators: tuple[Tensor, ...], words: Tensor) -> Tensor:
+    def forward(
+        context: Any, tables: Tables, ids: Ids, accumulators: tuple[Tensor, ...], words: Tensor
+    ) -> Tensor:
         context.asked = ids, accumulators
-        word, position, block = (F.embedding(row, table) for row, table in zip(ids, (words, *tables), strict=True))
+        word, position, block = (
+            F.embedding(row, table) for row, table in zip(ids, (words, *tables), strict=True)
+        )
         return word + (position + block)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         ids, accumulators = context.asked
         grad = grads[0].contiguous()
-        accumulators[0].add_(torch.ops.aten.embedding_dense_backward(grad, ids[0], len(accumulators[0]), -1, False))
+        accumulators[0].add_(
+            torch.ops.aten.embedding_dense_backward(grad, ids[0], len(accumulators[0]), -1, False)
+        )
         for row, table in zip(ids[1:], accumulators[1:], strict=True):
             total = table.new_zeros(-(-len(table) // ALIGNED) * ALIGNED, table.shape[1])
             read = row[:, None] == torch.arange(len(total), device=row.device)
@@ -168,7 +198,14 @@ class LogProbs(torch.autograd.Function):
     """The log-probability of each row's target. The table's gradient is added to `accumulator`."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, table: Tensor, targets: Tensor, accumulator: Tensor, kernels: "GlmKernels") -> Tensor:
+    def forward(
+        context: Any,
+        x: Tensor,
+        table: Tensor,
+        targets: Tensor,
+        accumulator: Tensor,
+        kernels: "GlmKernels",
+    ) -> Tensor:
         logits = x @ table.t()
         lse, found = kernels.rows(kernels.log_probs, logits, targets)
         context.save_for_backward(x, table, targets, logits, lse)
@@ -185,26 +222,37 @@ class LogProbs(torch.autograd.Function):
 
 
 class GlmKernels:
-    """What stands between the matmuls, as it is written, or compiled, or by Triton's kernels: the same for all layers. Every
-    micro-batch has a size of its own, so sizes are no constants."""
+    """What stands between the matmuls, as it is written, or compiled, or by Triton's kernels: the
+    same for all layers. Every micro-batch has a size of its own, so sizes are no constants."""
 
     def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
             return torch.compile(function, dynamic=True) if compiled else function
 
-        self.whole = compiled  # no fp32 copy of all logits is made by what is compiled, and rows need not be few
-        self.norms = {rate: make(glm_norm.plain_dropout_add_norm(eps, rate)) for rate in (0.0, dropout)}
+        # no fp32 copy of all logits is made by what is compiled, and rows need not be few
+        self.whole = compiled
+        self.norms = {
+            rate: make(glm_norm.plain_dropout_add_norm(eps, rate)) for rate in (0.0, dropout)
+        }
         self.merge = make(merge)
-        self.log_probs, self.log_probs_backward = make(glm_logits.log_probs), make(glm_logits.log_probs_backward)
+        self.log_probs, self.log_probs_backward = (
+            make(glm_logits.log_probs),
+            make(glm_logits.log_probs_backward),
+        )
         if triton:
             self.log_probs = glm_logits.triton_log_probs
             self.log_probs_backward = glm_logits.triton_log_probs_backward
 
-    def rows(self, piece: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def rows(
+        self, piece: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """A function of rows, all at once if it is compiled, else a few at a time."""
         if self.whole or len(tensors[0]) <= ROWS:
             return piece(*tensors)
-        parts = [piece(*part) for part in zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)]
+        parts = [
+            piece(*part)
+            for part in zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)
+        ]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def add_norm(self, x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
@@ -218,12 +266,16 @@ class FusedLayer:
     def __init__(self, block: GlmBlock, gradient: Gradient, kernels: GlmKernels) -> None:
         self.block, self.gradient, self.kernels = block, gradient, kernels
 
-    def __call__(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
+    def __call__(
+        self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+    ) -> GlmStreams:
         block, kernels = self.block, self.kernels
         x, normed = kernels.add_norm(x, delta, block.input_layernorm, dropout)
         qkv = split(self._linear(normed, block.attention.query_key_value), block.heads)
         seen = attend(qkv, rows, kernel, dropout, kernels.merge).flatten(1)
-        x, normed = kernels.add_norm(x, self._linear(seen, block.attention.dense), block.post_attention_layernorm, dropout)
+        x, normed = kernels.add_norm(
+            x, self._linear(seen, block.attention.dense), block.post_attention_layernorm, dropout
+        )
         wide = F.gelu(self._linear(normed, block.mlp.dense_h_to_4h), approximate="tanh")
         return x, self._linear(wide, block.mlp.dense_4h_to_h)
 
@@ -232,14 +284,19 @@ class FusedLayer:
 
 
 class KernelLayer:
-    """The same by kernels, which have the gradients of all biases. `before` is the bias that delta was made with, if any.
-    Kernels of JOINT have their tokens in that order. A layer has PLACES that drop from `place` on."""
+    """The same by kernels, which have the gradients of all biases. `before` is the bias that delta
+    was made with, if any. Kernels of JOINT have their tokens in that order. A layer has PLACES that
+    drop from `place` on."""
 
-    def __init__(self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int) -> None:
+    def __init__(
+        self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int
+    ) -> None:
         self.block, self.gradient, self.before = block, gradient, before
         self.seed, self.place = seed, place
 
-    def __call__(self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
+    def __call__(
+        self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+    ) -> GlmStreams:
         block, gradient = self.block, self.gradient
         attention, mlp = block.attention, block.mlp
         first, second, third = (Dropout(dropout, self.seed, self.place + i) for i in range(PLACES))
@@ -250,24 +307,41 @@ class KernelLayer:
             attention_by = PackedAttention if kernel == "packed" else JointAttention
             seen: Tensor = attention_by.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
         else:
-            qkv = split(linear(normed, attention.query_key_value, gradient, gradient(bias)), block.heads)
+            qkv = split(
+                linear(normed, attention.query_key_value, gradient, gradient(bias)), block.heads
+            )
             seen = attend(qkv, rows, kernel, dropout)
         delta = linear(seen.flatten(1), attention.dense, gradient, None)
-        x, normed = dropout_add_norm(x, delta, block.post_attention_layernorm, third, gradient, attention.dense.bias)
+        x, normed = dropout_add_norm(
+            x, delta, block.post_attention_layernorm, third, gradient, attention.dense.bias
+        )
         narrow = linear(normed, mlp.dense_h_to_4h, gradient, None)
         wide: Tensor = Gelu.apply(narrow, gradient(mlp.dense_h_to_4h.bias))  # type: ignore[no-untyped-call]
         return x, linear(wide, mlp.dense_4h_to_h, gradient, None)
 
 
-def linear(x: Tensor, layer: nn.Linear, gradient: Gradient, bias_accumulator: Tensor | None) -> Tensor:
-    out: Tensor = Linear.apply(x, layer.weight, layer.bias, gradient(layer.weight), bias_accumulator)  # type: ignore[no-untyped-call]
+def linear(
+    x: Tensor, layer: nn.Linear, gradient: Gradient, bias_accumulator: Tensor | None
+) -> Tensor:
+    out: Tensor = Linear.apply(
+        x, layer.weight, layer.bias, gradient(layer.weight), bias_accumulator
+    )  # type: ignore[no-untyped-call]
     return out
 
 
 def dropout_add_norm(
-    x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: Dropout, gradient: Gradient, before: Tensor | None
+    x: Tensor,
+    delta: Tensor,
+    norm: nn.LayerNorm,
+    dropout: Dropout,
+    gradient: Gradient,
+    before: Tensor | None,
 ) -> GlmStreams:
-    places = gradient(norm.weight), gradient(norm.bias), None if before is None else gradient(before)
+    places = (
+        gradient(norm.weight),
+        gradient(norm.bias),
+        None if before is None else gradient(before),
+    )
     out: GlmStreams = DropoutAddNorm.apply(x, delta, norm, places, dropout)  # type: ignore[no-untyped-call]
     return out
 
@@ -288,16 +362,21 @@ class FusedGlm:
             biases = [None, *(block.mlp.dense_4h_to_h.bias for block in blocks)]
             places = range(0, PLACES * len(blocks), PLACES)
             every = zip(blocks, biases, places, strict=False)
-            self.layers = [KernelLayer(block, gradient, before, self.seed, place) for block, before, place in every]
+            self.layers = [
+                KernelLayer(block, gradient, before, self.seed, place)
+                for block, before, place in every
+            ]
         if recompute:
             self.layers = [recomputed(layer) for layer in self.layers]
 
     def draw(self) -> None:
-        """A new seed, for the next forward pass and its backward. It comes from torch's generator of the host, so nothing waits
-        for the device."""
+        """A new seed, for the next forward pass and its backward. It comes from torch's generator
+        of the host, so nothing waits for the device."""
         self.seed.fill_(int(torch.randint((1 << 63) - 1, ())))
 
-    def __call__(self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> Tensor:
+    def __call__(
+        self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+    ) -> Tensor:
         """Of tokens with their positions and block positions: [S], in fp32 or wider."""
         below, table = self.model.transformer, self.model.word_embeddings.weight
         tables = below.position_embeddings.weight, below.block_position_embeddings.weight
@@ -307,10 +386,15 @@ class FusedGlm:
             ids = tokens, positions, blocks
         picked = rows.joint.spans if self.reorders(kernel) else rows.picked
         embedded: Tensor = SummedEmbeddings.apply(tables, ids, accumulators, table)  # type: ignore[no-untyped-call]
-        x, delta = (one.index_select(0, picked) for one in self.model.streams(embedded, rows, kernel, dropout, self.layers))
+        x, delta = (
+            one.index_select(0, picked)
+            for one in self.model.streams(embedded, rows, kernel, dropout, self.layers)
+        )
         if self.triton:
             last = Dropout(dropout, self.seed, PLACES * len(self.layers))
-            normed = dropout_add_norm(x, delta, below.final_layernorm, last, self.gradient, self.last)[1]
+            normed = dropout_add_norm(
+                x, delta, below.final_layernorm, last, self.gradient, self.last
+            )[1]
         else:
             normed = self.kernels.add_norm(x, delta, below.final_layernorm, dropout)[1]
         out: Tensor = LogProbs.apply(normed, table, targets, self.gradient(table), self.kernels)  # type: ignore[no-untyped-call]

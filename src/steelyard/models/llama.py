@@ -1,10 +1,11 @@
-"""The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, tied or untied output; optional are a QKV bias (Qwen2),
-norms of query and key heads (Qwen3), a window (Mistral) and scaled rotary positions (Llama 3).
+"""The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, tied or untied output;
+optional are a QKV bias (Qwen2), norms of query and key heads (Qwen3), a window (Mistral) and scaled
+rotary positions (Llama 3).
 
-Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences begin, so a linear layer
-sees one large matrix and nothing is padded. QKV is one matrix, stored by key group as (its query heads, key, value): a
-slice of whole groups is a slice of the rows. Gate and up are one matrix too, in alternating blocks of a few rows each, for
-the same reason.
+Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences
+begin, so a linear layer sees one large matrix and nothing is padded. QKV is one matrix, stored by
+key group as (its query heads, key, value): a slice of whole groups is a slice of the rows. Gate and
+up are one matrix too, in alternating blocks of a few rows each, for the same reason.
 """
 
 import math
@@ -42,8 +43,9 @@ class LlamaShape:
 
     @property
     def ffn_block(self) -> int:
-        """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of which every share that
-        divides the key groups holds whole ones. So a share has the same block as the whole."""
+        """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of
+        which every share that divides the key groups holds whole ones. So a share has the same
+        block as the whole."""
         shares = math.gcd(self.ffn, self.kv_heads)
         return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
 
@@ -60,8 +62,8 @@ Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """One layer. The residual stream comes as (x, delta), their sum not yet taken, so that a compiler can fuse the
-    addition with the norm that follows it."""
+    """One layer. The residual stream comes as (x, delta), their sum not yet taken, so that a
+    compiler can fuse the addition with the norm that follows it."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -77,17 +79,28 @@ class Block(nn.Module):
         self.k_norm = nn.RMSNorm(dim, shape.norm_eps) if shape.qk_norm else None
 
     def forward(
-        self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
+        self,
+        x: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Layout,
+        kernel: str,
+        prefix: Prefix | None,
     ) -> Streams:
         """Returns x, delta, and this batch's keys and values."""
         x = x + delta
-        q, k, v = heads(self.qkv(self.attention_norm(x)), cos, sin, self.shape, self.q_norm, self.k_norm)
+        q, k, v = heads(
+            self.qkv(self.attention_norm(x)), cos, sin, self.shape, self.q_norm, self.k_norm
+        )
         x = x + self.out(attend(q, k, v, rows, kernel, prefix, self.shape.window).flatten(1))
         return x, self.down(swiglu(self.gate_up(self.ffn_norm(x)), self.shape)), k, v
 
 
 def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
-    """SwiGLU; in place where gate and up lie apart, which only scoring on a CPU has: there new memory is slow at first."""
+    """SwiGLU; in place where gate and up lie apart, which only scoring on a CPU has: there new
+    memory is slow at first.
+    """
     if not isinstance(shape, GatesApart):
         return gated(gate_up, shape.ffn_block)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -98,10 +111,15 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, shape: LlamaShape, of_q: Norm | None = None, of_k: Norm | None = None
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    shape: LlamaShape,
+    of_q: Norm | None = None,
+    of_k: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed where the model does so, and rotated, and values, of all groups that are there: a share has
-    fewer."""
+    """Queries and keys, normed where the model does so, and rotated, and values, of all groups that
+    are there: a share has fewer."""
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
     q, k = grouped[:, :, :-2], grouped[:, :, -2]
     q, k = q if of_q is None else of_q(q), k if of_k is None else of_k(k)
@@ -130,9 +148,9 @@ class Llama(nn.Module):
         blocks: Sequence[Callable[..., Streams]] | None = None,
         pick: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after the last layer, before its norm: [T, hidden], or at the picked tokens only. With `keep`,
-        the keys and values of those tokens are left in `prefix` for later batches. `blocks` stand in for the layers, compiled
-        ones say."""
+        """The residual stream after the last layer, before its norm: [T, hidden], or at the picked
+        tokens only. With `keep`, the keys and values of those tokens are left in `prefix` for later
+        batches. `blocks` stand in for the layers, compiled ones say."""
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
         cos, sin = rotary(positions, self.shape, x.dtype)
@@ -166,7 +184,9 @@ class Llama(nn.Module):
         return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks, pick))
 
     def empty_prefix(self, rows: int) -> list[Prefix]:
-        """Room for the keys and values of one shared prefix of at most so many tokens, in every layer."""
+        """Room for the keys and values of one shared prefix of at most so many tokens, in every
+        layer.
+        """
         like = self.embed.weight
         size = (rows, self.shape.kv_heads, self.shape.head_dim)
         return [(like.new_zeros(size), like.new_zeros(size)) for _ in range(self.shape.layers)]
@@ -188,8 +208,9 @@ def _linear(speeds: Tensor, scaling: LinearRope) -> Tensor:
 
 
 def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
-    """How many waves the original positions hold says how much of a frequency is kept: from `low`, nothing, to `high`, all.
-    In the order in which transformers computes it: at long positions the last bit of a frequency is seen in an angle."""
+    """How many waves the original positions hold says how much of a frequency is kept: from `low`,
+    nothing, to `high`, all. In the order in which transformers computes it: at long positions the
+    last bit of a frequency is seen in an angle."""
     waves = scaling.original_positions / (2 * math.pi / speeds)
     kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - kept) * speeds / scaling.factor + kept * speeds

@@ -1,11 +1,13 @@
-"""A block whose four matmuls run in fp8, for training and for scoring. All else, attention among it, is bf16.
+"""A block whose four matmuls run in fp8, for training and for scoring. All else, attention among
+it, is bf16.
 
-Operands are scaled by rows: a token's activations, its gradients, and of a weight what one output (forward) or one input
-(backward) is made with. A weight's fp8 copies are made when they are first needed after the weight changed. Its gradient is a
-product of 16-bit operands, or of fp8 ones scaled by columns (`WEIGHT_GRADIENT`).
+Operands are scaled by rows: a token's activations, its gradients, and of a weight what one output
+(forward) or one input (backward) is made with. A weight's fp8 copies are made when they are first
+needed after the weight changed. Its gradient is a product of 16-bit operands, or of fp8 ones scaled
+by columns (`WEIGHT_GRADIENT`).
 
-Kept for the backward pass are the sum of the streams before a norm, and the output of gate_up; what the norm and SwiGLU make
-of them is made again.
+Kept for the backward pass are the sum of the streams before a norm, and the output of gate_up; what
+the norm and SwiGLU make of them is made again.
 """
 
 from collections.abc import Callable
@@ -39,7 +41,9 @@ class Fp8Kernels(BlockKernels):
         self.add_norm_fp8 = make(fp8_fused.add_norm_fp8, fp8_fused.triton_add_norm_fp8)
         self.renorm = make(fp8_fused.renorm, fp8_fused.triton_renorm)
         self.gated_fp8 = make(fp8_fused.gated_fp8, fp8_fused.triton_gated_fp8)
-        self.gated_backward_fp8 = make(fp8_fused.gated_backward_fp8, fp8_fused.triton_gated_backward_fp8)
+        self.gated_backward_fp8 = make(
+            fp8_fused.gated_backward_fp8, fp8_fused.triton_gated_backward_fp8
+        )
 
 
 def _chosen(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,8 +54,8 @@ def _chosen(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[.
 
 
 class Copies:
-    """Fp8 copies of weights. Whoever writes a weight raises its version, and its copies are made again. They are not kept
-    where the weights are not."""
+    """Fp8 copies of weights. Whoever writes a weight raises its version, and its copies are made
+    again. They are not kept where the weights are not."""
 
     def __init__(self, make: Callable[[Tensor], Fp8], kept: bool) -> None:
         self.make, self.kept = make, kept
@@ -69,12 +73,16 @@ class Copies:
         return made
 
     def _of(self, weight: Tensor) -> Fp8:
-        """Of the weight as bf16: so it is the same whether a rank has it so, or in the type that it is kept in."""
+        """Of the weight as bf16: so it is the same whether a rank has it so, or in the type that it
+        is kept in.
+        """
         return self.make(weight.detach().to(MADE_OF))
 
 
 class Learning:
-    """What the matmuls of all blocks share: kernels, copies of weights, and where their gradients are summed."""
+    """What the matmuls of all blocks share: kernels, copies of weights, and where their gradients
+    are summed.
+    """
 
     def __init__(self, gradient: Gradient, kernels: Fp8Kernels, kept: bool = True) -> None:
         self.gradient, self.kernels = gradient, kernels
@@ -96,7 +104,9 @@ class Learning:
         if WEIGHT_GRADIENT == "bf16":
             add_product(total, grad, x)
         else:
-            total.add_(product(self.kernels.columns(grad, GRADIENT), self.kernels.columns(x), total.dtype))
+            total.add_(
+                product(self.kernels.columns(grad, GRADIENT), self.kernels.columns(x), total.dtype)
+            )
 
 
 class Linear(torch.autograd.Function):
@@ -120,7 +130,9 @@ class GatedLinear(torch.autograd.Function):
     """SwiGLU of gate and up, times a weight."""
 
     @staticmethod
-    def forward(context: Any, gate_up: Tensor, weight: Tensor, block: int, code: Learning) -> Tensor:
+    def forward(
+        context: Any, gate_up: Tensor, weight: Tensor, block: int, code: Learning
+    ) -> Tensor:
         context.save_for_backward(gate_up)
         context.weight, context.block, context.code = weight, block, code
         return code.multiply(code.kernels.gated_fp8(gate_up, block), weight)
@@ -136,7 +148,9 @@ class GatedLinear(torch.autograd.Function):
 
 
 class Fp8Linears:
-    """The matmuls of `FusedBlock` in fp8, for blocks whose tokens are exchanged before and after a matmul."""
+    """The matmuls of `FusedBlock` in fp8, for blocks whose tokens are exchanged before and after a
+    matmul.
+    """
 
     def __init__(self, code: Learning) -> None:
         self.code = code
@@ -145,7 +159,9 @@ class Fp8Linears:
         out: Tensor = apply(Linear, x, layer.weight, self.code)
         return out if layer.bias is None else out + layer.bias
 
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+    def swiglu_linear(
+        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+    ) -> Tensor:
         out: Tensor = apply(GatedLinear, gate_up, layer.weight, block, self.code)
         return out
 
@@ -155,7 +171,13 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, delta: Tensor, norm: Tensor, weight: Tensor, eps: float, code: Learning
+        context: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        weight: Tensor,
+        eps: float,
+        code: Learning,
     ) -> tuple[Tensor, Tensor]:
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, eps)
         context.save_for_backward(x, scale, norm)
@@ -177,7 +199,14 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, sizes: LlamaShape, code: Learning
+        context: Any,
+        x: Tensor,
+        delta: Tensor,
+        norm: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        sizes: LlamaShape,
+        code: Learning,
     ) -> tuple[Tensor, Tensor]:
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, sizes.norm_eps)
         inner = code.multiply(normed, gate_up)
@@ -190,7 +219,9 @@ class FeedForward(torch.autograd.Function):
         x, scale, norm, inner = context.saved_tensors
         (gate_up, down), code = context.weights, context.code
         grad = code.back(code.scaled(grads[1]), down)
-        of_inner, wide, scaled = code.kernels.gated_backward_fp8(inner, grad, context.block, GRADIENT)
+        of_inner, wide, scaled = code.kernels.gated_backward_fp8(
+            inner, grad, context.block, GRADIENT
+        )
         code.add(down, grads[1], wide)
         del grad, wide
         grad = code.back(scaled, gate_up)
@@ -207,7 +238,14 @@ class Fp8Block:
         self.block, self.code = block, code
 
     def __call__(
-        self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
+        self,
+        x: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Layout,
+        kernel: str,
+        prefix: Prefix | None,
     ) -> Streams:
         block, code, shape = self.block, self.code, self.block.shape
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
@@ -245,13 +283,22 @@ class Fp8ScoreBlock:
         self.block, self.kernels = block, kernels
 
     def __call__(
-        self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
+        self,
+        x: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Layout,
+        kernel: str,
+        prefix: Prefix | None,
     ) -> Streams:
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
         q, k, v = heads(block.qkv(normed), cos, sin, block, kernels)
         seen = kernels.rows(attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1))
-        x, normed, _ = kernels.add_norm_fp8(x, block.out(seen), block.ffn_norm.weight, shape.norm_eps)
+        x, normed, _ = kernels.add_norm_fp8(
+            x, block.out(seen), block.ffn_norm.weight, shape.norm_eps
+        )
         return x, block.down(kernels.gated_fp8(block.gate_up(normed), shape.ffn_block)), k, v
 
 
@@ -275,13 +322,25 @@ def kept(model: Llama) -> list[Tensor]:
 
 def details(device: torch.device, learns: bool = True) -> dict[str, str]:
     """How fp8 was computed, for the record."""
-    how = "emulated: numbers of fp8, sums of fp32" if device.type == "cpu" else "row-wise scales, torch._scaled_mm"
+    how = (
+        "emulated: numbers of fp8, sums of fp32"
+        if device.type == "cpu"
+        else "row-wise scales, torch._scaled_mm"
+    )
     return {"fp8": how} | ({"weight_gradients": WEIGHT_GRADIENT} if learns else {})
 
 
 def check_sizes(shape: LlamaShape) -> None:
     """A device multiplies fp8 matrices of such sizes only; `shape` is that of this device's share."""
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    for what, size in {"hidden": shape.hidden, "qkv": qkv, "heads": shape.heads * shape.head_dim, "ffn": shape.ffn}.items():
+    for what, size in {
+        "hidden": shape.hidden,
+        "qkv": qkv,
+        "heads": shape.heads * shape.head_dim,
+        "ffn": shape.ffn,
+    }.items():
         if size % ALIGNED:
-            raise RequestError(f"fp8 takes sizes that {ALIGNED} divides, and {what} is {size} on a device; use bf16 or less TP")
+            raise RequestError(
+                f"fp8 takes sizes that {ALIGNED} divides, and {what} is {size} on a device; use"
+                " bf16 or less TP"
+            )

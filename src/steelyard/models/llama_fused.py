@@ -1,12 +1,14 @@
-"""A block for training: what stands between its matmuls is a kernel, or compiled in pieces; the matmuls stand outside.
+"""A block for training: what stands between its matmuls is a kernel, or compiled in pieces; the
+matmuls stand outside.
 
-A weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`). Left to autograd, a
-micro-batch writes each weight's gradient, and a second kernel reads it and adds it to the sum: with fp32 sums and small
-micro-batches that is a tenth of the time. Where it is summed is asked in the backward pass: where ranks divide gradients, there
-is room for a layer's only while it is computed.
+A weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`).
+Left to autograd, a micro-batch writes each weight's gradient, and a second kernel reads it and adds
+it to the sum: with fp32 sums and small micro-batches that is a tenth of the time. Where it is
+summed is asked in the backward pass: where ranks divide gradients, there is room for a layer's only
+while it is computed.
 
-Saved for the backward pass are queries, keys and values as attention reads them, and the output of gate_up; the
-input of down is made again from it by the kernel that makes its gradient.
+Saved for the backward pass are queries, keys and values as attention reads them, and the output of
+gate_up; the input of down is made again from it by the kernel that makes its gradient.
 """
 
 from collections.abc import Callable
@@ -21,12 +23,14 @@ from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams
 from steelyard.models.tensors import apply
 
-Gradient = Callable[[Tensor], Tensor]  # a parameter's gradient, to be added to; asked in the backward pass
+# a parameter's gradient, to be added to; asked in the backward pass
+Gradient = Callable[[Tensor], Tensor]
 
 
 class AccumulatedLinear(torch.autograd.Function):
-    """x times a weight, whose gradient is added to where `gradient` says and nowhere else. The weight is not among what is
-    saved: recomputation would give another tensor for it, and who divides weights among ranks changes where its numbers lie."""
+    """x times a weight, whose gradient is added to where `gradient` says and nowhere else. The
+    weight is not among what is saved: recomputation would give another tensor for it, and who
+    divides weights among ranks changes where its numbers lie."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, gradient: Gradient) -> Tensor:
@@ -81,7 +85,13 @@ class NormHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int, kernels: "BlockKernels"
+        context: Any,
+        qkv: Tensor,
+        of_q: Tensor,
+        of_k: Tensor,
+        eps: float,
+        queries: int,
+        kernels: "BlockKernels",
     ) -> Tensor:
         context.save_for_backward(qkv, of_q, of_k)
         context.told, context.kernels = (eps, queries), kernels
@@ -94,11 +104,23 @@ class NormHeads(torch.autograd.Function):
         return *back, None, None, None
 
 
-def heads(qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKernels") -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values. Where nothing is learned they stay inside `qkv`, which nobody else reads."""
+def heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKernels"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated, and values. Where nothing is learned they stay inside `qkv`, which
+    nobody else reads.
+    """
     queries = block.shape.heads // block.shape.kv_heads
     if block.q_norm is not None and block.k_norm is not None:
-        qkv = apply(NormHeads, qkv, block.q_norm.weight, block.k_norm.weight, block.shape.norm_eps, queries, kernels)
+        qkv = apply(
+            NormHeads,
+            qkv,
+            block.q_norm.weight,
+            block.k_norm.weight,
+            block.shape.norm_eps,
+            queries,
+            kernels,
+        )
     if torch.is_grad_enabled():
         made = apply(Heads, qkv, cos, sin, queries, kernels)
     else:
@@ -112,17 +134,29 @@ class SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, gate_up: Tensor, weight: Tensor, gradient: Gradient, block: int, kernels: "BlockKernels"
+        context: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        gradient: Gradient,
+        block: int,
+        kernels: "BlockKernels",
     ) -> Tensor:
         context.save_for_backward(gate_up)
-        context.weight, context.gradient, context.block, context.kernels = weight, gradient, block, kernels
+        context.weight, context.gradient, context.block, context.kernels = (
+            weight,
+            gradient,
+            block,
+            kernels,
+        )
         out: Tensor = kernels.gated(gate_up, block) @ weight.t()
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         [gate_up] = context.saved_tensors
-        back, wide = context.kernels.gated_backward(gate_up, grads[0] @ context.weight, context.block)
+        back, wide = context.kernels.gated_backward(
+            gate_up, grads[0] @ context.weight, context.block
+        )
         add_product(context.gradient(context.weight), grads[0], wide)
         return back, None, None, None, None
 
@@ -138,7 +172,9 @@ def add_product(accumulator: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 class BlockKernels:
-    """What stands between the matmuls of a block, as it is written, or compiled, or a kernel: the same for all blocks."""
+    """What stands between the matmuls of a block, as it is written, or compiled, or a kernel: the
+    same for all blocks.
+    """
 
     def __init__(self, compiled: bool) -> None:
         make: Callable[..., Any] = _compiled if compiled else lambda plain, kernel: plain
@@ -148,7 +184,9 @@ class BlockKernels:
         self.rotate_heads = make(rotary.rotate_heads, rotary.triton_rotate_heads)
         self.join_heads = make(rotary.join_heads, rotary.triton_join_heads)
         self.norm_heads = make(head_norm.norm_heads, head_norm.triton_norm_heads)
-        self.norm_heads_backward = make(head_norm.norm_heads_backward, head_norm.triton_norm_heads_backward)
+        self.norm_heads_backward = make(
+            head_norm.norm_heads_backward, head_norm.triton_norm_heads_backward
+        )
         self.gated = make(swiglu.gated, swiglu.triton_gated)
         self.gated_backward = make(swiglu.gated_backward, swiglu.triton_gated_backward)
 
@@ -171,7 +209,9 @@ class Linears(Protocol):
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor: ...
 
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor: ...
+    def swiglu_linear(
+        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+    ) -> Tensor: ...
 
 
 class Accumulating:
@@ -184,7 +224,9 @@ class Accumulating:
         out: Tensor = apply(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+    def swiglu_linear(
+        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+    ) -> Tensor:
         out: Tensor = apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
         return out
 
@@ -196,7 +238,9 @@ class Scoring:
         out: Tensor = layer(x)
         return out
 
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
+    def swiglu_linear(
+        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+    ) -> Tensor:
         out: Tensor = layer(kernels.gated(gate_up, block))
         return out
 
@@ -208,12 +252,26 @@ class FusedBlock:
         self.block, self.linears, self.kernels = block, linears, kernels
 
     def __call__(
-        self, x: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, rows: Layout, kernel: str, prefix: Prefix | None
+        self,
+        x: Tensor,
+        delta: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        rows: Layout,
+        kernel: str,
+        prefix: Prefix | None,
     ) -> Streams:
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
         x, normed = apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
         q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, block, kernels)
         seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
-        x, normed = apply(AddNorm, x, linears.linear(seen, block.out), block.ffn_norm.weight, shape.norm_eps, kernels)
+        x, normed = apply(
+            AddNorm,
+            x,
+            linears.linear(seen, block.out),
+            block.ffn_norm.weight,
+            shape.norm_eps,
+            kernels,
+        )
         gate_up = linears.linear(normed, block.gate_up)
         return x, linears.swiglu_linear(gate_up, block.down, shape.ffn_block, kernels), k, v

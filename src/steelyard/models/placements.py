@@ -1,9 +1,10 @@
-"""Tensor parallelism of the Llama family as a table: which dimension of each parameter is divided, and what becomes of the
-output of a module that was.
+"""Tensor parallelism of the Llama family as a table: which dimension of each parameter is divided,
+and what becomes of the output of a module that was.
 
-A shard of the model is the same model with a part of the heads, of the FFN and of the vocabulary. Parameters are described
-by their logical view, where every part that has a name of its own (a key group, gate and up) has a dimension of its own, so
-that a shard is one range along one dimension, whatever the degree. A box is such a range along every dimension.
+A shard of the model is the same model with a part of the heads, of the FFN and of the vocabulary.
+Parameters are described by their logical view, where every part that has a name of its own (a key
+group, gate and up) has a dimension of its own, so that a shard is one range along one dimension,
+whatever the degree. A box is such a range along every dimension.
 """
 
 import math
@@ -34,11 +35,14 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The shape of a parameter's logical view, and the dimension of it that is divided; None: every shard has all of it."""
+    """The shape of a parameter's logical view, and the dimension of it that is divided; None: every
+    shard has all of it.
+    """
 
     logical_shape: Callable[[LlamaShape], tuple[int, ...]]
     split: int | None
-    swapped: bool = False  # the first two dimensions stand the other way round in the parameter itself
+    # the first two dimensions stand the other way round in the parameter itself
+    swapped: bool = False
 
 
 def _qkv(shape: LlamaShape) -> tuple[int, int, int]:
@@ -54,7 +58,9 @@ PLACEMENTS = {
     "k_norm.weight": ParameterPlacement(lambda s: (s.head_dim,), None),
     "out.weight": ParameterPlacement(lambda s: (s.hidden, s.heads * s.head_dim), 1),
     "ffn_norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
-    "gate_up.weight": ParameterPlacement(lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True),
+    "gate_up.weight": ParameterPlacement(
+        lambda s: (2, s.ffn // s.ffn_block, s.ffn_block, s.hidden), 1, swapped=True
+    ),
     "down.weight": ParameterPlacement(lambda s: (s.hidden, s.ffn), 1),
     "norm.weight": ParameterPlacement(lambda s: (s.hidden,), None),
     "output.weight": ParameterPlacement(lambda s: (s.vocab, s.hidden), 0),
@@ -62,7 +68,8 @@ PLACEMENTS = {
 
 SUMMED = ("out", "down")  # modules whose input is divided: their outputs are parts of a sum
 
-GATHERED = ("qkv", "gate_up")  # modules that each shard needs all tokens for, in training, where those are divided too
+# modules that each shard needs all tokens for, in training, where those are divided too
+GATHERED = ("qkv", "gate_up")
 VOCABULARY = ("embed.weight", "output.weight")
 
 
@@ -73,7 +80,9 @@ def placement(name: str) -> ParameterPlacement:
 
 
 def flat_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with this logical view: parts with names of their own are rows among the others."""
+    """The shape of a tensor with this logical view: parts with names of their own are rows among
+    the others.
+    """
     if len(logical_shape) == 1 or name.endswith("bias"):
         return (math.prod(logical_shape),)
     return (math.prod(logical_shape[:-1]), logical_shape[-1])
@@ -102,8 +111,8 @@ def local(shape: LlamaShape, shard: Shard) -> LlamaShape:
 
 
 def box(name: str, shape: LlamaShape, shard: Shard) -> Box:
-    """The part of a parameter's logical view, of the whole model's, that a shard holds. Rows that pad a vocabulary are in
-    no box."""
+    """The part of a parameter's logical view, of the whole model's, that a shard holds. Rows that
+    pad a vocabulary are in no box."""
     row = placement(name)
     ranges = [(0, size) for size in row.logical_shape(shape)]
     if row.split is not None:
@@ -117,7 +126,11 @@ def logical_view(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) 
     """A shard's parameter, viewed as large as its box: writing to it writes to the parameter."""
     row = placement(name)
     size = row.logical_shape(local(shape, shard))
-    whole = parameter.view(size[1], size[0], *size[2:]).transpose(0, 1) if row.swapped else parameter.view(size)
+    whole = (
+        parameter.view(size[1], size[0], *size[2:]).transpose(0, 1)
+        if row.swapped
+        else parameter.view(size)
+    )
     if row.split is None:
         return whole
     begin, end = box(name, shape, shard)[row.split]
@@ -141,7 +154,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def apply_tensor_parallel(model: Llama, shard: Shard, total: Total) -> None:
-    """Make a shard answer as the whole model does, up to its logits, which stay divided over the vocabulary."""
+    """Make a shard answer as the whole model does, up to its logits, which stay divided over the
+    vocabulary.
+    """
     if shard.count == 1:
         return
     rows = model.embed.num_embeddings

@@ -11,7 +11,12 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SHORT = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 # By what matmuls run in; of fp8, what is none of the layers' matrices.
 COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
@@ -28,8 +33,8 @@ def dtype_names(tensors: Iterable[Tensor]) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor. Only one that ranks divide (a DTensor) has such a part; its class is not asked for,
-    because importing it takes a third as long as torch itself."""
+    """What this rank holds of a tensor. Only one that ranks divide (a DTensor) has such a part; its
+    class is not asked for, because importing it takes a third as long as torch itself."""
     part = getattr(tensor, "to_local", None)
     out: Tensor = tensor if part is None else part()
     return out
@@ -39,7 +44,11 @@ class _NoInitialValues(TorchFunctionMode):
     """Torch's functions for initial values do nothing."""
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         told = kwargs or {}
         if getattr(func, "__module__", None) == init.__name__:
@@ -49,8 +58,9 @@ class _NoInitialValues(TorchFunctionMode):
 
 @contextmanager
 def without_values(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Modules made in it lie on the device, of this type, and have no values yet. The usual way, over no device (meta), makes
-    torch import its compiler for initial values that nobody reads: 800 modules, and most of the time to build a model."""
+    """Modules made in it lie on the device, of this type, and have no values yet. The usual way,
+    over no device (meta), makes torch import its compiler for initial values that nobody reads: 800
+    modules, and most of the time to build a model."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

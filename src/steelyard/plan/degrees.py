@@ -12,13 +12,17 @@ from steelyard.case.question import Train
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen
 
-# What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has PP1 alone.
+# What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has
+# PP1 alone.
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 # What users of other programs write beside them, and no engine here has.
 OTHERS = {
     "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
-    "SP": "sequence parallelism of its own: megatron-core's needs Transformer Engine, and engine torch's comes with TP",
+    "SP": (
+        "sequence parallelism of its own: megatron-core's needs Transformer Engine, and engine"
+        " torch's comes with TP"
+    ),
     "CP": "context parallelism",
     "EP": "expert parallelism",
 }
@@ -61,12 +65,18 @@ class Place:
 
 
 def place(plan: Plan, rank: int) -> Place:
-    """Ranks of one tensor-parallel group are neighbours, then come the stages of a pipeline, then the replicas."""
+    """Ranks of one tensor-parallel group are neighbours, then come the stages of a pipeline, then
+    the replicas.
+    """
     return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
 
-def make(case: Case, nodes: int, devices: int, sample: int | None = None, launcher: str = "local") -> Plan:
-    """The plan that `tune.parallel` asks for, over all devices. `sample` is how much of a global batch is in scope."""
+def make(
+    case: Case, nodes: int, devices: int, sample: int | None = None, launcher: str = "local"
+) -> Plan:
+    """The plan that `tune.parallel` asks for, over all devices. `sample` is how much of a global
+    batch is in scope.
+    """
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
     tp, pp, dp = degrees(case.tune.parallel, nodes * devices)
@@ -77,25 +87,34 @@ def make(case: Case, nodes: int, devices: int, sample: int | None = None, launch
 
 
 def degrees(text: str, world: int) -> tuple[int, int, int]:
-    """TP, PP and DP of a text such as TP2PP4DP1. The factor without a number, or else DP if it is not named, takes the
-    devices that the others leave."""
+    """TP, PP and DP of a text such as TP2PP4DP1. The factor without a number, or else DP if it is
+    not named, takes the devices that the others leave."""
     for name, what in OTHERS.items():
         if name in text:
             raise RequestError(f"--parallel {text!r}: no engine has {what}; allowed: TP, PP and DP")
     if not FACTORS.fullmatch(text):
-        raise RequestError(f"--parallel {text!r}: not degrees; give them as TP2, DP4, TP2DP4 or TP2PP4DP1, in this order")
+        raise RequestError(
+            f"--parallel {text!r}: not degrees; give them as TP2, DP4, TP2DP4 or TP2PP4DP1, in this"
+            " order"
+        )
     named = dict(re.findall(r"(TP|PP|DP)(\d*)", text, re.ASCII))
     given = {name: int(number) for name, number in named.items() if number}
-    free = [name for name, number in named.items() if not number] or [name for name in ("DP",) if name not in named]
+    free = [name for name, number in named.items() if not number] or [
+        name for name in ("DP",) if name not in named
+    ]
     if len(free) > 1 or any(number < 1 for number in given.values()):
-        raise RequestError(f"--parallel {text!r}: only one degree may lack a number, and numbers are 1 or more, as in TP2DP4")
+        raise RequestError(
+            f"--parallel {text!r}: only one degree may lack a number, and numbers are 1 or more, as"
+            " in TP2DP4"
+        )
     product = 1
     for number in given.values():
         product *= number
     if world % product or (not free and product != world):
         exactly = f"{product} devices" if not free else f"a multiple of {product} devices"
         raise RequestError(
-            f"--parallel {text!r} takes {exactly} and there are {world}; change --devices, --nodes or the factors"
+            f"--parallel {text!r} takes {exactly} and there are {world}; change --devices, --nodes"
+            " or the factors"
         )
     all_of = {"TP": 1, "PP": 1, "DP": 1} | given | dict.fromkeys(free, world // product)
     return all_of["TP"], all_of["PP"], all_of["DP"]
@@ -106,31 +125,52 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
     sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"] if hasattr(model, key)}
     for what, size in sizes.items():
         if size % tp:
-            allowed = [str(n) for n in range(1, model.kv_heads + 1) if not any(size % n for size in sizes.values())]
-            raise RequestError(f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}")
+            allowed = [
+                str(n)
+                for n in range(1, model.kv_heads + 1)
+                if not any(size % n for size in sizes.values())
+            ]
+            raise RequestError(
+                f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}"
+            )
     if pp > 1 and not case.question.kind_row.pipeline:
         noun = case.question.kind_row.noun
         article = "an" if noun.startswith(("a", "e", "i", "o", "u")) else "a"
-        raise RequestError(f"PP{pp}: {case.name} is {article} {noun} case, which has no pipeline; allowed: PP1")
+        raise RequestError(
+            f"PP{pp}: {case.name} is {article} {noun} case, which has no pipeline; allowed: PP1"
+        )
 
 
-def _check_training(case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int) -> None:
+def _check_training(
+    case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int
+) -> None:
     model, tune = case.question.model, case.tune
     if train.length % tp:
-        raise RequestError(f"TP{tp} does not divide the {train.length} tokens of a row; change question.train.length or TP")
+        raise RequestError(
+            f"TP{tp} does not divide the {train.length} tokens of a row; change"
+            " question.train.length or TP"
+        )
     if pp > model.layers:
-        raise RequestError(f"PP{pp}: the model has {model.layers} layers; allowed: PP1 to PP{model.layers}")
+        raise RequestError(
+            f"PP{pp}: the model has {model.layers} layers; allowed: PP1 to PP{model.layers}"
+        )
     if model.tied and (tp * pp > 1 or tune.sharding):
-        raise RequestError("a model with tied embeddings cannot be divided; allowed: TP1PP1 and tune.sharding=0")
+        raise RequestError(
+            "a model with tied embeddings cannot be divided; allowed: TP1PP1 and tune.sharding=0"
+        )
     if tune.sharding and dp % shard_degree(case, dp):
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        raise RequestError(f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed: {allowed}")
+        raise RequestError(
+            f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed:"
+            f" {allowed}"
+        )
     rows = train.batch if sample is None else sample
     accumulation = -(-rows // (dp * tune.micro_batch))
     if case.question.row.batch_unit == "rows" and accumulation < pp:
         raise RequestError(
-            f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over DP{dp} in micro-batches of "
-            f"{tune.micro_batch} make {accumulation}; lower PP, DP or tune.micro_batch"
+            f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over"
+            f" DP{dp} in micro-batches of {tune.micro_batch} make {accumulation}; lower PP, DP or"
+            " tune.micro_batch"
         )
 
 
@@ -140,8 +180,8 @@ def shard_degree(case: Case, dp: int) -> int:
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage, as even as can be. Those left over go to inner stages first, and last to the last
-    stage, which has the logits."""
+    """The layers of each pipeline stage, as even as can be. Those left over go to inner stages
+    first, and last to the last stage, which has the logits."""
     sizes = [layers // stages] * stages
     order = [*range(1, stages - 1), 0, stages - 1]
     for i in order[: layers % stages]:

@@ -1,8 +1,10 @@
-"""FLOPs of a model from its shapes, in three conventions. docs/metrics.md explains them; tests hold them to a profiler.
+"""FLOPs of a model from its shapes, in three conventions. docs/metrics.md explains them; tests hold
+them to a profiler.
 
-A matmul of [m, k] by [k, n] is 2·m·n·k FLOPs. Everything is counted from what a batch's samples say was computed: `tokens`,
-`logits` (rows of the vocabulary projection), `pairs` (query-key pairs under the mask) and `square` (without it). In a cloze a
-context's tokens see all of it, so that only the pairs inside a span are fewer than their square.
+A matmul of [m, k] by [k, n] is 2·m·n·k FLOPs. Everything is counted from what a batch's samples say
+was computed: `tokens`, `logits` (rows of the vocabulary projection), `pairs` (query-key pairs under
+the mask) and `square` (without it). In a cloze a context's tokens see all of it, so that only the
+pairs inside a span are fewer than their square.
 """
 
 from collections.abc import Mapping
@@ -27,7 +29,9 @@ def parameters(model: Model) -> int:
 
 
 def forward(model: Model) -> Forward:
-    """What a token, a query-key pair and a logit cost: from the matrices, or as it was counted of the whole model."""
+    """What a token, a query-key pair and a logit cost: from the matrices, or as it was counted of
+    the whole model.
+    """
     counted_of = families.row(model.family).forward
     if counted_of is not None:
         return counted_of(model)
@@ -42,7 +46,9 @@ def attention(model: Model, counts: Counts) -> int:
 
 
 def counted(model: Model, counts: Counts) -> int:
-    """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or not."""
+    """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or
+    not.
+    """
     return weight_flops(model, counts) + forward(model).pair * counts["square"]
 
 
@@ -52,15 +58,22 @@ def causal(model: Model, counts: Counts) -> int:
 
 
 def palm(model: Model, counts: Counts) -> int:
-    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, h being the width of all heads, N
-    without the input table unless tied; tables of positions are in it. A window does not change it."""
+    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, h being the
+    width of all heads, N without the input table unless tied; tables of positions are in it. A
+    window does not change it."""
     without_table = parameters(model) - (0 if model.tied else model.vocab * model.hidden)
     return 2 * without_table * counts["tokens"] + forward(model).pair * counts["square"]
 
 
 def nominal(model: Model, counts: Counts) -> int | None:
-    """Two FLOPs per token and nominal parameter, as the published tables count; unknown where no nominal size is stated."""
-    return None if model.nominal_parameters is None else int(2 * model.nominal_parameters) * counts["tokens"]
+    """Two FLOPs per token and nominal parameter, as the published tables count; unknown where no
+    nominal size is stated.
+    """
+    return (
+        None
+        if model.nominal_parameters is None
+        else int(2 * model.nominal_parameters) * counts["tokens"]
+    )
 
 
 def weight_flops(model: Model, counts: Counts) -> int:
@@ -73,6 +86,8 @@ CONVENTIONS = {"causal": causal, "palm": palm, "nominal": nominal}
 
 
 def work(model: Model, counts: Counts, convention: str, forwards: int) -> int | None:
-    """Return the FLOPs of so many forwards in a convention; None where it does not say how many a forward has."""
+    """Return the FLOPs of so many forwards in a convention; None where it does not say how many a
+    forward has.
+    """
     one = CONVENTIONS[convention](model, counts)
     return None if one is None else forwards * one

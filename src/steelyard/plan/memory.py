@@ -1,7 +1,9 @@
-"""Memory from shapes: what a device of each pipeline stage must hold at its fullest, and whether that fits.
+"""Memory from shapes: what a device of each pipeline stage must hold at its fullest, and whether
+that fits.
 
-What a framework takes beside that (its own context, communication buffers, fragments) is not in it. Activations are what the
-backward of one layer of models/llama.py needs of its forward; tests hold the table to what torch saves.
+What a framework takes beside that (its own context, communication buffers, fragments) is not in it.
+Activations are what the backward of one layer of models/llama.py needs of its forward; tests hold
+the table to what torch saves.
 """
 
 from collections.abc import Callable
@@ -18,21 +20,29 @@ from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.plan import flops, memory_glm
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
 
-BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}  # of fp8, what all but the layers' matrices is in
-FP8_COPIES = 2  # bytes of a weight in fp8 for training: one as it stands for the forward, one transposed for the backward
+# of fp8, what all but the layers' matrices is in
+BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+# bytes of a weight in fp8 for training: one as it stands for the forward, one transposed for the
+# backward
+FP8_COPIES = 2
 WIDE = 4  # bytes of what is kept in fp32 whatever the precision
 MOST_STAGES = 1024  # a record may come from a stranger
 GIB = 1 << 30
-CERTAIN = 1.1  # a prediction this many times the memory is refused; measured runs were within 2 % of theirs
-CLOSE = 0.95  # one beyond this share of it is worth a warning: a framework takes some memory for itself
+# a prediction this many times the memory is refused; measured runs were within 2 % of theirs
+CERTAIN = 1.1
+# one beyond this share of it is worth a warning: a framework takes some memory for itself
+CLOSE = 0.95
 LOGITS_AT_ONCE = 4096  # tokens, when scoring
-# Keys laid out for attention for each token computed, where questions share a prefix: of MMLU with five shots on an H200, where
+# Keys laid out for attention for each token computed, where questions share a prefix: of MMLU with
+# five shots on an H200, where
 # 22.0 GiB were allocated, weights and activations being 16.3.
 SHARED_KEYS = 12
-# What an allocator holds for each byte of activations, where every batch has other sizes: 20.8 GiB instead of 17.2 and 72.6
-# instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of 22.0 with a shared prefix.
+# What an allocator holds for each byte of activations, where every batch has other sizes: 20.8 GiB
+# instead of 17.2 and 72.6 instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of 22.0 with
+# a shared prefix.
 SCATTER = 2.6
-# The same of a GLM's: 24.7 numbers in units of the hidden size were held for 18 that a layer keeps of a token.
+# The same of a GLM's: 24.7 numbers in units of the hidden size were held for 18 that a layer keeps
+# of a token.
 CLOZE_SCATTER = 1.4
 
 Recompute = Literal["none", "selective", "full"]
@@ -43,7 +53,8 @@ class Parts:
     """Bytes on one device."""
 
     parameters: int  # as they are kept
-    copies: int  # of them in the type of the matmuls, where that is another; of fp8, two of the layers' matrices
+    # of them in the type of the matmuls, where that is another; of fp8, two of the layers' matrices
+    copies: int
     gradients: int
     states: int  # Adam's two
     activations: int
@@ -56,9 +67,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class Saved:
-    """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation it does. `fused` ones are
-    computed again by a compiler, without being asked; `plain` ones are kept by models/llama.py's own block, and not by that of
-    models/llama_fused.py, `lean` ones the other way round; `wide_only` ones are not kept by that of models/llama_fp8.py."""
+    """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation
+    it does. `fused` ones are computed again by a compiler, without being asked; `plain` ones are
+    kept by models/llama.py's own block, and not by that of models/llama_fused.py, `lean` ones the
+    other way round; `wide_only` ones are not kept by that of models/llama_fp8.py."""
 
     name: str
     numbers: Callable[[LlamaModel], int]
@@ -77,12 +89,21 @@ def _qkv(model: LlamaModel) -> int:
 _BOTH: tuple[Recompute, ...] = ("none", "selective")  # results of matmuls and attention
 
 SAVED = (
-    Saved("residual stream and what is to be added to it", lambda m: 2 * m.hidden, ("selective", "full")),
+    Saved(
+        "residual stream and what is to be added to it",
+        lambda m: 2 * m.hidden,
+        ("selective", "full"),
+    ),
     Saved("input of the attention's norm", lambda m: m.hidden),
     Saved("scale of the attention's norm", lambda m: 1, wide=True),
     Saved("input of qkv", lambda m: m.hidden, wide_only=True),
     Saved("output of qkv", _qkv, _BOTH),
-    Saved("scales of the norms of queries and keys", lambda m: m.qk_norm * (m.heads + m.kv_heads), wide=True, plain=True),
+    Saved(
+        "scales of the norms of queries and keys",
+        lambda m: m.qk_norm * (m.heads + m.kv_heads),
+        wide=True,
+        plain=True,
+    ),
     Saved("input of the norms of queries and keys", lambda m: m.qk_norm * _qkv(m), lean=True),
     Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * m.dim, plain=True),
     Saved("output of attention", lambda m: m.heads * m.dim, _BOTH),
@@ -98,9 +119,16 @@ SAVED = (
 
 
 def layer_bytes(
-    model: LlamaModel, size: int, recompute: Recompute, compiled: bool, lean: bool = False, fp8: bool = False
+    model: LlamaModel,
+    size: int,
+    recompute: Recompute,
+    compiled: bool,
+    lean: bool = False,
+    fp8: bool = False,
 ) -> int:
-    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of models/llama_fused.py."""
+    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of
+    models/llama_fused.py.
+    """
 
     def drops(part: Saved) -> bool:
         other = part.plain if lean else part.lean
@@ -111,31 +139,52 @@ def layer_bytes(
 
 
 def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
-    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel group, norms are not."""
+    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel group,
+    norms are not.
+    """
     biases = _qkv(model) if model.qkv_bias else 0
     norms = 2 * model.hidden + (2 * model.dim if model.qk_norm else 0)
     layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + norms
     table = vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
     tables = (first + last) if not (first and last and model.tied) else 1
-    return len(stage_layers(model.layers, plan.pp)[stage]) * layer + tables * table + last * model.hidden
+    return (
+        len(stage_layers(model.layers, plan.pp)[stage]) * layer
+        + tables * table
+        + last * model.hidden
+    )
 
 
 def stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
     """Weights of the layers' matrices among them: those that fp8 multiplies."""
-    return len(stage_layers(model.layers, plan.pp)[stage]) * (flops.layer_parameters(model) // model.layers) // plan.tp
+    return (
+        len(stage_layers(model.layers, plan.pp)[stage])
+        * (flops.layer_parameters(model) // model.layers)
+        // plan.tp
+    )
 
 
 def predict(
-    model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, lean: bool = False, units: bool = False
+    model: LlamaModel,
+    precision: Precision,
+    tune: Tune,
+    plan: Plan,
+    train: Train,
+    lean: bool = False,
+    units: bool = False,
 ) -> list[Parts]:
-    """What a device of each stage holds, first stage first. `units`: with what is whole only for a while."""
+    """What a device of each stage holds, first stage first. `units`: with what is whole only for a
+    while.
+    """
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
     stages = [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
     if not units:
         return stages
-    return [_with_units(parts, model, precision, tune, plan, train, stage) for stage, parts in enumerate(stages)]
+    return [
+        _with_units(parts, model, precision, tune, plan, train, stage)
+        for stage, parts in enumerate(stages)
+    ]
 
 
 def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
@@ -149,27 +198,46 @@ def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
 
 
 def _with_units(
-    parts: Parts, model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int
+    parts: Parts,
+    model: LlamaModel,
+    precision: Precision,
+    tune: Tune,
+    plan: Plan,
+    train: Train,
+    stage: int,
 ) -> Parts:
-    """Where gradients are divided, those of two neighbouring units are whole at a time, and so are divided weights. A
-    tensor-parallel rank gathers the tokens that logits are made of."""
+    """Where gradients are divided, those of two neighbouring units are whole at a time, and so are
+    divided weights. A tensor-parallel rank gathers the tokens that logits are made of."""
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     size = BYTES[precision.matmul]
     mixed = BYTES[precision.weights] != size
     numbers = unit_parameters(model, plan, stage)
-    pair = max(map(sum, pairwise(numbers)), default=sum(numbers)) if degree > 1 or tune.distributed else 0
+    pair = (
+        max(map(sum, pairwise(numbers)), default=sum(numbers))
+        if degree > 1 or tune.distributed
+        else 0
+    )
     weights = pair * size if tune.sharding == 3 else 0
     gathered = tune.micro_batch * train.length * (model.hidden - model.hidden // plan.tp) * size
     return replace(
         parts,
         parameters=parts.parameters + (0 if mixed else weights),
         copies=parts.copies + (weights if mixed else 0),
-        gradients=parts.gradients + (pair * BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0),
+        gradients=parts.gradients
+        + (pair * BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0),
         logits=parts.logits + (gathered if stage == plan.pp - 1 else 0),
     )
 
 
-def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool) -> Parts:
+def _stage(
+    model: LlamaModel,
+    precision: Precision,
+    tune: Tune,
+    plan: Plan,
+    train: Train,
+    stage: int,
+    lean: bool,
+) -> Parts:
     numbers = stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     kept, size = BYTES[precision.weights], BYTES[precision.matmul]
@@ -182,19 +250,25 @@ def _stage(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan, trai
         return each * (-(-numbers // degree) if tune.sharding >= divided_from else numbers)
 
     return Parts(
-        # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with its states.
+        # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with
+        # its states.
         parameters=held(kept, 1 if mixed else 3),
-        copies=(held(size, 3) if mixed else 0) + (_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
+        copies=(held(size, 3) if mixed else 0)
+        + (_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
         gradients=held(BYTES[precision.gradients or precision.weights], 2),
         states=held(2 * BYTES[precision.states or precision.weights], 1),
-        activations=tokens * _activations(model, size, tune, plan, train, stage, lean, fp8) // plan.tp,
+        activations=tokens
+        * _activations(model, size, tune, plan, train, stage, lean, fp8)
+        // plan.tp,
         logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
     )
 
 
-def _fp8_copies(model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int) -> int:
-    """Bytes of two copies of the layers' matrices, where weights are kept. Where fp32 is whole they are made of it, and 16-bit
-    copies, which stand between them elsewhere, are not there."""
+def _fp8_copies(
+    model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int
+) -> int:
+    """Bytes of two copies of the layers' matrices, where weights are kept. Where fp32 is whole they
+    are made of it, and 16-bit copies, which stand between them elsewhere, are not there."""
     if tune.sharding == 3:
         return 0
     whole = degree == 1 or tune.sharding == 0
@@ -202,18 +276,31 @@ def _fp8_copies(model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: 
     return (FP8_COPIES - spared) * stage_matrices(model, plan, stage)
 
 
-def _activations(model: LlamaModel, size: int, tune: Tune, plan: Plan, train: Train, stage: int, lean: bool, fp8: bool) -> int:
-    """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one layer that is computed again.
-    A tensor-parallel group divides all of them, those between its matmuls by sequence."""
+def _activations(
+    model: LlamaModel,
+    size: int,
+    tune: Tune,
+    plan: Plan,
+    train: Train,
+    stage: int,
+    lean: bool,
+    fp8: bool,
+) -> int:
+    """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one
+    layer that is computed again. A tensor-parallel group divides all of them, those between its
+    matmuls by sequence."""
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
     kept = layer_bytes(model, size, tune.recompute, tune.compile, lean, fp8)
     again = layer_bytes(model, size, "none", tune.compile, lean, fp8) - kept
-    return kept * len(stage_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches) + again
+    return (
+        kept * len(stage_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches)
+        + again
+    )
 
 
 def _logits(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
-    """Bytes a token: the last norm's input and output, the logits, and beside them their gradients where a compiler reads
-    them as fp32 on the way, or a copy in fp32 and its softmax."""
+    """Bytes a token: the last norm's input and output, the logits, and beside them their gradients
+    where a compiler reads them as fp32 on the way, or a copy in fp32 and its softmax."""
     beside = size if compiled else 2 * WIDE
     return 2 * model.hidden * size // plan.tp + vocab_rows(model.vocab, plan.tp) * (size + beside)
 
@@ -223,7 +310,15 @@ def need(case: Case, plan: Plan) -> Parts:
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
         # The leaner of the two blocks that engines run: what is refused must be certain not to fit.
-        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=True, units=True)
+        stages = predict(
+            question.model,
+            question.precision,
+            case.tune,
+            plan,
+            question.train,
+            lean=True,
+            units=True,
+        )
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
         return _scoring(question.model, question.precision, case.tune, plan)
@@ -233,7 +328,9 @@ def need(case: Case, plan: Plan) -> Parts:
 
 
 def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
-    """Of a model of which only FLOPs are known: results of a layer's products, were they all as wide as its input."""
+    """Of a model of which only FLOPs are known: results of a layer's products, were they all as
+    wide as its input.
+    """
     size = BYTES[precision.weights]
     layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
     logits = LOGITS_AT_ONCE * model.vocab * size
@@ -255,34 +352,59 @@ def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) ->
 
 
 def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
-    """What the fullest device is expected to hold, for choosing a size: where shapes do not tell, rather more than less."""
+    """What the fullest device is expected to hold, for choosing a size: where shapes do not tell,
+    rather more than less.
+    """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        stages = predict(question.model, question.precision, case.tune, plan, question.train, lean=fused, units=fused)
+        stages = predict(
+            question.model,
+            question.precision,
+            case.tune,
+            plan,
+            question.train,
+            lean=fused,
+            units=fused,
+        )
         return max(stage.total for stage in stages)
     held = need(case, plan)
     if isinstance(question.model, AutoModel):
         return held.parameters + int(SCATTER * (held.total - held.parameters))
     if isinstance(question.model, LlamaModel):
-        shared = _shared(question.model, question.precision, case.tune, plan) if question.division == "open" else 0
+        shared = (
+            _shared(question.model, question.precision, case.tune, plan)
+            if question.division == "open"
+            else 0
+        )
         return held.parameters + int(SCATTER * (held.total - held.parameters + shared))
     return held.total + _cloze(case)
 
 
 def _shared(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
-    """A prefix of every layer, and keys and values of one layer laid out for each question that sees it."""
+    """A prefix of every layer, and keys and values of one layer laid out for each question that
+    sees it.
+    """
     pair = 2 * model.kv_heads * model.dim * BYTES[precision.weights] // plan.tp
     return pair * (model.layers * model.positions + SHARED_KEYS * tune.batch_tokens)
 
 
 def _cloze(case: Case) -> int:
-    """Activations of a micro-batch of contexts with candidates. Of ReCoRD a row has about 210 tokens, and an example ten rows
-    closed, one open: half and a whole of the longest."""
-    train, model, size = case.question.train, case.question.model, BYTES[case.question.precision.matmul]
+    """Activations of a micro-batch of contexts with candidates. Of ReCoRD a row has about 210
+    tokens, and an example ten rows closed, one open: half and a whole of the longest."""
+    train, model, size = (
+        case.question.train,
+        case.question.model,
+        BYTES[case.question.precision.matmul],
+    )
     if train is None or not isinstance(model, GlmModel):
         return 0
     candidates = 1 + int(getattr(case.question.data, "wrong", 0))
-    tokens = case.tune.micro_batch * train.length * (candidates if case.question.division == "closed" else 2) // 2
+    tokens = (
+        case.tune.micro_batch
+        * train.length
+        * (candidates if case.question.division == "closed" else 2)
+        // 2
+    )
     recompute: Literal["none", "full"] = "none" if case.tune.recompute == "none" else "full"
     return int(CLOZE_SCATTER * tokens * memory_glm.glm_bytes(model, size, recompute))
 
@@ -294,7 +416,10 @@ def _held(case: Case, plan: Plan) -> Parts:
     kept, matmul = BYTES[precision.weights], BYTES[precision.matmul]
     if precision.gradients is None or precision.states is None:
         return Parts(numbers * kept, 0, 0, 0, 0, 0)
-    gradients, states = numbers * BYTES[precision.gradients], 2 * numbers * BYTES[precision.states] // shards
+    gradients, states = (
+        numbers * BYTES[precision.gradients],
+        2 * numbers * BYTES[precision.states] // shards,
+    )
     return Parts(numbers * kept, numbers * matmul if matmul != kept else 0, gradients, states, 0, 0)
 
 
@@ -304,14 +429,16 @@ def listed(parts: Parts) -> str:
 
 
 def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
-    """Refuse what certainly does not fit a device; returns a warning where it is close. Unknown memory is not refused."""
+    """Refuse what certainly does not fit a device; returns a warning where it is close. Unknown
+    memory is not refused.
+    """
     parts = need(case, plan)
     if memory_bytes is None or parts.total <= CLOSE * memory_bytes:
         return None
     how = _advice(case)
     said = (
-        f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device by its shapes "
-        f"({listed(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
+        f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device"
+        f" by its shapes ({listed(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
     )
     if parts.total > CERTAIN * memory_bytes:
         raise RequestError(f"{said}; choose {how}, or --size smoke")

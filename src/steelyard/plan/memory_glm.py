@@ -1,5 +1,6 @@
-"""Activations of a GLM in training, from its shape: what the backward of a layer of models/glm_fused.py needs of its forward,
-where its kernels run. How many tokens a micro-batch has, the data say."""
+"""Activations of a GLM in training, from its shape: what the backward of a layer of
+models/glm_fused.py needs of its forward, where its kernels run. How many tokens a micro-batch has,
+the data say."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ WIDE = 4  # bytes of what is kept in fp32 whatever the precision
 
 @dataclass(frozen=True)
 class GlmSaved:
-    """Numbers a token that a layer keeps for its backward; some of them only with one kernel of attention."""
+    """Numbers a token that a layer keeps for its backward; some of them only with one kernel of
+    attention.
+    """
 
     name: str
     numbers: Callable[[GlmModel], int]
@@ -42,13 +45,22 @@ def layer_bytes(model: GlmModel, size: int, attention: str) -> int:
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
 
 
-def glm_bytes(model: GlmModel, size: int, recompute: Literal["none", "full"] = "none", attention: str = "flash") -> int:
-    """Bytes a token of a micro-batch that all layers keep; with recomputation two streams into each, and one layer whole."""
+def glm_bytes(
+    model: GlmModel,
+    size: int,
+    recompute: Literal["none", "full"] = "none",
+    attention: str = "flash",
+) -> int:
+    """Bytes a token of a micro-batch that all layers keep; with recomputation two streams into
+    each, and one layer whole.
+    """
     one = layer_bytes(model, size, attention)
-    return model.layers * one if recompute == "none" else model.layers * 2 * model.hidden * size + one
+    return (
+        model.layers * one if recompute == "none" else model.layers * 2 * model.hidden * size + one
+    )
 
 
 def logit_bytes(model: GlmModel, size: int) -> int:
-    """Bytes a token of a span: the last streams, their norm with its mean and scale, and the logits, which become their own
-    gradient."""
+    """Bytes a token of a span: the last streams, their norm with its mean and scale, and the
+    logits, which become their own gradient."""
     return 3 * model.hidden * size + 2 * WIDE + model.vocab * size

@@ -1,6 +1,8 @@
-"""The tables of a record that say on what a run was made: machine, software, weights, ranks, readings.
+"""The tables of a record that say on what a run was made: machine, software, weights, ranks,
+readings.
 
-They are open: an accelerator, a framework or a later version may add columns. What a formula reads has its type here.
+They are open: an accelerator, a framework or a later version may add columns. What a formula reads
+has its type here.
 """
 
 from typing import Annotated, Any, Self
@@ -65,13 +67,23 @@ class Software(OpenTable):
     @property
     def libraries(self) -> dict[str, str | None]:
         """Versions of the accelerators' runtimes and libraries, None where no worker reported them."""
-        return {name: getattr(self, name, None) for row in accelerators.table().values() for name in row.libraries}
+        return {
+            name: getattr(self, name, None)
+            for row in accelerators.table().values()
+            for name in row.libraries
+        }
 
     @property
     def collectives(self) -> dict[str, str | None]:
-        """Versions of the accelerators' libraries for collectives, None where no worker reported them."""
+        """Versions of the accelerators' libraries for collectives, None where no worker reported
+        them.
+        """
         rows = accelerators.table().values()
-        return {row.collectives: getattr(self, row.collectives, None) for row in rows if row.collectives is not None}
+        return {
+            row.collectives: getattr(self, row.collectives, None)
+            for row in rows
+            if row.collectives is not None
+        }
 
 
 class SourceFacts(OpenTable):
@@ -89,15 +101,25 @@ class Environment(OpenTable):
 
 
 class EngineDetails(OpenTable):
-    """What an engine chose by itself: kernels, batches. An engine may state more than a formula reads."""
+    """What an engine chose by itself: kernels, batches. An engine may state more than a formula
+    reads.
+    """
 
     attention: str | None = Field(None, description="the attention kernel")
-    block: str | None = Field(None, description="`fused`: a layer keeps less for its backward pass than plain operations do")
-    exchanged: str | None = Field(
-        None, description="`units`: replicas and tensor-parallel ranks hold one layer whole at a time"
+    block: str | None = Field(
+        None,
+        description="`fused`: a layer keeps less for its backward pass than plain operations do",
     )
-    exchange: str | None = Field(None, description="`inside`: ranks exchange within the compute phase of a step")
-    fp8: str | None = Field(None, description="how fp8 matmuls are made; begins with `emulated` where sums are of fp32")
+    exchanged: str | None = Field(
+        None,
+        description="`units`: replicas and tensor-parallel ranks hold one layer whole at a time",
+    )
+    exchange: str | None = Field(
+        None, description="`inside`: ranks exchange within the compute phase of a step"
+    )
+    fp8: str | None = Field(
+        None, description="how fp8 matmuls are made; begins with `emulated` where sums are of fp32"
+    )
     micro_batches: int | None = Field(None, description="accumulated in a step")
     _order: tuple[str, ...] = PrivateAttr(())
 
@@ -116,7 +138,9 @@ class EngineDetails(OpenTable):
 
 
 class Weights(OpenTable):
-    """Where weights came from: `random` with its seed, or a checkpoint's files and the hash of their headers."""
+    """Where weights came from: `random` with its seed, or a checkpoint's files and the hash of
+    their headers.
+    """
 
     source: str | None
 
@@ -126,8 +150,9 @@ class Weights(OpenTable):
 
 
 class DeviceState(OpenTable):
-    """A device before a run, as its driver tells: what can make the same device another one. Null is what it does not tell.
-    `invalidating` are those of the slowdown reasons that would make a run invalid."""
+    """A device before a run, as its driver tells: what can make the same device another one. Null
+    is what it does not tell. `invalidating` are those of the slowdown reasons that would make a run
+    invalid."""
 
     device: str
     persistence: bool | None = None
@@ -145,11 +170,15 @@ class DeviceState(OpenTable):
     temperature_c: Number | None = None
     slowdown_c: Number | None = None
     numa_node: int | None = None
-    runtime: str | None = Field(None, description="newest version of the vendor's runtime that the driver serves")
+    runtime: str | None = Field(
+        None, description="newest version of the vendor's runtime that the driver serves"
+    )
 
 
 class HostState(OpenTable):
-    """A host before a run. `cores` are online, `allowed` of them by affinity, `quota` by the control group."""
+    """A host before a run. `cores` are online, `allowed` of them by affinity, `quota` by the
+    control group.
+    """
 
     load_1m: Number | None = None
     cores: int | None = None
@@ -166,9 +195,10 @@ class HostState(OpenTable):
 
 
 class Load(OpenTable):
-    """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the cores that the run may use,
-    by whomever; `own_s` of the run's own processes, `agent_s` of these its agent's; `group_s` of the control group whose quota
-    holds, where there is one. `allowed` cores are offered by affinity, `quota` by the control group."""
+    """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the
+    cores that the run may use, by whomever; `own_s` of the run's own processes, `agent_s` of these
+    its agent's; `group_s` of the control group whose quota holds, where there is one. `allowed`
+    cores are offered by affinity, `quota` by the control group."""
 
     allowed: Annotated[int, Field(ge=1, le=10**6)]
     quota: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -182,7 +212,9 @@ class Load(OpenTable):
     def _same_length(self) -> Self:
         for name in ("busy_s", "own_s", "agent_s", "group_s"):
             if name in self.model_fields_set and len(getattr(self, name)) != len(self.t_s):
-                raise ValueError(f"{name} has not as many readings as t_s, which has {len(self.t_s)}")
+                raise ValueError(
+                    f"{name} has not as many readings as t_s, which has {len(self.t_s)}"
+                )
         return self
 
     @property
@@ -192,8 +224,9 @@ class Load(OpenTable):
 
 
 class HostFacts(OpenTable):
-    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of the run, as far as
-    `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second. Times in a record are all on the parent's."""
+    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of
+    the run, as far as `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second.
+    Times in a record are all on the parent's."""
 
     name: str
     ranks: list[int]
@@ -204,8 +237,13 @@ class HostFacts(OpenTable):
     clock_offset_s: Number | None = None
     clock_uncertainty_s: Number | None = None
     clock_drift: Number | None = None
-    state: HostState | None = Field(None, description="before any worker started; left out by older records")
-    load: Load | None = Field(None, description="CPU time while the run went on; left out where the host does not count it")
+    state: HostState | None = Field(
+        None, description="before any worker started; left out by older records"
+    )
+    load: Load | None = Field(
+        None,
+        description="CPU time while the run went on; left out where the host does not count it",
+    )
 
     def on_the_parents_clock(self, t_s: float) -> float:
         """A time since the start of the run, as its own clock tells it."""
@@ -242,19 +280,29 @@ class RankFacts(OpenTable):
     matmul_flops_per_cpu_s: Rate | None = None
     matmul_cpu_rates: dict[str, list[Rate]] | None = Field(
         None,
-        description="FLOP per second of CPU time in several short timings of the square matmul: "
-        "`before` the first pass, `after` the last; of a device that works in CPU time, and left "
-        "out by older records",
+        description=(
+            "FLOP per second of CPU time in several short timings of the square matmul: `before`"
+            " the first pass, `after` the last; of a device that works in CPU time, and left out by"
+            " older records"
+        ),
     )
     matmuls: list[MatmulRate] | None = None
     all_reduce_bytes_per_s: Rate | None = None
     in_use_bytes: dict[str, Bytes | None] | None = None
     budget: dict[str, Number] | None = None
-    beside: dict[str, Number] | None = Field(None, description="time of work that ran beside parts of the budget")
-    compile_cache: dict[str, int] | None = Field(
-        None, description="kernels and graphs that compilers found in their caches (hits) and had to make (misses)"
+    beside: dict[str, Number] | None = Field(
+        None, description="time of work that ran beside parts of the budget"
     )
-    clocks: dict[str, Number] | None = Field(None, description="seconds that each clock counted from its start to its end")
+    compile_cache: dict[str, int] | None = Field(
+        None,
+        description=(
+            "kernels and graphs that compilers found in their caches (hits) and had to make"
+            " (misses)"
+        ),
+    )
+    clocks: dict[str, Number] | None = Field(
+        None, description="seconds that each clock counted from its start to its end"
+    )
 
 
 class Restart(OpenTable):
@@ -269,7 +317,9 @@ class Restart(OpenTable):
 
 
 class StepDown(OpenTable):
-    """What a first attempt had chosen, and ran out of memory with; the run is the second, a size smaller."""
+    """What a first attempt had chosen, and ran out of memory with; the run is the second, a size
+    smaller.
+    """
 
     tune: dict[str, int]
     error: str
@@ -288,8 +338,9 @@ class Columns(OpenTable):
 
 
 class Series(OpenTable):
-    """What was read off a device. `t_s` counts from the start of the run; `baseline_processes` are compute processes on the
-    device before any worker started; `severity` says what each slowdown reason means, where the record says it."""
+    """What was read off a device. `t_s` counts from the start of the run; `baseline_processes` are
+    compute processes on the device before any worker started; `severity` says what each slowdown
+    reason means, where the record says it."""
 
     device: str
     host: str | None = None
@@ -302,6 +353,10 @@ class Series(OpenTable):
     def _same_length(self) -> Self:
         rows = len(self.columns.t_s)
         for name, column in self.columns:
-            if name in self.columns.model_fields_set and not (isinstance(column, list) and len(column) == rows):
-                raise ValueError(f"column {name} is no list of as many readings as t_s, which has {rows}")
+            if name in self.columns.model_fields_set and not (
+                isinstance(column, list) and len(column) == rows
+            ):
+                raise ValueError(
+                    f"column {name} is no list of as many readings as t_s, which has {rows}"
+                )
         return self

@@ -1,9 +1,11 @@
-"""An index of records: what a history needs of each, so that thousands need not be parsed and verified again.
+"""An index of records: what a history needs of each, so that thousands need not be parsed and
+verified again.
 
-It is one JSON file in this user's cache, and can be deleted at any time. It is never trusted over the records: an entry holds
-only for the file that it was made of, by size and times, or else by its SHA-256, and only for this version of the package.
-Nobody else can have written it: a file that another user owns or can write is not used. Whatever else is wrong with it,
-damaged, truncated or foreign, it is made anew.
+It is one JSON file in this user's cache, and can be deleted at any time. It is never trusted over
+the records: an entry holds only for the file that it was made of, by size and times, or else by its
+SHA-256, and only for this version of the package. Nobody else can have written it: a file that
+another user owns or can write is not used. Whatever else is wrong with it, damaged, truncated or
+foreign, it is made anew.
 """
 
 import hashlib
@@ -30,7 +32,9 @@ Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
 class Entry(Frozen):
-    """What a history needs of a record. `wrong` says why a file is none that verifies; then nothing else is known."""
+    """What a history needs of a record. `wrong` says why a file is none that verifies; then nothing
+    else is known.
+    """
 
     wrong: str | None = None
     id: Text = ""
@@ -40,7 +44,10 @@ class Entry(Frozen):
     name: Text = ""
     size: Text = ""
     key: Text = ""
-    unread_key: Text = Field("", description="the key without the data, which a run that failed early did not come to read")
+    unread_key: Text = Field(
+        "",
+        description="the key without the data, which a run that failed early did not come to read",
+    )
     read: bool = True
     division: Text = ""
     precision: Text = ""
@@ -48,7 +55,9 @@ class Entry(Frozen):
     plan: Text = ""
     scope: Text = ""
     devices: tuple[Text, ...] = ()
-    setup: Text = Field("", description="hash of tune, software, machine, weights and revision: equal in repeats")
+    setup: Text = Field(
+        "", description="hash of tune, software, machine, weights and revision: equal in repeats"
+    )
     revision: Text | None = None
     version: Text | None = None
     dirty: bool | None = None
@@ -88,8 +97,8 @@ Summarize = Callable[[Path], Entry]
 def entries(
     paths: Iterable[Path], file: Path | None, version: str, summarize: Summarize
 ) -> tuple[dict[Path, Entry], list[str]]:
-    """Return the entry of every file, made anew only where the file changed, and warnings on the index. Without a `file`
-    every entry is made anew."""
+    """Return the entry of every file, made anew only where the file changed, and warnings on the
+    index. Without a `file` every entry is made anew."""
     if file is None:
         return {path: summarize(path) for path in paths}, []
     paths = list(paths)
@@ -109,13 +118,17 @@ def entries(
 
 
 def _is_gone(name: str, folders: set[Path]) -> bool:
-    """Return whether a file of these folders is no more. Others are not looked for: they may be on a dead mount."""
+    """Return whether a file of these folders is no more. Others are not looked for: they may be on
+    a dead mount.
+    """
     path = Path(os.fsdecode(unquote_to_bytes(name)))
     return path.parent in folders and not os.path.lexists(path)
 
 
 def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row | None, Entry]:
-    """Return the row of a file and its entry; no row for a file that changes meanwhile, or cannot be read."""
+    """Return the row of a file and its entry; no row for a file that changes meanwhile, or cannot
+    be read.
+    """
     try:
         times = _times(path)
         if known is not None and times == known.times:
@@ -125,7 +138,9 @@ def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row |
         same = known is not None and (known.size, known.sha256) == (times[0], digest)
         entry = known.entry if same and known is not None else summarize(path)
         row = Row(size=times[0], mtime_ns=times[1], ctime_ns=times[2], sha256=digest, entry=entry)
-        return (row if _times(path) == times and len(row.model_dump_json()) <= MAX_ENTRY_BYTES else None), entry
+        return (
+            row if _times(path) == times and len(row.model_dump_json()) <= MAX_ENTRY_BYTES else None
+        ), entry
     except (OSError, ValueError):  # a text that JSON cannot hold is a ValueError
         return None, summarize(path)
 
@@ -152,7 +167,9 @@ def _read(file: Path, version: str) -> tuple[Rows, list[str]]:
 
 
 def _strange(file: Path) -> str | None:
-    """Return why a file is not read; None where it is an index that only this user can have written."""
+    """Return why a file is not read; None where it is an index that only this user can have
+    written.
+    """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
         return "it is no plain file"
@@ -168,7 +185,9 @@ def _ours(file: Path) -> bool:
 
 
 def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
-    """Replace the index, so that a reader sees all of it or none; where all is too much, keep the rows of this call."""
+    """Replace the index, so that a reader sees all of it or none; where all is too much, keep the
+    rows of this call.
+    """
 
     def dump(opened: BinaryIO) -> None:
         os.fchmod(opened.fileno(), 0o600)
@@ -188,12 +207,22 @@ def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
 
 
 def named(file: Path) -> Path:
-    """Return an index that a user named. Raise RequestError for another's file, which would be overwritten."""
+    """Return an index that a user named. Raise RequestError for another's file, which would be
+    overwritten.
+    """
     try:
-        if os.path.lexists(file) and (file.is_symlink() or not _ours(file) or file.stat().st_uid != os.geteuid()):
-            raise RequestError(f"--index {str(file)!r} exists and is not a steelyard index; name another file")
+        if os.path.lexists(file) and (
+            file.is_symlink() or not _ours(file) or file.stat().st_uid != os.geteuid()
+        ):
+            raise RequestError(
+                f"--index {str(file)!r} exists and is not a steelyard index; name another file"
+            )
     except OSError as error:
-        raise RequestError(f"--index {str(file)!r} cannot be read: {error.strerror}; name another file") from error
+        raise RequestError(
+            f"--index {str(file)!r} cannot be read: {error.strerror}; name another file"
+        ) from error
     if not file.parent.is_dir():
-        raise RequestError(f"--index {str(file)!r}: no folder {str(file.parent)!r}; make it, or name another file")
+        raise RequestError(
+            f"--index {str(file)!r}: no folder {str(file.parent)!r}; make it, or name another file"
+        )
     return file

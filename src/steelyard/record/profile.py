@@ -1,5 +1,5 @@
-"""A profiled stretch of a pass, as a record keeps it: what the device did in it, by kernel. What follows is in
-metrics/waterfall.py."""
+"""A profiled stretch of a pass, as a record keeps it: what the device did in it, by kernel. What
+follows is in metrics/waterfall.py."""
 
 from typing import Annotated
 
@@ -15,13 +15,17 @@ REST = "the rest"
 
 
 class KernelFacts(Frozen):
-    """All calls of one name. `time_s` is the time that it had the device for itself, or before what has a lower priority."""
+    """All calls of one name. `time_s` is the time that it had the device for itself, or before what
+    has a lower priority.
+    """
 
     name: str
     kind: str = Field(description="matmul, attention, other, copy, communication or bubble")
     calls: Count
     time_s: Time
-    size_bytes: Bytes | None = Field(description="of the tensors that its calls name, each once a call; null: not told")
+    size_bytes: Bytes | None = Field(
+        description="of the tensors that its calls name, each once a call; null: not told"
+    )
 
 
 class Profile(Frozen):
@@ -32,6 +36,8 @@ class Profile(Frozen):
     steps: Count
     counts: dict[str, Count] = Field(description="what the steps computed, as samples count it")
     wall_s: Time = Field(description="with the device idle at both ends")
-    data_s: Time = Field(description="phase `data` of the steps, in which the device waits for its inputs")
+    data_s: Time = Field(
+        description="phase `data` of the steps, in which the device waits for its inputs"
+    )
     kernels: list[KernelFacts]
     trace: str | None = Field(None, description="the whole trace, a file beside the record")

@@ -1,7 +1,8 @@
 """Records: one run as write-once JSON. Read, check, write whole or not at all.
 
-The bytes of a record are canonical: keys in their order, fixed separators. One changed byte is therefore either a different
-value, which the hash shows, or a different spelling of the same, which `integrity` shows.
+The bytes of a record are canonical: keys in their order, fixed separators. One changed byte is
+therefore either a different value, which the hash shows, or a different spelling of the same, which
+`integrity` shows.
 """
 
 import tempfile
@@ -19,23 +20,39 @@ from steelyard.data.division import COUNTED
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.record import sealed
-from steelyard.record.facts import EngineDetails, Environment, HostFacts, RankFacts, Restart, Series, StepDown, Weights
+from steelyard.record.facts import (
+    EngineDetails,
+    Environment,
+    HostFacts,
+    RankFacts,
+    Restart,
+    Series,
+    StepDown,
+    Weights,
+)
 from steelyard.record.profile import Profile
 from steelyard.record.sealed import SCHEMA, canonical_bytes
 from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, GroupName, RowId, Selected, Task
 from steelyard.words import Message
 
-KEPT = "steelyard-kept-"  # begins the name of a folder that keeps what could not be written where it belongs
+# begins the name of a folder that keeps what could not be written where it belongs
+KEPT = "steelyard-kept-"
 Status = Literal["valid", "invalid", "failed"]
-Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]  # bounds that no run comes near: a formula never overflows
+# bounds that no run comes near: a formula never overflows
+Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
 RAW = "samples"  # the key of what was measured
 LATER_HASHES = ("bytes",)  # which older records do not have
-LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")  # where nothing is known of them
-FORMULAS = 4  # the version of what metrics mean: a record is verified by that of its time, 1 where it says nothing
-WORDING = 3  # how texts are stored: 3 as codes and values, 1 (where none is stated) and 2 as the English of their time
+# where nothing is known of them
+LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")
+# the version of what metrics mean: a record is verified by that of its time, 1 where it says
+# nothing
+FORMULAS = 4
+# how texts are stored: 3 as codes and values, 1 (where none is stated) and 2 as the English of
+# their time
+WORDING = 3
 
 
 class Reason(Frozen):
@@ -46,8 +63,9 @@ class Reason(Frozen):
 
 
 class Sample(Frozen):
-    """One measured unit of work on one rank. Seconds count from the start of the pass; `start_s`, `end_s` and `phases` on
-    the device's own timeline, `host_*` on the host's, which runs ahead of the device."""
+    """One measured unit of work on one rank. Seconds count from the start of the pass; `start_s`,
+    `end_s` and `phases` on the device's own timeline, `host_*` on the host's, which runs ahead of
+    the device."""
 
     pass_name: str = Field(alias="pass")
     rank: int
@@ -69,7 +87,9 @@ class Sample(Frozen):
 
 
 class Window(Frozen):
-    """One pass on one rank: from its first mark until the device was idle again. `start_s` counts from the start of the run."""
+    """One pass on one rank: from its first mark until the device was idle again. `start_s` counts
+    from the start of the run.
+    """
 
     pass_name: str = Field(alias="pass")
     rank: int
@@ -77,12 +97,16 @@ class Window(Frozen):
     wall_s: Seconds
     allocated_bytes: Count | None
     reserved_bytes: Count | None
-    device_s: Seconds | None = Field(None, description="wall time as the device's own clock tells it, where it has one")
+    device_s: Seconds | None = Field(
+        None, description="wall time as the device's own clock tells it, where it has one"
+    )
     cpu_s: Seconds | None = Field(None, description="CPU time of the rank's process")
 
 
 class GateFacts(OpenTable):
-    """The quality that the case asks for: `target` and `within`, `below` another metric, or `reach`."""
+    """The quality that the case asks for: `target` and `within`, `below` another metric, or
+    `reach`.
+    """
 
     metric: str
     target: float | None = None
@@ -114,11 +138,15 @@ class CaseFacts(Frozen):
 class EngineFacts(Frozen):
     name: str
     details: EngineDetails
-    conforms: bool | None = Field(None, description="what `steelyard conform` found of its version; null: nobody tried")
+    conforms: bool | None = Field(
+        None, description="what `steelyard conform` found of its version; null: nobody tried"
+    )
 
 
 class Scope(GrownTable):
-    """How much of the question was run. `subjects` and `rows` are what a user named of the data, each sorted."""
+    """How much of the question was run. `subjects` and `rows` are what a user named of the data,
+    each sorted.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows")
 
@@ -129,7 +157,11 @@ class Scope(GrownTable):
         None, min_length=1, description="of `--subjects`; left out where none were named"
     )
     rows: tuple[RowId, ...] | None = Field(
-        None, min_length=1, description="of `--rows`: ids and ranges of ids (docs/records.md); left out where none were named"
+        None,
+        min_length=1,
+        description=(
+            "of `--rows`: ids and ranges of ids (docs/records.md); left out where none were named"
+        ),
     )
 
     @property
@@ -169,7 +201,9 @@ class Failure(Frozen):
     exit_code: int | None
     error: str | None
     stderr_tail: str
-    stacks: dict[int, str] = Field(default_factory=dict, description="where each rank was, of a run that hung")
+    stacks: dict[int, str] = Field(
+        default_factory=dict, description="where each rank was, of a run that hung"
+    )
 
 
 class Nothing(Frozen):
@@ -180,12 +214,18 @@ class Record(Frozen):
     schema_version: int = Field(SCHEMA, alias="schema")
     kind: Literal["run"] = "run"
     formulas: Literal[2, 3, 4] | None = Field(
-        None, description="version of the formulas that its metrics follow (docs/records.md); left out where it is 1"
+        None,
+        description=(
+            "version of the formulas that its metrics follow (docs/records.md); left out where it"
+            " is 1"
+        ),
     )
     wording: Literal[2, 3] | None = Field(
         None,
-        description="3: notes, checks and reasons are messages, of a code and values (docs/records.md); 2, or left out: they "
-        "are English sentences",
+        description=(
+            "3: notes, checks and reasons are messages, of a code and values (docs/records.md); 2,"
+            " or left out: they are English sentences"
+        ),
     )
     id: str
     created: str
@@ -208,26 +248,40 @@ class Record(Frozen):
     samples: list[Sample]
     clock: ClockName | None = Field(
         None,
-        description="whose times samples have: device events, the host's clock, or what a program reported of itself; left "
-        "out where nothing was timed, and by older records",
+        description=(
+            "whose times samples have: device events, the host's clock, or what a program reported"
+            " of itself; left out where nothing was timed, and by older records"
+        ),
     )
     drawn: dict[str, list[dict[str, Count]]] = Field(
         default_factory=dict,
-        description="what the rows drawn count: of a whole pass, of training each step; left out where nobody counted",
+        description=(
+            "what the rows drawn count: of a whole pass, of training each step; left out where"
+            " nobody counted"
+        ),
     )
     profile: list[Profile] = Field(
-        default_factory=list, description="of `--explain`: a stage each; left out where none was asked"
+        default_factory=list,
+        description="of `--explain`: a stage each; left out where none was asked",
     )
     telemetry: list[Series]
-    outputs: dict[str, Any] = Field(description="what the task keeps of the answers; its own schema says what")
+    outputs: dict[str, Any] = Field(
+        description="what the task keeps of the answers; its own schema says what"
+    )
     checks: list[Check]
     quality: Quality
     metrics: dict[str, Value]
     restarts: list[Restart] = Field(default_factory=list)
     failure: Failure | None = None
-    checkpoints: str | None = Field(None, description="folder, from where the record lies; left out where there is none")
+    checkpoints: str | None = Field(
+        None, description="folder, from where the record lies; left out where there is none"
+    )
     stepped_down: StepDown | None = Field(
-        None, description="of a run whose first attempt ran out of memory with a tune that was auto; left out where none did"
+        None,
+        description=(
+            "of a run whose first attempt ran out of memory with a tune that was auto; left out"
+            " where none did"
+        ),
     )
     hashes: dict[str, str] = Field(default_factory=dict)
 
@@ -278,9 +332,13 @@ def printed(record: Record) -> dict[str, Any]:
 def in_english(record: Record) -> Record:
     """Return a copy with an English sentence in the place of each message."""
     texts = {
-        "reasons": [one.model_copy(update={"text": words.text(one.text)}) for one in record.reasons],
+        "reasons": [
+            one.model_copy(update={"text": words.text(one.text)}) for one in record.reasons
+        ],
         "notes": [words.text(one) for one in record.notes],
-        "checks": [one.model_copy(update={"detail": words.text(one.detail)}) for one in record.checks],
+        "checks": [
+            one.model_copy(update={"detail": words.text(one.detail)}) for one in record.checks
+        ],
         "quality": _noted(record.quality),
         "metrics": {name: _noted(one) for name, one in record.metrics.items()},
     }
@@ -304,30 +362,40 @@ def write(record: Record, folder: Path, end: str = "") -> Path:
 
 
 def keep(record: Record, folder: Path) -> Path:
-    """Write a finished record. Where its folder cannot take it, it is kept in the folder for temporary files, else handed
-    to whoever prints: hours of work are not lost to a full disk."""
+    """Write a finished record. Where its folder cannot take it, it is kept in the folder for
+    temporary files, else handed to whoever prints: hours of work are not lost to a full disk."""
     try:
         return write(record, folder)
     except LostError as error:
-        why = f"the record cannot be written to {str(folder)!r}: {getattr(error.__cause__, 'strerror', error)}"
+        why = (
+            f"the record cannot be written to {str(folder)!r}:"
+            f" {getattr(error.__cause__, 'strerror', error)}"
+        )
         try:
             beside = Path(tempfile.mkdtemp(prefix=KEPT)) / file_name(record)
             files.write(beside, canonical_bytes(to_table(record)))
         except OSError as other:
             left = canonical_bytes(to_table(record)).decode()
-            text = f"{why}; nor can {tempfile.gettempdir()!r}: {other.strerror}; it stands above, as JSON"
+            text = (
+                f"{why}; nor can {tempfile.gettempdir()!r}: {other.strerror}; it stands above, as"
+                " JSON"
+            )
             raise LostError(text, left) from other
         raise LostError(f"{why}; it is saved as {beside}") from error
 
 
 def read(path: Path) -> Record:
-    """Read a record. Raise RequestError, one line, if it is none: all that a formula reads has its type."""
+    """Read a record. Raise RequestError, one line, if it is none: all that a formula reads has its
+    type.
+    """
     record = sealed.read(path, Record, "record")
     for what in ("question", "answers"):
         try:
             getattr(record, what)
         except ValidationError as error:
-            raise RequestError(f"{path}: not a record: its {what}: {first_problem(error)}") from error
+            raise RequestError(
+                f"{path}: not a record: its {what}: {first_problem(error)}"
+            ) from error
     return record
 
 

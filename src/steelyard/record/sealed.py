@@ -1,4 +1,6 @@
-"""What every kind of record has in common as a file: name, canonical bytes, hashes over them, and limits on what is read."""
+"""What every kind of record has in common as a file: name, canonical bytes, hashes over them, and
+limits on what is read.
+"""
 
 import contextlib
 import hashlib
@@ -23,8 +25,9 @@ SCHEMA = 1
 # How large a record may be, by its ranks: 100,000 steps of one take 40 MB.
 BASE_BYTES, RANK_BYTES, MAX_RECORD_BYTES = 32 << 20, 16 << 20, 1 << 30
 HEAD_BYTES = 4 << 20  # of a record, in which its ranks are counted
-# Memory that a parsed record takes at most, by its bytes, and by its tables and lists on top of these. Measured
-# on lists in lists, which take 51 times their size, tables, floats, strings and integers (tests/hard/test_bombs.py).
+# Memory that a parsed record takes at most, by its bytes, and by its tables and lists on top of
+# these. Measured on lists in lists, which take 51 times their size, tables, floats, strings and
+# integers (tests/hard/test_bombs.py).
 MEMORY_PER_BYTE, MEMORY_PER_TABLE = 25, 80
 SMALL_BYTES = 1 << 20
 MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
@@ -36,22 +39,26 @@ def canonical_bytes(table: dict[str, Any]) -> bytes:
 
 
 def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def hashes(table: dict[str, Any], raw: str) -> dict[str, str]:
-    """Return the hashes of a record: `samples` of what was measured, under the key `raw`; `record` of the values; `bytes` of
-    the order of keys too, which in some tables has a meaning."""
+    """Return the hashes of a record: `samples` of what was measured, under the key `raw`; `record`
+    of the values; `bytes` of the order of keys too, which in some tables has a meaning."""
     body = {key: value for key, value in table.items() if key != "hashes"}
     in_order = hashlib.sha256(canonical_bytes(body)).hexdigest()
     return {"samples": digest(table.get(raw)), "record": digest(body), "bytes": in_order}
 
 
 def file_name(created: str, *parts: str) -> str:
-    """Return the name of a record without its ending. Some parts are free text, from case files of strangers too; none may
-    lead out of the folder."""
+    """Return the name of a record without its ending. Some parts are free text, from case files of
+    strangers too; none may lead out of the folder."""
     stamp = created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
-    return "-".join(re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in (stamp, *parts))
+    return "-".join(
+        re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in (stamp, *parts)
+    )
 
 
 def write(table: dict[str, Any], path: Path) -> Path:
@@ -59,7 +66,10 @@ def write(table: dict[str, Any], path: Path) -> Path:
     try:
         files.write(path, canonical_bytes(table), new=True)
     except OSError as error:
-        why = f"the record cannot be written to {str(path.parent)!r}: {error.strerror}; the record is lost"
+        why = (
+            f"the record cannot be written to {str(path.parent)!r}: {error.strerror}; the record is"
+            " lost"
+        )
         raise LostError(why) from error
     return path
 
@@ -73,8 +83,8 @@ def read(path: Path, kind: type[Kind], noun: str) -> Kind:
 
 
 def integrity(path: Path, kind: type[Frozen], raw: str, later: tuple[str, ...] = ()) -> list[str]:
-    """Return what is wrong with the bytes of a record: nothing, where it is as it was written. Older records lack the hashes
-    in `later`."""
+    """Return what is wrong with the bytes of a record: nothing, where it is as it was written.
+    Older records lack the hashes in `later`."""
     read = read_bytes(path)
     found = table(path, read)
     order = [info.alias or name for name, info in kind.model_fields.items()]
@@ -85,7 +95,9 @@ def integrity(path: Path, kind: type[Frozen], raw: str, later: tuple[str, ...] =
     for name, made in ours.items():
         if told.get(name) != made and (name in told or name not in later):
             wrong.append(f"the hash of {name} does not match")
-    return wrong + [f"hashes has a key {name!r}, which no record has" for name in told if name not in ours]
+    return wrong + [
+        f"hashes has a key {name!r}, which no record has" for name in told if name not in ours
+    ]
 
 
 def schema(kind: type[Frozen], title: str) -> dict[str, Any]:
@@ -109,14 +121,16 @@ def writable(folder: Path) -> None:
             probe.unlink()
     except OSError as error:
         raise RequestError(
-            f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another with --out"
+            f"output folder {str(folder)!r} cannot be written: {error.strerror}; choose another"
+            " with --out"
         ) from error
 
 
 def table(path: Path, raw: bytes) -> dict[str, Any]:
     try:
         table = json.loads(raw)
-        canonical_bytes(table)  # what has no such bytes was never written by us: NaN, infinities, half characters
+        # what has no such bytes was never written by us: NaN, infinities, half characters
+        canonical_bytes(table)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not a record: {error}") from error
     if _depth(table) > MAX_DEPTH:
@@ -133,13 +147,18 @@ def _depth(table: Any) -> int:
     depth, level = 0, [table]
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1
-        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
     return depth
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the bytes of a record. Raise RequestError if it is no regular file, cannot be read, is larger than
-    a record of its ranks may be, or would take more memory than there is once it is parsed."""
+    """Read the bytes of a record. Raise RequestError if it is no regular file, cannot be read, is
+    larger than a record of its ranks may be, or would take more memory than there is once it is
+    parsed."""
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -147,14 +166,16 @@ def read_bytes(path: Path) -> bytes:
                 _check_size(path, size, file)
             raw = file.read()
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}; give the path of a record") from error
+        raise RequestError(
+            f"{path}: cannot be read: {error.strerror}; give the path of a record"
+        ) from error
     _check_memory(path, raw)
     return raw
 
 
 def _check_size(path: Path, size: int, file: BinaryIO) -> None:
-    """Raise RequestError unless the ranks in the head of a record explain its size. Leave the file at its
-    beginning."""
+    """Raise RequestError unless the ranks in the head of a record explain its size. Leave the file
+    at its beginning."""
     ranks = _count_ranks(file.read(HEAD_BYTES)) if size <= MAX_RECORD_BYTES else 0
     file.seek(0)
     most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
@@ -171,19 +192,21 @@ def _check_memory(path: Path, raw: bytes) -> None:
     if len(raw) <= SMALL_BYTES or needed <= (free := available_to_process()):
         return
     raise RequestError(
-        f"{path}: {len(raw)} bytes take up to {needed >> 20} MiB of memory to read, and {free >> 20} MiB "
-        "are free; free some, or read it on a larger machine"
+        f"{path}: {len(raw)} bytes take up to {needed >> 20} MiB of memory to read, and"
+        f" {free >> 20} MiB are free; free some, or read it on a larger machine"
     )
 
 
 def _count_ranks(head: bytes) -> int:
-    """Return how many ranks the first bytes of a record list, 0 where it is not as records are written.
+    """Return how many ranks the first bytes of a record list, 0 where it is not as records are
+    written.
 
-    `ranks` stands before everything that grows with the number of steps. Values are parsed one after the
-    other, so that a text that only looks like a rank is not counted."""
+    `ranks` stands before everything that grows with the number of steps. Values are parsed one
+    after the other, so that a text that only looks like a rank is not counted."""
     text = head.decode("utf-8", "ignore")
     decoder, place, ranks = json.JSONDecoder(), 0, 0
-    with contextlib.suppress(ValueError, IndexError, RecursionError):  # the head ends, or it is no record
+    # the head ends, or it is no record
+    with contextlib.suppress(ValueError, IndexError, RecursionError):
         key = None
         while key != "ranks" and text[place] in "{,":
             key, place = decoder.raw_decode(text, place + 1)
@@ -199,7 +222,9 @@ def _count_ranks(head: bytes) -> int:
 
 
 def kind(path: Path) -> str:
-    """Which kind of record a file begins as, told by its first bytes: whoever reads it checks the rest."""
+    """Which kind of record a file begins as, told by its first bytes: whoever reads it checks the
+    rest.
+    """
     try:
         with files.open_regular(path) as file:
             found = re.match(rb'\{"schema":\d+,"kind":"(\w{1,16})"', file.read(64))

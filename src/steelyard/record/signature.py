@@ -1,7 +1,8 @@
-"""Signatures of records: who stands for one. Made and checked by OpenSSH's `ssh-keygen -Y`, kept beside the record.
+"""Signatures of records: who stands for one. Made and checked by OpenSSH's `ssh-keygen -Y`, kept
+beside the record.
 
-Hashes in a record show damage. They show no forgery: whoever changes a record can make them again. A signature can only be
-made with the private key of its signer.
+Hashes in a record show damage. They show no forgery: whoever changes a record can make them again.
+A signature can only be made with the private key of its signer.
 """
 
 import os
@@ -16,14 +17,18 @@ from typing import BinaryIO, Literal
 from steelyard import files
 from steelyard.errors import RequestError
 
-NAMESPACE = "steelyard-record"  # a signature of the same bytes for another purpose is none of a record
+# a signature of the same bytes for another purpose is none of a record
+NAMESPACE = "steelyard-record"
 PROGRAM = "ssh-keygen"
 ENDING = ".sig"
 TIMEOUT_S = 60.0  # a security key waits for a touch
 MOST_BYTES = 64 << 10  # of a signature, and of what the program says
 TRIAL = b"steelyard: can this key sign\n"
-_GOOD = re.compile(rb'^Good "[^"]*" signature (?:for .* )?with (\S+) key (SHA256:\S+)\s*$', re.MULTILINE)
-_BROKEN = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")  # a line of a file of signers that is none
+_GOOD = re.compile(
+    rb'^Good "[^"]*" signature (?:for .* )?with (\S+) key (SHA256:\S+)\s*$', re.MULTILINE
+)
+# a line of a file of signers that is none
+_BROKEN = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")
 
 _ASKING = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # what a passphrase could be asked with
 
@@ -59,7 +64,9 @@ def beside(record: Path) -> Path:
 
 
 def sign(record: Path, key: Path) -> Path:
-    """Sign the bytes of a record with a private key, or with one that ssh-agent holds. A signature is not replaced."""
+    """Sign the bytes of a record with a private key, or with one that ssh-agent holds. A signature
+    is not replaced.
+    """
     path = beside(record)
     if path.exists():
         raise RequestError(f"{path}: already exists; remove it to sign the record again")
@@ -81,7 +88,9 @@ def try_key(key: Path) -> None:
 
 
 def check(record: Path, signers: Path | None = None) -> Signature:
-    """Whose signature a record has, and whether it fits. `signers` is a file as ssh's ALLOWED SIGNERS (ssh-keygen(1))."""
+    """Whose signature a record has, and whether it fits. `signers` is a file as ssh's ALLOWED
+    SIGNERS (ssh-keygen(1)).
+    """
     if signers is not None:
         _readable(signers)
     path = beside(record)
@@ -96,25 +105,40 @@ def check(record: Path, signers: Path | None = None) -> Signature:
     done = _asked(record, "check-novalidate", "-s", str(path))
     good = _GOOD.search(done.out)
     if done.code != 0 or good is None:
-        return Signature("bad", detail=done.said.removeprefix("Signature verification failed: ") or None)
-    found = Signature("unknown", None, good[1].decode("ascii", "replace"), good[2].decode("ascii", "replace"))
+        return Signature(
+            "bad", detail=done.said.removeprefix("Signature verification failed: ") or None
+        )
+    found = Signature(
+        "unknown", None, good[1].decode("ascii", "replace"), good[2].decode("ascii", "replace")
+    )
     return found if signers is None else _named(record, path, signers, found)
 
 
 def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signature:
-    """With the name that the signers' file gives its key. A key may be there for other purposes, or no longer."""
+    """With the name that the signers' file gives its key. A key may be there for other purposes, or
+    no longer.
+    """
     asked = _run(["-Y", "find-principals", "-s", str(path), "-f", str(signers)], subprocess.DEVNULL)
     if _BROKEN.search(asked.said):
-        raise RequestError(f"--signers {str(signers)!r}: {asked.said}; each line is NAME KEYTYPE KEY, see ssh-keygen(1)")
+        raise RequestError(
+            f"--signers {str(signers)!r}: {asked.said}; each line is NAME KEYTYPE KEY, see"
+            " ssh-keygen(1)"
+        )
     names = asked.out.decode("utf-8", "replace").split("\n") if asked.code == 0 else []
     why = None if asked.said.startswith("No principal") else asked.said
     for name in filter(None, (name.strip() for name in names)):
         done = _asked(record, "verify", "-s", str(path), "-f", str(signers), "-I", name)
         good = _GOOD.search(done.out)
-        if done.code == 0 and good is not None and good[2].decode("ascii", "replace") == found.fingerprint:
+        if (
+            done.code == 0
+            and good is not None
+            and good[2].decode("ascii", "replace") == found.fingerprint
+        ):
             return Signature("known", name, found.key_type, found.fingerprint)
         why = done.said
-    return Signature("unknown", None, found.key_type, found.fingerprint, why or f"not in {signers.name}")
+    return Signature(
+        "unknown", None, found.key_type, found.fingerprint, why or f"not in {signers.name}"
+    )
 
 
 def _readable(signers: Path) -> None:
@@ -122,7 +146,9 @@ def _readable(signers: Path) -> None:
         with files.open_regular(signers) as file:
             file.read(1)
     except OSError as error:
-        raise RequestError(f"--signers {str(signers)!r}: cannot be read: {error.strerror}") from error
+        raise RequestError(
+            f"--signers {str(signers)!r}: cannot be read: {error.strerror}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -139,20 +165,30 @@ class _Done:
         return kept[0].removeprefix("Enter passphrase: ") if kept else ""
 
 
-_MISSING = f"{PROGRAM} is not installed; signatures are made and checked with it, and it comes with OpenSSH 8.2 or later"
+_MISSING = (
+    f"{PROGRAM} is not installed; signatures are made and checked with it, and it comes with"
+    " OpenSSH 8.2 or later"
+)
 
 
 def _made(file: BinaryIO, key: Path) -> bytes:
     if not key.is_file():
-        raise RequestError(f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY")
+        raise RequestError(
+            f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY"
+        )
     if shutil.which(PROGRAM) is None:
         raise RequestError(_MISSING)
     done = _run(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file)
     if done.code == 0 and done.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
         return done.out
     if "passphrase" in done.said:
-        raise RequestError(f"key {str(key)!r} has a passphrase; add it to ssh-agent with ssh-add {key}, then sign again")
-    raise RequestError(f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}")
+        raise RequestError(
+            f"key {str(key)!r} has a passphrase; add it to ssh-agent with ssh-add {key}, then sign"
+            " again"
+        )
+    raise RequestError(
+        f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}"
+    )
 
 
 def _asked(record: Path, verb: str, *arguments: str) -> _Done:
@@ -177,7 +213,10 @@ def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise RequestError(f"{PROGRAM} did not answer within {TIMEOUT_S:.0f} s; is a key waiting to be touched?") from error
+            raise RequestError(
+                f"{PROGRAM} did not answer within {TIMEOUT_S:.0f} s; is a key waiting to be"
+                " touched?"
+            ) from error
         except OSError as error:
             raise RequestError(f"{PROGRAM} cannot be started: {error.strerror}") from error
         out.seek(0)

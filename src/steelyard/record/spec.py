@@ -1,7 +1,8 @@
-"""What a machine can do, as a record of its own kind: every rate with the stretches of work it was taken from.
+"""What a machine can do, as a record of its own kind: every rate with the stretches of work it was
+taken from.
 
-`benches` are raw: what each rank did and how long it took. `ceilings` follow from them, from the telemetry beside them and
-from the datasheet row; `steelyard verify` derives them again.
+`benches` are raw: what each rank did and how long it took. `ceilings` follow from them, from the
+telemetry beside them and from the datasheet row; `steelyard verify` derives them again.
 """
 
 from pathlib import Path
@@ -25,7 +26,9 @@ RAW = "benches"  # the key of what was measured
 
 
 class Stretch(Frozen):
-    """So many calls, timed together. `start_s` counts from the start of the command, on the host's clock."""
+    """So many calls, timed together. `start_s` counts from the start of the command, on the host's
+    clock.
+    """
 
     start_s: Seconds
     time_s: Annotated[float, Field(ge=0, le=1e9)]
@@ -33,8 +36,9 @@ class Stretch(Frozen):
 
 
 class Checked(Frozen):
-    """How far a result was from the same in fp64: the largest difference, as a share of the root mean square of the right one,
-    and the most that is allowed. An `error` of None is a number that is not finite."""
+    """How far a result was from the same in fp64: the largest difference, as a share of the root
+    mean square of the right one, and the most that is allowed. An `error` of None is a number that
+    is not finite."""
 
     error: Number | None
     bound: Number
@@ -45,8 +49,8 @@ class Checked(Frozen):
 
 
 class Bench(Frozen):
-    """What one rank did of one row. `amount` is the FLOPs or bytes of one call, or bytes that could be had. `reason` says why
-    there is nothing, where there is nothing."""
+    """What one rank did of one row. `amount` is the FLOPs or bytes of one call, or bytes that could
+    be had. `reason` says why there is nothing, where there is nothing."""
 
     group: Group
     name: Annotated[str, Field(max_length=200)]
@@ -61,7 +65,9 @@ class Bench(Frozen):
 
 
 class Ceiling(Frozen):
-    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last stretches agree."""
+    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last
+    stretches agree.
+    """
 
     value: float | None
     interval: tuple[float, float] | None = None
@@ -74,8 +80,8 @@ class Ceiling(Frozen):
 
 
 class Limits(Frozen):
-    """How a row is held: stretches of `stretch_s` until the last `last` agree within `within`, or `limit_s` is over; no row
-    begins after `total_s`."""
+    """How a row is held: stretches of `stretch_s` until the last `last` agree within `within`, or
+    `limit_s` is over; no row begins after `total_s`."""
 
     stretch_s: Seconds
     limit_s: Seconds
@@ -120,7 +126,9 @@ def in_english(record: SpecRecord) -> SpecRecord:
 
 
 def seal(record: SpecRecord) -> SpecRecord:
-    """Return the record with its hashes, as a run's record has them; here `samples` are the benches."""
+    """Return the record with its hashes, as a run's record has them; here `samples` are the
+    benches.
+    """
     return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
 
 
@@ -135,7 +143,10 @@ def read(path: Path) -> SpecRecord:
     """Read a record. Raise RequestError, one line, if it is none."""
     found = sealed.read(path, SpecRecord, "spec record")
     if len(found.ceilings) != len(found.benches):
-        raise RequestError(f"{path}: not a spec record: {len(found.benches)} benches and {len(found.ceilings)} ceilings")
+        raise RequestError(
+            f"{path}: not a spec record: {len(found.benches)} benches and {len(found.ceilings)}"
+            " ceilings"
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Records as pages in three formats and two languages, as CSV, as data, and the short table after a run."""
+"""Records as pages in three formats and two languages, as CSV, as data, and the short table after a
+run.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -66,7 +68,9 @@ def render(
     return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
-def render_spec(records: list[SpecRecord], format: str, lang: str, columns: int | None = None) -> str:
+def render_spec(
+    records: list[SpecRecord], format: str, lang: str, columns: int | None = None
+) -> str:
     """Return a page of records of what a machine can do, as `render` does."""
     return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
 

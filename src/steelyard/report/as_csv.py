@@ -1,7 +1,8 @@
-"""Records as CSV (RFC 4180): one row a record, every metric with its unit and the ends of its interval.
+"""Records as CSV (RFC 4180): one row a record, every metric with its unit and the ends of its
+interval.
 
-The columns are the same whatever the records are, but for rates whose unit depends on the record: those have a column for each
-unit that is there.
+The columns are the same whatever the records are, but for rates whose unit depends on the record:
+those have a column for each unit that is there.
 """
 
 import csv
@@ -83,10 +84,17 @@ class MetricColumn:
 def columns(records: list[Record]) -> list[MetricColumn]:
     """Return every metric that a record may have, and what else these records hold."""
     told = {name for record in records for name in record.metrics}
-    known = {metric.name for task in tasks.table().values() for metric in of_task(task) if metric.formula is not None}
+    known = {
+        metric.name
+        for task in tasks.table().values()
+        for metric in of_task(task)
+        if metric.formula is not None
+    }
     out = []
     for name in in_order(known | told):
-        units = dict.fromkeys(record.metrics[name].unit for record in records if name in record.metrics)
+        units = dict.fromkeys(
+            record.metrics[name].unit for record in records if name in record.metrics
+        )
         out += [MetricColumn(name, unit) for unit in units or [metric_row(name).base_unit]]
     return out
 
@@ -96,7 +104,12 @@ def table(records: list[Record]) -> str:
     metrics = columns(records)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
-    writer.writerow([safe(title) for title in (*IDENTITY, *(title for column in metrics for title in column.titles))])
+    writer.writerow(
+        [
+            safe(title)
+            for title in (*IDENTITY, *(title for column in metrics for title in column.titles))
+        ]
+    )
     for record in records:
         known = identity(record)
         cells: list[Field] = [known[name] for name in IDENTITY]

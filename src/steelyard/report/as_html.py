@@ -1,7 +1,8 @@
-"""A page as one html file: nothing loaded from anywhere, every string escaped by the template engine, no script but ours.
+"""A page as one html file: nothing loaded from anywhere, every string escaped by the template
+engine, no script but ours.
 
-The page's policy allows the one style and the one script that are in it, by their hashes, and nothing else. Without scripts
-all of it can be read and opened.
+The page's policy allows the one style and the one script that are in it, by their hashes, and
+nothing else. Without scripts all of it can be read and opened.
 """
 
 import base64
@@ -31,7 +32,12 @@ def html(page: Page) -> str:
     folded = any(isinstance(block, Fold) for block in page.blocks)  # nothing else needs the script
     style, script = _own("style.css"), _own("page.js") if folded else ""
     allowed = {"style": _hash(style), "script": _hash(script)}
-    return environment.get_template("page.html").render(page=page, style=Markup(style), script=Markup(script), allowed=allowed)  # noqa: S704
+    return environment.get_template("page.html").render(
+        page=page,
+        style=Markup(style),  # noqa: S704
+        script=Markup(script),  # noqa: S704
+        allowed=allowed,
+    )
 
 
 def _own(name: str) -> str:

@@ -1,4 +1,6 @@
-"""A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its own."""
+"""A page as GitHub Markdown. What a record says stays text: no markup, no link text, no HTML of its
+own.
+"""
 
 import re
 
@@ -24,7 +26,8 @@ from steelyard.report.document import (
 from steelyard.report.plain import clean, lines
 
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-# An underscore inside a word is no markup on GitHub; escaping it would only make names hard to read.
+# An underscore inside a word is no markup on GitHub; escaping it would only make names hard to
+# read.
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")
 _LEADING = re.compile(r"^([#+\-=]|\d+(?=[.)]))")
 _TICKS = re.compile(r"`+")
@@ -44,7 +47,9 @@ def escape(text: str) -> str:
 
 def _opening(text: str) -> str:
     """Escape text so that it is harmless at the start of a line too."""
-    return _LEADING.sub(lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", escape(text))
+    return _LEADING.sub(
+        lambda found: f"{found[0]}\\" if found[0].isdigit() else f"\\{found[0]}", escape(text)
+    )
 
 
 def _block(block: Block) -> str:

@@ -1,4 +1,6 @@
-"""A page as plain text for a terminal or a file: untrusted text is made harmless, and columns fit the width."""
+"""A page as plain text for a terminal or a file: untrusted text is made harmless, and columns fit
+the width.
+"""
 
 from dataclasses import dataclass
 
@@ -31,7 +33,9 @@ LEAST = 8  # columns for text that would have to be broken inside of words
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is left of a table: columns, how wide the text of each may be, cells, and the columns that found no room."""
+    """What is left of a table: columns, how wide the text of each may be, cells, and the columns
+    that found no room.
+    """
 
     columns: tuple[Column, ...]
     limits: tuple[int, ...]
@@ -78,11 +82,16 @@ class _Needed:
 
 def _needed(table: Table, place: int) -> _Needed:
     column = table.columns[place]
-    texts = [column.title, column.sub, *(part for row in table.rows for part in (row.cells[place].text, row.cells[place].sub))]
+    texts = [
+        column.title,
+        column.sub,
+        *(part for row in table.rows for part in (row.cells[place].text, row.cells[place].sub)),
+    ]
     cleaned = [clean(text) for text in texts]
     whole = max(map(width, cleaned))
     if column.align == "right":
-        words = max((width(word) for text in cleaned[:2] for word in text.split()), default=0)  # a head may wrap
+        # a head may wrap
+        words = max((width(word) for text in cleaned[:2] for word in text.split()), default=0)
         numbers = max([words, *map(width, cleaned[2:])])
         return _Needed(min(whole, UNLIMITED), numbers, numbers)
     most = min(whole, MAX_CELL)
@@ -143,7 +152,9 @@ class _Text:
             case Facts():
                 return self._facts(block)
             case Code(said):
-                return "\n".join(f"    {line}".rstrip() for line in lines(said).strip("\n").split("\n"))
+                return "\n".join(
+                    f"    {line}".rstrip() for line in lines(said).strip("\n").split("\n")
+                )
             case Figures():
                 return self._wrapped(f"[{block.status}] {block.text}", "  ")
             case Table():
@@ -153,7 +164,9 @@ class _Text:
 
     def _heading(self, level: int, title: str) -> str:
         said = wrap(title, self._columns) if self._columns else [title]
-        return "\n".join([*said, _RULES[level] * max(map(width, said))] if level in _RULES else said)
+        return "\n".join(
+            [*said, _RULES[level] * max(map(width, said))] if level in _RULES else said
+        )
 
     def _facts(self, block: Facts) -> str:
         labels = [clean(item.label) for item in block.items]
@@ -169,16 +182,32 @@ class _Text:
     def _table(self, table: Table) -> str:
         fitted = fit(table, self._columns)
         shown, left_out = fitted.columns, [clean(c.title) for c in fitted.left_out]
-        head = [_lines_of(Cell(c.title, c.sub), limit) for c, limit in zip(shown, fitted.limits, strict=True)]
-        body = [[_lines_of(cell, limit) for cell, limit in zip(row, fitted.limits, strict=True)] for row in fitted.rows]
-        widths = [max(width(line) for row in (head, *body) for line in row[place]) for place in range(len(shown))]
+        head = [
+            _lines_of(Cell(c.title, c.sub), limit)
+            for c, limit in zip(shown, fitted.limits, strict=True)
+        ]
+        body = [
+            [_lines_of(cell, limit) for cell, limit in zip(row, fitted.limits, strict=True)]
+            for row in fitted.rows
+        ]
+        widths = [
+            max(width(line) for row in (head, *body) for line in row[place])
+            for place in range(len(shown))
+        ]
         rule = GAP.join("-" * columns for columns in widths)
         grid = [*_grid(head, widths, fitted), rule]
         for row in body:
             grid += _grid(row, widths, fitted)
-        notes = [self._say("terminal.left_out", self._say("comma").join(left_out))] if left_out else []
+        notes = (
+            [self._say("terminal.left_out", self._say("comma").join(left_out))] if left_out else []
+        )
         limit = self._columns or max(LINE, min(width(rule), 2 * LINE))
-        return "\n".join([*grid, *(line for note in (*table.footnotes, *notes) for line in wrap(clean(note), limit))])
+        return "\n".join(
+            [
+                *grid,
+                *(line for note in (*table.footnotes, *notes) for line in wrap(clean(note), limit)),
+            ]
+        )
 
 
 def _lines_of(cell: Cell, limit: int) -> list[str]:
@@ -191,5 +220,9 @@ def _grid(row: list[list[str]], widths: list[int], fitted: Fitted) -> list[str]:
     out = []
     for line in range(height):
         texts = (cell[line] if line < len(cell) else "" for cell in row)
-        out.append(GAP.join(pad(t, w, c.align) for t, w, c in zip(texts, widths, fitted.columns, strict=True)).rstrip())
+        out.append(
+            GAP.join(
+                pad(t, w, c.align) for t, w, c in zip(texts, widths, fitted.columns, strict=True)
+            ).rstrip()
+        )
     return out

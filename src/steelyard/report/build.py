@@ -74,17 +74,23 @@ def page(records: list[Record], lang: Lang) -> Page:
     for case, runs in cases.items():
         parts += [] if single else [Heading(3, _short(case, say))]
         parts += [_run(run, 3 if single else 4, say) for run in runs]
-    links = tuple(Link(one.text, one.anchor) for one in parts if isinstance(one, Heading) and one.anchor)
+    links = tuple(
+        Link(one.text, one.anchor) for one in parts if isinstance(one, Heading) and one.anchor
+    )
     head = (Heading(1, title), measured(records, say), machines(records, say), _summary(cases, say))
     ids = ", ".join(record.id for record in records)
-    return Page(title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids))
+    return Page(
+        title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids)
+    )
 
 
 def _short(case: CaseName, say: Words) -> str:
     """Return a case's name and size, and in a word that its question is another one."""
     name, size, *others = case
     starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
-    said = [say(word) for start, word in starts.items() if any(one.startswith(start) for one in others)]
+    said = [
+        say(word) for start, word in starts.items() if any(one.startswith(start) for one in others)
+    ]
     return " · ".join([name, size, *said])
 
 
@@ -98,7 +104,9 @@ def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block
     every: list[Block] = [values(runs, say)]
     every += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
     repeated = REPEATS.section(runs, level, say)
-    out += [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
+    out += (
+        [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
+    )
     return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(every))]
 
 
@@ -146,7 +154,9 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
     for run in runs:
         for name in run.record.metrics:
             tasks.setdefault(name, run.record.task)
-    compared = {_RATES[work_name(run.record)] for run in runs} | {run.record.quality.metric for run in runs}
+    compared = {_RATES[work_name(run.record)] for run in runs} | {
+        run.record.quality.metric for run in runs
+    }
     compared |= {"mfu", "mem", "energy_per_token"}
     metrics = {name: metric_row(name, task=tasks[name]) for name in in_order(set(tasks))}
     rows = {name: (*row.words(say.lang), row.index) for name, row in metrics.items()}
@@ -247,7 +257,11 @@ def _pair(one: Against, case: CaseName, say: Words) -> str:
 
 
 def _left_out(found: Rows, chosen: Rows, say: Words) -> list[str]:
-    rest = [(case, sum(len(row.records) for row in rows)) for case, rows in found.items() if case not in chosen]
+    rest = [
+        (case, sum(len(row.records) for row in rows))
+        for case, rows in found.items()
+        if case not in chosen
+    ]
     smoke = sum(count for case, count in rest if case[1] == "smoke")
     others = sum(count for case, count in rest if case[1] != "smoke")
     out = [say("summary.smoke", count_runs(smoke, say))] if smoke else []
@@ -259,7 +273,10 @@ def _not_valid(records: list[Record], say: Words) -> str:
     if not lacking:
         return say("summary.all_valid")
     why = Counter(record.reasons[0].code if record.reasons else record.status for record in lacking)
-    listed = [say("summary.code", counted(count), say.known(f"why.{code}", code)) for code, count in why.most_common()]
+    listed = [
+        say("summary.code", counted(count), say.known(f"why.{code}", code))
+        for code, count in why.most_common()
+    ]
     return say("summary.not_valid", count_runs(len(lacking), say), say("comma").join(listed))
 
 
@@ -267,7 +284,9 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 
 def measured(records: list[Record], say: Words) -> Paragraph:
-    days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [UNKNOWN]
+    days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [
+        UNKNOWN
+    ]
     span = days[0] if len(days) == 1 else say("page.span", days[0], days[-1])
     return Paragraph(say("page.measured", span), "muted")
 
@@ -280,7 +299,9 @@ def machines(records: list[Record], say: Words) -> Facts:
         found.setdefault(_machine(record, say), []).append(record)
     items = []
     for (name, *rest), members in found.items():
-        called = dict.fromkeys(one.site.get("machine") or one.environment.hardware.machine or "" for one in members)
+        called = dict.fromkeys(
+            one.site.get("machine") or one.environment.hardware.machine or "" for one in members
+        )
         items.append(
             Fact(
                 name,
@@ -294,10 +315,14 @@ def _machine(record: Record, say: Words) -> tuple[str, ...]:
     hardware, software = record.environment.hardware, record.environment.software
     every = [device for host in record.hosts for device in host.devices] or hardware.devices
     kinds = Counter(spelled(one.name) for one in every)
-    name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or spelled(hardware.accelerator)
+    name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or spelled(
+        hardware.accelerator
+    )
     hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
     host = [f"{hosts}{spelled(hardware.cpu)}"]
-    host += [] if hardware.cpu_cores is None else [say("machine.cores", counted(hardware.cpu_cores))]
+    host += (
+        [] if hardware.cpu_cores is None else [say("machine.cores", counted(hardware.cpu_cores))]
+    )
     host += [] if hardware.memory_bytes is None else [gib_of_bytes(hardware.memory_bytes)]
     known = [
         say("comma").join(host),

@@ -52,13 +52,19 @@ class Side:
     @property
     def judged(self) -> bool:
         row = self.row
-        return all(record.quality.evaluated for record in row.records) and row.metric == row.first.quality.metric
+        return (
+            all(record.quality.evaluated for record in row.records)
+            and row.metric == row.first.quality.metric
+        )
 
 
 def sides(runs: list[Run]) -> list[Side]:
     """Return closed before open, valid before others, the fastest first."""
     found = overview.rows(run.record for run in runs)
-    out = [Side(row, tuple(run for run in runs if any(run.record is one for one in row.records))) for row in found]
+    out = [
+        Side(row, tuple(run for run in runs if any(run.record is one for one in row.records)))
+        for row in found
+    ]
 
     def place(side: Side) -> tuple[bool, str, int, float]:
         division, rate = side.row.first.case.division, side.row.rate
@@ -91,8 +97,7 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
     unjudged = "" if judged else say("not_evaluated")
     columns: tuple[ColumnOf[Side | PublishedRow], ...] = (
         ColumnOf(
-            say("side.accelerator"),
-            _either(_accelerator, lambda row: _published_name(row, say)),
+            say("side.accelerator"), _either(_accelerator, lambda row: _published_name(row, say))
         ),
         ColumnOf(
             say("side.engine"),
@@ -160,8 +165,7 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
             priority=2,
         ),
         ColumnOf(
-            say("side.status"),
-            _either(lambda side: _status(side, formulas, say), lambda row: ""),
+            say("side.status"), _either(lambda side: _status(side, formulas, say), lambda row: "")
         ),
     )
     notes = [say("side.note"), *size_note(runs, references, say)]
@@ -240,7 +244,12 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
 
 def _fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
     """Return the columns of this case; optional ones only where a row has something in them."""
-    known = {name for run in runs for name, value in run.record.metrics.items() if value.value is not None}
+    known = {
+        name
+        for run in runs
+        for name, value in run.record.metrics.items()
+        if value.value is not None
+    }
     present = known | {name for row in references for name in row.values}
     if any(run.record.case.division != "closed" for run in runs):
         present.add("division")
@@ -272,7 +281,9 @@ def values(runs: list[Run], say: Words) -> Table:
         *(row.footnote(say) for row in references),
         *size_note(runs, references, say),
     ]
-    notes += [words.text(one, say.lang) for one in shipped.counted_types(run.record for run in runs)]
+    notes += [
+        words.text(one, say.lang) for one in shipped.counted_types(run.record for run in runs)
+    ]
     columns = map(column, _fields(runs, references))
     return table(columns, runs, notes, last=references, last_kind="published")
 
@@ -281,7 +292,9 @@ def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
     """Return the unit for the head of a column, if all runs agree; otherwise each cell carries its
     own."""
     name = field.metrics[0] if field.metrics else ""
-    units = {unit(name, run.record.metrics[name], say.lang) for run in runs if name in run.record.metrics}
+    units = {
+        unit(name, run.record.metrics[name], say.lang) for run in runs if name in run.record.metrics
+    }
     if not units:
         return words.unit(metric_row(name).base_unit, say.lang) or None
     return units.pop() if len(units) == 1 else None
@@ -299,7 +312,9 @@ def _cell(field: Field, run: Run, common: str | None, several: bool, say: Words)
     if not field.metrics:
         return Cell(_SETTINGS[field.name](record))
     text = joined([shown(name, record.metrics.get(name)) for name in field.metrics])
-    unevaluated = record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
+    unevaluated = (
+        record.quality.metric in field.metrics and not record.quality.evaluated and text != UNKNOWN
+    )
     first = field.metrics[0]
     own_unit = unit(first, record.metrics.get(first), say.lang)
     beside = own_unit if common is None and text != UNKNOWN else ""

@@ -51,7 +51,9 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
     if len(shares) > MAX_PARTS:
         rest = sum(share for _, share in shares[MAX_PARTS - 1 :])
         shares = [*shares[: MAX_PARTS - 1], (say("budget.rest"), rest)]
-    return Stack(say("budget"), tuple(Share(name, share, formed("percent", share)) for name, share in shares))
+    return Stack(
+        say("budget"), tuple(Share(name, share, formed("percent", share)) for name, share in shares)
+    )
 
 
 def _drawn(chart: Lines) -> list[Block]:
@@ -74,7 +76,9 @@ def _rate(record: Record, say: Words) -> list[Block]:
     ran = {sample.pass_name for sample in record.samples}
     name = next((name for name in kind.headline if name in ran), None)
     samples = [sample for sample in record.samples if sample.pass_name == name]
-    work = next((work for work in _WORK if any(sample.counts.get(work) for sample in samples)), None)
+    work = next(
+        (work for work in _WORK if any(sample.counts.get(work) for sample in samples)), None
+    )
     if name is None or work is None:
         return []
     # A step without work, such as reading the answers back at the end, has no rate.
@@ -90,7 +94,12 @@ def _rate(record: Record, say: Words) -> list[Block]:
     title = say("chart.rate.train") if name in kind.stepped else say("chart.rate", name)
     titles = (title, say("chart.rate_x"), say("chart.rate_y", work))
     core = record.metrics.get(plan.core)
-    comparable = core is not None and core.unit == f"{work}/s" and len(ranks) == 1 and name == kind.headline[0]
+    comparable = (
+        core is not None
+        and core.unit == f"{work}/s"
+        and len(ranks) == 1
+        and name == kind.headline[0]
+    )
     level = _drawable(core.value) if core is not None and comparable else None
     return _drawn(Lines(*titles, series, level, plan.core))
 
@@ -174,7 +183,11 @@ def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
     out: list[Block] = []
     for its in dict.fromkeys(side.unit for side in drawn):
         rows = _chosen([side for side in drawn if side.unit == its])
-        panels = [panel for metric in _metrics(runs, its, say) if (panel := _panel(metric, rows, say)) is not None]
+        panels = [
+            panel
+            for metric in _metrics(runs, its, say)
+            if (panel := _panel(metric, rows, say)) is not None
+        ]
         scopes = len({scope(side.row.first, say) for side in rows}) > 1
         labels = tuple(_label(side, kinds, scopes, say) for side in rows)
         out.append(Bars(say("bars.title", name), labels, tuple(panels)))
@@ -217,7 +230,11 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
     references = published(runs) if runs[0].record.case.size == "full" else []
     in_samples = runs[0].record.task.rates_in_samples
     stated = [(one, one.rate(in_samples)) for one in references]
-    rate = [(one, found[0], "published") for one, found in stated if found is not None and found[1] == its]
+    rate = [
+        (one, found[0], "published")
+        for one, found in stated
+        if found is not None and found[1] == its
+    ]
     mfu = [
         (one, value, word)
         for one in references
@@ -237,7 +254,9 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
     )
 
 
-def _best(found: list[tuple[PublishedRow, float, str]], form: str, say: Words) -> tuple[Reference, ...]:
+def _best(
+    found: list[tuple[PublishedRow, float, str]], form: str, say: Words
+) -> tuple[Reference, ...]:
     """Return the highest published value of each accelerator: a line for every row would hide the
     bars."""
     by_kind: dict[tuple[str, str], tuple[PublishedRow, float]] = {}
@@ -257,7 +276,7 @@ def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
     values = [bar.value for bar in bars if bar.value is not None]
     if not values:
         return None
-    ends = [end for bar in bars if bar.value is not None for end in (bar.interval or (bar.value,))]
+    ends = [end for bar in bars if bar.value is not None for end in bar.interval or (bar.value,)]
     low, high = _axis(values, [*ends, *(one.value for one in metric.references)])
     apart = formed("percent", 1 - min(values) / max(values)) if low else ""
     note = say("bars.cut", formed(metric.form, low), apart) if low else ""

@@ -1,4 +1,6 @@
-"""Which columns the tables of a kind of work have, in the order of FlagPerf's published pages. Rows of kinds name them."""
+"""Which columns the tables of a kind of work have, in the order of FlagPerf's published pages. Rows
+of kinds name them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,9 +11,11 @@ from steelyard.tasks.kind import Kind
 
 @dataclass(frozen=True)
 class Field:
-    """A column: a setting of the run, or metrics joined by a slash. An optional one goes where no row has it.
+    """A column: a setting of the run, or metrics joined by a slash. An optional one goes where no
+    row has it.
 
-    `instead` names, for published rows only, the metrics that stand in, their convention printed beside them.
+    `instead` names, for published rows only, the metrics that stand in, their convention printed
+    beside them.
     """
 
     name: str
@@ -22,7 +26,12 @@ class Field:
     instead: tuple[str, ...] = ()
 
 
-_MFU = Field("mfu", ("mfu",), strong=True, instead=("mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"))
+_MFU = Field(
+    "mfu",
+    ("mfu",),
+    strong=True,
+    instead=("mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"),
+)
 _MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
 
 
@@ -43,7 +52,12 @@ _SCORE_FIELDS = (
     _metric("p_val_core"),
     _metric("p_infer_whole"),
     _metric("p_infer_core", strong=True),
-    Field("padded", ("p_infer_whole_padded", "p_infer_core_padded"), title="column.padded", optional=True),
+    Field(
+        "padded",
+        ("p_infer_whole_padded", "p_infer_core_padded"),
+        title="column.padded",
+        optional=True,
+    ),
     _MFU,
     Field("loss", ("loss", "loss_val"), title="column.loss", optional=True),
     Field("acc", ("acc", "acc_val"), title="column.acc", optional=True),
@@ -62,7 +76,12 @@ _TRAIN_FIELDS = (
     _metric("p_whole"),
     _metric("p_train"),
     _metric("p_core", strong=True),
-    Field("tokens_per_device_s", ("tokens_per_device_s",), optional=True, instead=("tokens_per_device_s_padded",)),
+    Field(
+        "tokens_per_device_s",
+        ("tokens_per_device_s",),
+        optional=True,
+        instead=("tokens_per_device_s_padded",),
+    ),
     _MFU,
     _metric("loss", optional=True),
     Field("held_out", ("loss_before", "loss_after"), title="column.held_out", optional=True),
@@ -76,7 +95,9 @@ _TRAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """`whole` and `core` are the headline rates, `other` those of a run whose headline pass is another than usual."""
+    """`whole` and `core` are the headline rates, `other` those of a run whose headline pass is
+    another than usual.
+    """
 
     fields: tuple[Field, ...]
     whole: str
@@ -84,7 +105,9 @@ class TableLayout:
     other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-SCORE = TableLayout(_SCORE_FIELDS, "p_infer_whole", "p_infer_core", {"val": ("p_val_whole", "p_val_core")})
+SCORE = TableLayout(
+    _SCORE_FIELDS, "p_infer_whole", "p_infer_core", {"val": ("p_val_whole", "p_val_core")}
+)
 TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
 
 

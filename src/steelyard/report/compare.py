@@ -1,4 +1,6 @@
-"""A comparison of two sides as a page: the verdict, answers first, then metrics, phases, and whatever else differs."""
+"""A comparison of two sides as a page: the verdict, answers first, then metrics, phases, and
+whatever else differs.
+"""
 
 from typing import Any
 
@@ -47,7 +49,9 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
             sizes = (formed("number", one) for one in found.steps)
             blocks.append(Paragraph(say("compare.steps", *sizes)))
     blocks.append(Heading(2, say("compare.differs")))
-    blocks.append(_fields(found.differs, say) if found.differs else Paragraph(say("compare.differs.none")))
+    blocks.append(
+        _fields(found.differs, say) if found.differs else Paragraph(say("compare.differs.none"))
+    )
     ids = ", ".join(record.id for record in (*found.base.records, *found.new.records))
     return Page(title, lang, (*blocks, Paragraph(say("compare.note"), "muted")), say("footer", ids))
 
@@ -113,8 +117,12 @@ def _left_out(found: Comparison, say: Words) -> list[Block]:
         for side in (found.base, found.new)
         for record in side.left_out
     ]
-    out: list[Block] = [Paragraph(say("compare.left_out", say("comma").join(told)), "bad")] if told else []
-    shared = {record.id for record in found.base.records} & {record.id for record in found.new.records}
+    out: list[Block] = (
+        [Paragraph(say("compare.left_out", say("comma").join(told)), "bad")] if told else []
+    )
+    shared = {record.id for record in found.base.records} & {
+        record.id for record in found.new.records
+    }
     return [*out, Paragraph(say("compare.shared", counted(len(shared))), "bad")] if shared else out
 
 
@@ -135,7 +143,11 @@ def _answers(found: Comparison, say: Words) -> list[Block]:
 
 
 def _metrics(found: Comparison, say: Words) -> list[Block]:
-    out: list[Block] = [_changes("metric", found.metrics, say)] if found.metrics else [Paragraph(say("compare.none"))]
+    out: list[Block] = (
+        [_changes("metric", found.metrics, say)]
+        if found.metrics
+        else [Paragraph(say("compare.none"))]
+    )
     return [*out, Paragraph(say("compare.equal", counted(found.equal)))] if found.equal else out
 
 

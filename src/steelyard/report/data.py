@@ -1,6 +1,7 @@
 """A report as data: what `report --json` prints. Numbers are numbers, and what is unknown is null.
 
-The shape has a version, `schema`. Fields may be added to a version; one that goes or changes its meaning makes a new one.
+The shape has a version, `schema`. Fields may be added to a version; one that goes or changes its
+meaning makes a new one.
 """
 
 from collections.abc import Iterable
@@ -49,7 +50,9 @@ class Value(stored.Value):
 
 
 class SummaryRow(Frozen):
-    """A run in one line. `changed` says what makes its question or its case another than the shipped one."""
+    """A run in one line. `changed` says what makes its question or its case another than the
+    shipped one.
+    """
 
     id: str
     case: str
@@ -74,7 +77,9 @@ class SummaryRow(Frozen):
 
 
 class Explained(Frozen):
-    """Where the time of one rank's steps goes. `profiled`: whether a profile says so, or the samples alone."""
+    """Where the time of one rank's steps goes. `profiled`: whether a profile says so, or the
+    samples alone.
+    """
 
     rank: int
     steps: int
@@ -127,7 +132,9 @@ class CaseData(Frozen):
 
 
 class Ceiling(spec.Ceiling):
-    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last stretches agree."""
+    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last
+    stretches agree.
+    """
 
     note: str | None = None
 
@@ -176,7 +183,9 @@ class Report(Frozen):
     pages: list[PageFile] = Field(description="that were written (--to)")
 
 
-def report(records: list[Record], explain: bool = False, pages: list[PageFile] | None = None) -> Report:
+def report(
+    records: list[Record], explain: bool = False, pages: list[PageFile] | None = None
+) -> Report:
     return Report(
         summary=[_summary(record) for record in records],
         cases=[_case(name, runs, explain) for name, runs in by_case(records).items()],
@@ -190,13 +199,18 @@ def report(records: list[Record], explain: bool = False, pages: list[PageFile] |
 
 def report_spec(records: list[SpecRecord], pages: list[PageFile] | None = None) -> Report:
     specs = [_spec(record) for record in records]
-    return Report(summary=[], cases=[], repeats=[], engines=[], scaling=[], specs=specs, pages=pages or [])
+    return Report(
+        summary=[], cases=[], repeats=[], engines=[], scaling=[], specs=specs, pages=pages or []
+    )
 
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a report."""
     out = Report.model_json_schema(by_alias=True, mode="serialization")
-    return out | {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Steelyard report"}
+    return out | {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Steelyard report",
+    }
 
 
 def _summary(record: Record) -> SummaryRow:
@@ -208,7 +222,9 @@ def _summary(record: Record) -> SummaryRow:
         "evaluated": record.quality.evaluated,
         "metrics": _metrics(record, [name for name in names if name in record.metrics]),
     }
-    return SummaryRow(**{name: known[name] for name in SummaryRow.model_fields if name not in own}, **own)
+    return SummaryRow(
+        **{name: known[name] for name in SummaryRow.model_fields if name not in own}, **own
+    )
 
 
 def _metrics(record: Record, names: Iterable[str]) -> dict[str, Value]:
@@ -231,7 +247,11 @@ def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
 
 def _run(run: Run, explain: bool) -> RunData:
     record = run.record
-    told = {name: getattr(record, name) for name in RunData.model_fields if name in type(record).model_fields}
+    told = {
+        name: getattr(record, name)
+        for name in RunData.model_fields
+        if name in type(record).model_fields
+    }
     told |= stored.in_english(record).model_dump(include={"reasons", "notes", "checks", "quality"})
     return RunData(
         **told

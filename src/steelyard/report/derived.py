@@ -1,8 +1,9 @@
 """What a record says in words, in the language of a page.
 
-A record stores its checks, reasons and notes as codes and values, and an older one as English sentences. All of it follows
-from the samples, so a page derives it again and renders it in its own language. What cannot be derived, the failure of a run,
-has a sentence for its code, and the stored text stands beside it as it is.
+A record stores its checks, reasons and notes as codes and values, and an older one as English
+sentences. All of it follows from the samples, so a page derives it again and renders it in its own
+language. What cannot be derived, the failure of a run, has a sentence for its code, and the stored
+text stands beside it as it is.
 """
 
 from collections import Counter
@@ -24,7 +25,11 @@ class ReasonLine:
     quoted: str | None = None
 
     def whole(self, say: Words) -> str:
-        return self.text if self.quoted is None else say("colon").join((self.text, say("quoted", self.quoted)))
+        return (
+            self.text
+            if self.quoted is None
+            else say("colon").join((self.text, say("quoted", self.quoted)))
+        )
 
 
 def failure(reason: Reason, say: Words) -> ReasonLine:
@@ -32,7 +37,9 @@ def failure(reason: Reason, say: Words) -> ReasonLine:
     machine."""
     code = f"failure.{reason.code}"
     known = code if code in words.table() else "failure.other"
-    return ReasonLine(reason.code, words.text(Message(known), say.lang), words.text(reason.text, say.lang) or None)
+    return ReasonLine(
+        reason.code, words.text(Message(known), say.lang), words.text(reason.text, say.lang) or None
+    )
 
 
 class DerivedTexts:

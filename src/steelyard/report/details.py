@@ -1,4 +1,6 @@
-"""What stands behind a run's row: every metric with its interval, where the time went, checks, reasons, failure."""
+"""What stands behind a run's row: every metric with its interval, where the time went, checks,
+reasons, failure.
+"""
 
 from collections import Counter
 from typing import Any
@@ -112,7 +114,9 @@ def _failure(record: Record, say: Words) -> list[Block]:
         ("exit", failure.exit_code),
         ("error", failure.error),
     )
-    out: list[Block] = [Facts(tuple(Fact(say(f"failed_run.{key}"), spelled(value)) for key, value in known))]
+    out: list[Block] = [
+        Facts(tuple(Fact(say(f"failed_run.{key}"), spelled(value)) for key, value in known))
+    ]
     if failure.stderr_tail.strip():
         out += [Paragraph(say("failed_run.stderr"), "muted"), Code(failure.stderr_tail)]
     for rank, stack in sorted(failure.stacks.items()):
@@ -129,9 +133,7 @@ def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
         ColumnOf(say("metrics.name"), lambda name: rows[name].words(say.lang)[0]),
         ColumnOf(say("metrics.index"), lambda name: name),
         ColumnOf(
-            say("all.value"),
-            lambda name: Cell(shown(name, found[name]), tone="strong"),
-            right=True,
+            say("all.value"), lambda name: Cell(shown(name, found[name]), tone="strong"), right=True
         ),
         ColumnOf(say("all.unit"), lambda name: unit(name, found[name], say.lang)),
         ColumnOf(
@@ -166,8 +168,14 @@ def _start_up(record: Record, say: Words) -> list[str]:
     """Explain the time of a start: what compilers had to do, and what ran beside other parts."""
     first = record.ranks[0] if record.ranks else None
     cache, beside = (None, None) if first is None else (first.compile_cache, first.beside)
-    out = [] if cache is None else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
-    listed = ", ".join(f"{name} {formed('seconds', time_s)} s" for name, time_s in (beside or {}).items())
+    out = (
+        []
+        if cache is None
+        else [say("budget.cache", counted(cache.get("hits", 0)), counted(cache.get("misses", 0)))]
+    )
+    listed = ", ".join(
+        f"{name} {formed('seconds', time_s)} s" for name, time_s in (beside or {}).items()
+    )
     return [*out, say("budget.beside", listed)] if listed else out
 
 
@@ -214,7 +222,9 @@ _WEIGHTS = ("source", "header_sha256")
 def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
     """Return known keys first and always, then whatever else the record holds, by its own name."""
     rest = sorted(set(table) - set(known))
-    return [Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)]
+    return [
+        Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)
+    ]
 
 
 def _data(record: Record, say: Words) -> Facts:
@@ -239,24 +249,27 @@ def _environment(record: Record) -> str:
 
 def _hardware(record: Record, say: Words) -> Facts:
     hardware, site = record.environment.hardware, record.site
-    kinds = dict.fromkeys(f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices)
+    kinds = dict.fromkeys(
+        f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices
+    )
     cpu, cores = spelled(hardware.cpu), hardware.cpu_cores
     known = (
         ("machine", site.get("machine") or spelled(hardware.machine)),
         ("accelerator", ", ".join(kinds) or spelled(hardware.accelerator)),
         ("count", counted(len(hardware.devices)) if hardware.devices else UNKNOWN),
         ("peak", _peak(hardware.peak)),
-        (
-            "cpu",
-            cpu if cores is None else say("hardware.cores", cpu, counted(cores)),
-        ),
+        ("cpu", cpu if cores is None else say("hardware.cores", cpu, counted(cores))),
         ("memory", gib_of_bytes(hardware.memory_bytes)),
         ("network", spelled(site.get("network"))),
     )
     shown_above = ("machine", "network", "file", "file_sha256")
     stated = [Fact(key, site[key]) for key in sorted(site) if key not in shown_above]
     if "file" in site:
-        stated.append(Fact(say("hardware.site"), f"{site['file']}, SHA-256 {site.get('file_sha256', '')[:12]}"))
+        stated.append(
+            Fact(
+                say("hardware.site"), f"{site['file']}, SHA-256 {site.get('file_sha256', '')[:12]}"
+            )
+        )
     return Facts((*(Fact(say(f"hardware.{key}"), text) for key, text in known), *stated))
 
 
@@ -276,7 +289,10 @@ def _software(record: Record, say: Words) -> Facts:
     dependent |= {name: version for name, version in sorted(packages.items()) if name != framework}
     listed = ", ".join(f"{name} {spelled(version)}" for name, version in dependent.items())
     known = (
-        *((key, spelled(getattr(software, key))) for key in ("os", "kernel", "driver", "container")),
+        *(
+            (key, spelled(getattr(software, key)))
+            for key in ("os", "kernel", "driver", "container")
+        ),
         ("framework", f"{framework} {spelled(packages[framework])}" if framework else UNKNOWN),
         ("packages", listed or UNKNOWN),
         ("source", say(cleanness, spelled(source.version), spelled(source.revision))),

@@ -1,7 +1,8 @@
 """A page as data: what is said, in which order, and nothing about how it looks. Tables are made
 from columns.
 
-Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no builder has to remember.
+Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no
+builder has to remember.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -137,7 +138,10 @@ def table(
     cells = {one: [_cell(one.cell(row), its_tone) for row, its_tone, _ in every] for one in columns}
     empty = {one for one in cells if all(cell.text == UNKNOWN for cell in cells[one])}
     shown = [one for one in cells if not (one.optional and one in empty)]
-    made = [TableRow(tuple(cells[one][place] for one in shown), kind) for place, (_, _, kind) in enumerate(every)]
+    made = [
+        TableRow(tuple(cells[one][place] for one in shown), kind)
+        for place, (_, _, kind) in enumerate(every)
+    ]
     return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
 
 
@@ -205,7 +209,9 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value in a chart of bars; None is not drawn. `interval` is that of 95 %. `text` has both for those who read it."""
+    """A value in a chart of bars; None is not drawn. `interval` is that of 95 %. `text` has both
+    for those who read it.
+    """
 
     value: float | None
     shown: str
@@ -224,7 +230,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric of every row. Its axis goes from `low` to `high`; a `note` says so where it does not begin at 0."""
+    """One metric of every row. Its axis goes from `low` to `high`; a `note` says so where it does
+    not begin at 0.
+    """
 
     title: str
     unit: str
@@ -237,7 +245,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class BarRow:
-    """Whose bars stand in a row. `colour` is the same for rows of the same kind; a row that is not `valid` is drawn hollow."""
+    """Whose bars stand in a row. `colour` is the same for rows of the same kind; a row that is not
+    `valid` is drawn hollow.
+    """
 
     text: str
     sub: str
@@ -247,7 +257,9 @@ class BarRow:
 
 @dataclass(frozen=True)
 class Bars:
-    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in the table beside it."""
+    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in
+    the table beside it.
+    """
 
     title: str
     rows: tuple[BarRow, ...]
@@ -264,7 +276,9 @@ class Contents:
 
 @dataclass(frozen=True)
 class Fold:
-    """A part of the page that is closed until it is asked for, on paper too. Other formats print it at its place."""
+    """A part of the page that is closed until it is asked for, on paper too. Other formats print it
+    at its place.
+    """
 
     heading: Heading
     note: str  # its state, in a tone
@@ -273,7 +287,9 @@ class Fold:
     sub: str = ""  # what tells it from others, quietly
 
 
-Block = Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
+Block = (
+    Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
+)
 
 
 @dataclass(frozen=True)

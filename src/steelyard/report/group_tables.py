@@ -126,10 +126,7 @@ def _repeat_blocks(group: Repeats, members: list[Run], say: Words) -> list[Block
             priority=2,
         ),
         ColumnOf(
-            say("repeats.lowest"),
-            lambda one: formed(form(one), one.lowest),
-            right=True,
-            priority=3,
+            say("repeats.lowest"), lambda one: formed(form(one), one.lowest), right=True, priority=3
         ),
         ColumnOf(
             say("repeats.highest"),
@@ -171,23 +168,14 @@ def _scaling_blocks(group: Scaling, members: list[Run], say: Words) -> list[Bloc
         ColumnOf(say("scaling.config"), lambda row: row.plan.config),
         ColumnOf(say("scaling.plan"), lambda row: parallel(row.records[0]), priority=2),
         ColumnOf(
-            say("scaling.runs"),
-            lambda row: counted(len(row.records)),
-            right=True,
-            priority=3,
+            say("scaling.runs"), lambda row: counted(len(row.records)), right=True, priority=3
         ),
         ColumnOf(
-            say("scaling.rate"),
-            lambda row: estimate(row.rate),
-            group.unit,
-            right=True,
-            strong=True,
+            say("scaling.rate"), lambda row: estimate(row.rate), group.unit, right=True, strong=True
         ),
         ColumnOf(say("scaling.speedup"), speedup, right=True, priority=2),
         ColumnOf(
-            say("scaling.efficiency"),
-            lambda row: estimate(row.efficiency, "percent"),
-            right=True,
+            say("scaling.efficiency"), lambda row: estimate(row.efficiency, "percent"), right=True
         ),
         ColumnOf(say("scaling.source"), lambda row: _source(row.source, say), priority=3),
     )
@@ -282,17 +270,11 @@ def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block
         ColumnOf(say("engines.quality", group.metric), quality, right=True, priority=2),
         ColumnOf(say("engines.rate"), rate, group.unit, right=True, strong=True),
         ColumnOf(
-            say("engines.ratio", group.base.name),
-            lambda row: estimate(row.ratio),
-            right=True,
+            say("engines.ratio", group.base.name), lambda row: estimate(row.ratio), right=True
         ),
         ColumnOf(say("engines.mfu"), lambda row: formed("percent", row.mfu), right=True),
         ColumnOf(
-            say("engines.mem"),
-            lambda row: formed("gib", row.mem),
-            "GiB",
-            right=True,
-            priority=3,
+            say("engines.mem"), lambda row: formed("gib", row.mem), "GiB", right=True, priority=3
         ),
         ColumnOf(say("engines.runs"), number_of_runs, right=True, priority=2),
     )

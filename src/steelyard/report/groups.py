@@ -1,4 +1,6 @@
-"""Groups of records as data: repeats, engines side by side, scaling. The same in the JSON of `run` and of `report`."""
+"""Groups of records as data: repeats, engines side by side, scaling. The same in the JSON of `run`
+and of `report`.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +36,9 @@ class SpreadData(Frozen):
 
 
 class RepeatsData(Frozen):
-    """Runs that were asked the same. `metrics` are those of the valid ones; `rate` is work of all devices over wall time."""
+    """Runs that were asked the same. `metrics` are those of the valid ones; `rate` is work of all
+    devices over wall time.
+    """
 
     case: str
     size: str
@@ -70,7 +74,9 @@ class EngineData(Frozen):
 
 
 class EnginesData(Frozen):
-    """Runs that differ in the engine alone. `quality` names the metric that `rows` have; `without` has no finished run."""
+    """Runs that differ in the engine alone. `quality` names the metric that `rows` have; `without`
+    has no finished run.
+    """
 
     case: str
     key: str
@@ -119,7 +125,11 @@ def repeats(records: Iterable[Record]) -> list[RepeatsData]:
 def _repeats(group: Repeats) -> RepeatsData:
     first, case = group.records[0], group.records[0].case
     lost = [
-        NotValid(id=one.id, status=one.status, reasons=list(dict.fromkeys(reason.code for reason in one.reasons)))
+        NotValid(
+            id=one.id,
+            status=one.status,
+            reasons=list(dict.fromkeys(reason.code for reason in one.reasons)),
+        )
         for one in group.not_valid
     ]
     return RepeatsData(

@@ -1,4 +1,6 @@
-"""The history of questions as a page: a table and a chart for each trend, and the first bad record of it."""
+"""The history of questions as a page: a table and a chart for each trend, and the first bad record
+of it.
+"""
 
 from steelyard.metrics.history import Bad, History, Indexed, Point, Trend
 from steelyard.metrics.table import row as metric_row
@@ -64,7 +66,9 @@ def bad(one: Bad, say: Words) -> str:
     """Return what is wrong with the first bad record."""
     entry = one.record.entry
     if one.ratio is None or one.best is None:
-        why = say("history.status.bad", say(entry.status), say("comma").join(entry.codes) or UNKNOWN)
+        why = say(
+            "history.status.bad", say(entry.status), say("comma").join(entry.codes) or UNKNOWN
+        )
     else:
         how = say("history.significant" if one.ratio.verdict == "significant" else "history.apart")
         why = say("history.slower", formed("number", one.ratio.value), one.best.entry.id[:8], how)
@@ -110,10 +114,7 @@ def _table(trend: Trend, say: Words) -> Table:
             strong=True,
         ),
         ColumnOf(
-            say("history.first"),
-            lambda point: estimate(point.to_first),
-            right=True,
-            priority=3,
+            say("history.first"), lambda point: estimate(point.to_first), right=True, priority=3
         ),
         ColumnOf(say("history.before"), lambda point: estimate(point.to_before), right=True),
         ColumnOf(say("history.quality"), quality, trend.head.quality, right=True, priority=3),
@@ -124,7 +125,14 @@ def _table(trend: Trend, say: Words) -> Table:
 
 def _chart(trend: Trend, say: Words) -> list[Block]:
     """Return a chart of rates, if there are at least two."""
-    points = tuple((float(i), None if one.rate is None else one.rate.value) for i, one in enumerate(trend.points, 1))
+    points = tuple(
+        (float(i), None if one.rate is None else one.rate.value)
+        for i, one in enumerate(trend.points, 1)
+    )
     if sum(value is not None for _, value in points) < 2:
         return []
-    return [Lines(say("history.rate"), say("history.x"), trend.unit, (Curve(trend.head.engine, points),))]
+    return [
+        Lines(
+            say("history.rate"), say("history.x"), trend.unit, (Curve(trend.head.engine, points),)
+        )
+    ]

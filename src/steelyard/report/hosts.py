@@ -1,4 +1,6 @@
-"""The hosts of a run and its ranks: who has what, whose clock is off by how much, what each used, and which rank is slow."""
+"""The hosts of a run and its ranks: who has what, whose clock is off by how much, what each used,
+and which rank is slow.
+"""
 
 from collections.abc import Callable
 from statistics import fmean
@@ -23,7 +25,9 @@ def hosts(record: Record, say: Words) -> list[Block]:
         return []
 
     def named(host: HostFacts) -> str:
-        kinds = dict.fromkeys(f"{spelled(one.name)} ({gib_of_bytes(one.memory_bytes)})" for one in host.devices)
+        kinds = dict.fromkeys(
+            f"{spelled(one.name)} ({gib_of_bytes(one.memory_bytes)})" for one in host.devices
+        )
         return f"{counted(len(host.devices))}x {', '.join(kinds)}"
 
     def ranks(host: HostFacts) -> str:
@@ -79,8 +83,7 @@ def ranks(record: Record, say: Words) -> list[Block]:
         ColumnOf(say("ranks.rank"), lambda span: counted(span.rank)),
         ColumnOf(say("ranks.device"), lambda span: _device(record, facts.get(span.rank))),
         ColumnOf(
-            say("ranks.place"),
-            lambda span: _standing(record, plan.place(record.plan, span.rank)),
+            say("ranks.place"), lambda span: _standing(record, plan.place(record.plan, span.rank))
         ),
         number("mem", "GiB", lambda span: formed("gib", rates.rank_mem(record, span.rank))),
         number("allocated", "GiB", lambda span: formed("gib", span.allocated_bytes, GIB)),
@@ -92,9 +95,7 @@ def ranks(record: Record, say: Words) -> list[Block]:
         columns += [
             number("step", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[0])),
             number(
-                "slowest",
-                "s",
-                lambda span: formed("seconds", steps.get(span.rank, unknown)[1]),
+                "slowest", "s", lambda span: formed("seconds", steps.get(span.rank, unknown)[1])
             ),
         ]
     columns += [number("matmul", "TFLOP/s", lambda span: speed(span, "matmul_flops_per_s", 1e12))]
@@ -114,7 +115,11 @@ def _step_times(record: Record) -> dict[int, tuple[float, float]]:
     """Return mean and slowest step of every rank in the steady window; empty for kinds of work
     without one, whose batches differ by design."""
     found = passes.span(record) if record.task.kind_row.steady else None
-    times = {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()} if found else {}
+    times = (
+        {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()}
+        if found
+        else {}
+    )
     return {rank: (fmean(each), max(each)) for rank, each in times.items()}
 
 
@@ -125,7 +130,9 @@ def _standing(record: Record, at: plan.Place) -> str:
         ("PP", at.pp, record.plan.pp),
         ("DP", at.dp, record.plan.dp),
     )
-    return ", ".join(f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1)
+    return ", ".join(
+        f"{name} {index + 1} of {count}" for name, index, count in degrees if count > 1
+    )
 
 
 MOST = 16  # rows
@@ -146,7 +153,11 @@ def straggler_section(record: Record, say: Words) -> list[Block]:
 
 def _sentence(found: Stragglers, say: Words) -> str:
     one = found.slowest
-    who = say("stragglers.rank", _ranks(one)) if one.host is None else say("stragglers.host", _ranks(one), one.host)
+    who = (
+        say("stragglers.rank", _ranks(one))
+        if one.host is None
+        else say("stragglers.host", _ranks(one), one.host)
+    )
     of = say("stragglers.pass" if found.basis == "pass" else "stragglers.step")
     cost = formed("percent", found.share)
     if not found.slow:
@@ -187,19 +198,17 @@ def _table(found: Stragglers, say: Words) -> Table:
             optional=True,
         ),
         ColumnOf(
-            say("stragglers.median"),
-            lambda row: _signed(row.relative),
-            right=True,
-            optional=True,
+            say("stragglers.median"), lambda row: _signed(row.relative), right=True, optional=True
         ),
         ColumnOf(
-            say("stragglers.tokens"),
-            lambda row: counted(row.tokens),
-            right=True,
-            optional=True,
+            say("stragglers.tokens"), lambda row: counted(row.tokens), right=True, optional=True
         ),
     )
-    notes = [say("stragglers.most", counted(MOST), counted(len(found.rows)))] if len(found.rows) > MOST else []
+    notes = (
+        [say("stragglers.most", counted(MOST), counted(len(found.rows)))]
+        if len(found.rows) > MOST
+        else []
+    )
     notes.append(say(f"stragglers.own.{found.basis}"))
     slowest = found.rows[0] if found.slow else None
     rows = found.rows[:MOST]

@@ -40,7 +40,10 @@ def seconds(value: float) -> str:
     """Format thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say
     nothing."""
     size = abs(value)
-    decimals = next((places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least), None)
+    decimals = next(
+        (places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least),
+        None,
+    )
     return number(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
@@ -93,7 +96,9 @@ def gib_of_bytes(value: Any) -> str:
 
 def counted(value: Any) -> str:
     """Format a count with thousands marked; anything else as `spelled` does."""
-    return f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
+    return (
+        f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
+    )
 
 
 def spelled(value: Any, depth: int = 0) -> str:
@@ -107,7 +112,9 @@ def spelled(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict | list | tuple) and depth >= _MAX_DEPTH:
         return "…"
     if isinstance(value, dict):
-        listed = ", ".join(f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None)
+        listed = ", ".join(
+            f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None
+        )
         return f"{{{listed}}}" if depth else listed
     if isinstance(value, list | tuple):
         listed = ", ".join(spelled(item, depth + 1) for item in value)

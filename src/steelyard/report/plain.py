@@ -3,15 +3,16 @@
 import re
 import unicodedata
 
-# Terminal escapes: CSI, then strings such as OSC up to their end, then two-character ones. No part scans past the next
-# ESC, so hostile text costs linear time.
+# Terminal escapes: CSI, then strings such as OSC up to their end, then two-character ones. No part
+# scans past the next ESC, so hostile text costs linear time.
 _ESCAPES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
     r"|\x1b[ -/]*[0-Z\\-~]"
 )
 _BREAKS = re.compile(r"\r\n?|[\u2028\u2029\x85\x0b\x0c]")
-# Control, format (bidi overrides, zero-width), surrogate: none has a shape of its own, all can change how others look.
+# Control, format (bidi overrides, zero-width), surrogate: none has a shape of its own, all can
+# change how others look.
 _DROPPED = {"Cc", "Cf", "Cs"}
 
 
@@ -47,7 +48,9 @@ def pad(text: str, columns: int, align: str = "left") -> str:
 
 
 # A line may break at spaces and between wide characters, but not before closing punctuation.
-_WIDE = "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
+_WIDE = (
+    "\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6"
+)
 _CLOSING = "\u3001\u3002\u300b\u300d\u300f\u3011\uff01\uff09\uff0c\uff1a\uff1b\uff1f\u201d\u2019"
 _PIECES = re.compile(rf"\s+|[{_WIDE}][{_CLOSING}]*|[^\s{_WIDE}]+[{_CLOSING}]*")
 

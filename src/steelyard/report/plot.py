@@ -1,7 +1,8 @@
-"""Where a chart's lines, bars, ticks and labels lie. Geometry only: the template writes the svg, and escapes.
+"""Where a chart's lines, bars, ticks and labels lie. Geometry only: the template writes the svg,
+and escapes.
 
-Lines are drawn in a box of WIDTH x HEIGHT that is stretched to the width of the page; labels are not, so they stay readable.
-Places along the width are shares of it, such as 12.5%.
+Lines are drawn in a box of WIDTH x HEIGHT that is stretched to the width of the page; labels are
+not, so they stay readable. Places along the width are shares of it, such as 12.5%.
 """
 
 import math
@@ -43,7 +44,9 @@ def plot(chart: Lines) -> Plot:
     top = max([*ys, chart.level or 0.0]) * 1.02
     y_step = _step(top)
     y_ticks = [y_step * index for index in range(math.ceil(top / y_step) + 1)]
-    x_ticks = [x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)]
+    x_ticks = [
+        x_step * index for index in range(math.ceil(first / x_step), math.floor(last / x_step) + 1)
+    ]
     end, highest = last if last > first else first + 1.0, y_ticks[-1] or 1.0
 
     def x(value: float) -> float:
@@ -66,7 +69,9 @@ def _step(span: float) -> float:
     if rough <= _SMALLEST_STEP:
         return 1.0
     power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * 0.999)
+    return next(
+        factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * 0.999
+    )
 
 
 def _label(value: float, step: float) -> str:

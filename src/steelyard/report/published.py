@@ -14,7 +14,8 @@ from steelyard.report.numbers import formed, real, spelled
 from steelyard.report.runs import Run
 from steelyard.words import Words
 
-_CONFIG = re.compile(r"(\d+)x ([^,(]+?)(?: \([^)]*\))?(?:, (.*))?$", re.S)  # 8x NVIDIA A100 (1x8), the rest
+# 8x NVIDIA A100 (1x8), the rest
+_CONFIG = re.compile(r"(\d+)x ([^,(]+?)(?: \([^)]*\))?(?:, (.*))?$", re.S)
 # The convention of a published MFU that can stand beside ours, and the word for it.
 MFU_CONVENTIONS = {"mfu": "published", "mfu_palm": "palm", "mfu_nominal": "nominal"}
 
@@ -75,7 +76,11 @@ class PublishedRow:
 def published(runs: list[Run]) -> list[PublishedRow]:
     """Return the reference rows of all runs of a case, each once."""
     # Rows answer the question of the case as it is shipped.
-    same = [run.record.case for run in runs if not changed_question(run.record.case.origins) and not apart(run.record)]
+    same = [
+        run.record.case
+        for run in runs
+        if not changed_question(run.record.case.origins) and not apart(run.record)
+    ]
     rows = {row.model_dump_json(): row for case in same for row in case.reference}
     return [PublishedRow(number, row) for number, row in enumerate(rows.values(), 1)]
 

@@ -1,4 +1,6 @@
-"""Records as a page sees them: what ran, numbered within its case, with the cells that several tables share."""
+"""Records as a page sees them: what ran, numbered within its case, with the cells that several
+tables share.
+"""
 
 import re
 from collections import Counter
@@ -45,7 +47,10 @@ class Run:
         plan = self.record.plan
         many = f" · {plan.config} {plan}" if plan.world > 1 else ""
         engine = self.record.engine.name
-        return f"{self.label} {accelerator(self.record)} · {engine} · {case.precision} · {case.division}{many}"
+        return (
+            f"{self.label} {accelerator(self.record)} · {engine} · {case.precision} ·"
+            f" {case.division}{many}"
+        )
 
 
 def accelerator(record: Record) -> str:
@@ -62,7 +67,13 @@ def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run
         runs = out.setdefault(_name(record, lang), [])
         anchor = "run-" + re.sub(r"[^0-9A-Za-z]+", "-", record.id[:8]).strip("-").lower()
         anchors[anchor] += 1
-        runs.append(Run(len(runs) + 1, record, anchor if anchors[anchor] == 1 else f"{anchor}-{anchors[anchor]}"))
+        runs.append(
+            Run(
+                len(runs) + 1,
+                record,
+                anchor if anchors[anchor] == 1 else f"{anchor}-{anchors[anchor]}",
+            )
+        )
     return out
 
 
@@ -72,7 +83,12 @@ def _name(record: Record, lang: Lang) -> CaseName:
     since: such runs stand apart, under what differs."""
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
-    return (record.case.name, record.case.size, *asked, *(words.text(one, lang) for one in apart(record)))
+    return (
+        record.case.name,
+        record.case.size,
+        *asked,
+        *(words.text(one, lang) for one in apart(record)),
+    )
 
 
 def _value(question: Any, key: str) -> str:
@@ -111,7 +127,9 @@ def scope(record: Record, say: Words) -> str:
         (many, len(extent.subjects or ()) if many.endswith("many") else listed),
         ("window.steps", extent.steps),
     )
-    named = say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
+    named = (
+        say("comma").join(say(key, str(size)) for key, size in sizes if size is not None) or UNKNOWN
+    )
     said = say("full") if record.scope.kind == "full" else say("window", named)
     begun = [say("resumed", str(one.step)) for one in record.restarts]
     return say("comma").join([said, *begun])
@@ -138,7 +156,8 @@ def with_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
     return text if text == UNKNOWN else f"{text} {unit(name, value, lang)}".rstrip()
 
 
-# Packages that are the framework of an engine, best known name first; the others are dependent software.
+# Packages that are the framework of an engine, best known name first; the others are dependent
+# software.
 FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
 
 
@@ -233,7 +252,9 @@ def changed(record: Record, say: Words | None = None) -> str:
         origin = _origin(key, record.case.origins)
         if origin is not None and origin != "default":
             where = f" ({say.known(f'origin.{origin}', origin)})" if say is not None else ""
-            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else where}")
+            out.append(
+                f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else where}"
+            )
     return ", ".join(out) or UNKNOWN
 
 
@@ -245,7 +266,9 @@ def tuned_text(record: Record) -> str:
         origin = _origin(key, record.case.origins) or "default"
         default = type(record.tune).model_fields[key].get_default(call_default_factory=True)
         if value != default if origin == "default" else not origin.startswith("case"):
-            out.append(f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else ''}")
+            out.append(
+                f"{key}={spelled(value, depth=1)}{f' ({AUTO})' if key in record.auto else ''}"
+            )
     return ", ".join(out)
 
 
@@ -257,7 +280,9 @@ def stored_tune(record: Record) -> dict[str, Any]:
 def _origin(key: str, origins: dict[str, str]) -> str | None:
     """Return where a value came from; of a table, where its first entry did."""
     exact = origins.get(f"tune.{key}")
-    return exact or next((where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None)
+    return exact or next(
+        (where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None
+    )
 
 
 def parallel(record: Record) -> str:

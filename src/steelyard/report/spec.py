@@ -1,4 +1,6 @@
-"""What a machine can do, as a page: one table a group, every number with its interval and its share of the datasheet."""
+"""What a machine can do, as a page: one table a group, every number with its interval and its share
+of the datasheet.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,7 +48,9 @@ def page(records: list[SpecRecord], lang: Lang) -> Page:
         if len(records) > 1:
             blocks.append(Heading(2, f"{_device(record)} · {record.created} · {record.id[:8]}"))
         blocks += _record(record, 2 if len(records) == 1 else 3, say)
-    return Page(title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records)))
+    return Page(
+        title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records))
+    )
 
 
 def _device(record: SpecRecord) -> str:
@@ -57,7 +61,9 @@ def _device(record: SpecRecord) -> str:
 def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
     yield _facts(record, say)
     for reason in record.reasons:
-        yield Paragraph(say("colon").join((reason.code, derived.failure(reason, say).whole(say))), "bad")
+        yield Paragraph(
+            say("colon").join((reason.code, derived.failure(reason, say).whole(say))), "bad"
+        )
     lines = _lines(record)
     for group in GROUPS:
         shown = [one for one in lines if one.bench.group == group]
@@ -125,7 +131,9 @@ def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
         reasons.setdefault(_remark(one.bench, limits, say) or UNKNOWN, []).append(name)
     if reasons:
         yield Paragraph(say("spec.absent"), "strong")
-        yield Facts(tuple(Fact(reason, say("comma").join(names)) for reason, names in reasons.items()))
+        yield Facts(
+            tuple(Fact(reason, say("comma").join(names)) for reason, names in reasons.items())
+        )
 
 
 def _remark(bench: Bench, limits: Limits, say: Words) -> str:
@@ -178,10 +186,7 @@ def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
             priority=3,
         ),
         ColumnOf(
-            say("spec.off"),
-            lambda one: _error_and_bound(one.bench, say),
-            right=True,
-            priority=3,
+            say("spec.off"), lambda one: _error_and_bound(one.bench, say), right=True, priority=3
         ),
         ColumnOf(say("spec.remark"), lambda one: _remark(one.bench, limits, say), priority=2),
     )
@@ -193,4 +198,6 @@ def _error_and_bound(bench: Bench, say: Words) -> str:
     checked."""
     if bench.checked is None:
         return UNKNOWN
-    return say("spec.of", formed("number", bench.checked.error), formed("number", bench.checked.bound))
+    return say(
+        "spec.of", formed("number", bench.checked.error), formed("number", bench.checked.bound)
+    )

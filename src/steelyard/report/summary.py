@@ -1,4 +1,6 @@
-"""Runs as a terminal shows them: one row a run in short columns, and above the table what all of them have in common."""
+"""Runs as a terminal shows them: one row a run in short columns, and above the table what all of
+them have in common.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,8 +42,7 @@ def table(records: list[Record], lang: Lang = "en", points: list[str] | None = N
     say = Words(lang)
     several = _several(records)
     case = ColumnOf[Record](
-        say("case"),
-        lambda one: _marked(one, one.case.name) if several else one.case.name,
+        say("case"), lambda one: _marked(one, one.case.name) if several else one.case.name
     )
     found = [*_found(records, say), *_times(records, say)]
     first = (say("point"), points) if points else None
@@ -114,10 +115,7 @@ def _found(records: list[Record], say: Words) -> Columns:
         ColumnOf(say("terminal.rate"), lambda record: _rate(record, unit), unit, right=True),
         ColumnOf("±", _half, right=True, priority=2, optional=True),
         ColumnOf(
-            "MFU",
-            lambda record: shown("mfu", record.metrics.get("mfu")),
-            right=True,
-            optional=True,
+            "MFU", lambda record: shown("mfu", record.metrics.get("mfu")), right=True, optional=True
         ),
         ColumnOf(title, lambda record: _quality(record, metric), right=True),
     ]
@@ -146,7 +144,11 @@ def _rates(record: Record) -> tuple[str, str]:
 
 def _energy(records: list[Record]) -> ColumnOf[Record]:
     names = {"tokens": "energy_per_token", "samples": "energy_per_sample"}
-    per = {one.unit for record in records if (one := record.metrics.get(names[work_name(record)])) is not None}
+    per = {
+        one.unit
+        for record in records
+        if (one := record.metrics.get(names[work_name(record)])) is not None
+    }
     title = per.pop() if len(per) == 1 else "J"
 
     def cell(record: Record) -> str:

@@ -1,4 +1,6 @@
-"""Why a rate is not higher: a step's time from the datasheet's peak to what was measured, each part with what to try."""
+"""Why a rate is not higher: a step's time from the datasheet's peak to what was measured, each part
+with what to try.
+"""
 
 import re
 from collections.abc import Iterable
@@ -49,12 +51,14 @@ def page(records: list[Record], lang: Lang) -> Page:
         for run in runs:
             blocks.append(Heading(3, f"{run.title} · {run.record.status}"))
             blocks += section(run.record, say) or [Paragraph(say("all.absent"), "muted")]
-    return Page(title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records)))
+    return Page(
+        title, lang, tuple(blocks), say("footer", ", ".join(record.id for record in records))
+    )
 
 
 def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
-    """Return what the command line prints after runs with --explain: the waterfalls without their kernels;
-    None where no run was profiled."""
+    """Return what the command line prints after runs with --explain: the waterfalls without their
+    kernels; None where no run was profiled."""
     say = Words(lang)
     blocks: list[Block] = []
     for case, runs in by_case(records, lang).items():
@@ -83,7 +87,11 @@ def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) 
     out += [Paragraph(why, "muted") for why in whys if why]
     if found.impossible:
         out.append(Paragraph(say("explain.impossible"), "bad"))
-    parts = [Share(say(f"explain.{row.name}"), row.share, formed("percent", row.share)) for row in found.rows if row.share > 0]
+    parts = [
+        Share(say(f"explain.{row.name}"), row.share, formed("percent", row.share))
+        for row in found.rows
+        if row.share > 0
+    ]
     out += [Stack(say("explain"), tuple(parts)), _table(record, found, say)]
     if kernels and found.kernels:
         out.append(kernel_table(found.kernels[:MOST], found, say))
@@ -131,7 +139,9 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
     limit = found.bandwidth_bytes_per_s
 
     def bytes_per_s(one: KernelFacts) -> float | None:
-        moved = one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
+        moved = (
+            one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
+        )
         # Beyond the limit it names a table that it reads little of.
         return None if moved is not None and limit and moved > limit else moved
 
@@ -142,9 +152,7 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
     columns: tuple[ColumnOf[KernelFacts], ...] = (
         ColumnOf(say("explain.kernel"), lambda one: plain_name(one.name)),
         ColumnOf(
-            say("explain.kind"),
-            lambda one: say.known(f"explain.{one.kind}", one.kind),
-            priority=2,
+            say("explain.kind"), lambda one: say.known(f"explain.{one.kind}", one.kind), priority=2
         ),
         ColumnOf(
             say("explain.calls"),
@@ -153,10 +161,7 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
             priority=3,
         ),
         ColumnOf(
-            say("explain.time"),
-            lambda one: _per_step_ms(one.time_s, found),
-            "ms",
-            right=True,
+            say("explain.time"), lambda one: _per_step_ms(one.time_s, found), "ms", right=True
         ),
         ColumnOf(
             say("explain.share"),

@@ -1,4 +1,6 @@
-"""From rank files to a record: pure, so that a run can be put together again from what its workers left."""
+"""From rank files to a record: pure, so that a run can be put together again from what its workers
+left.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +13,16 @@ from steelyard.case.resolve import Resolved
 from steelyard.metrics import table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import Environment, HostFacts, RankFacts, Restart, Series, Software, StepDown, Weights
+from steelyard.record.facts import (
+    Environment,
+    HostFacts,
+    RankFacts,
+    Restart,
+    Series,
+    Software,
+    StepDown,
+    Weights,
+)
 from steelyard.record.record import (
     FORMULAS,
     WORDING,
@@ -99,7 +110,9 @@ def draft(
         telemetry=telemetry,
         outputs={},
         checks=[],
-        quality=Quality(metric=case.question.row.quality, value=None, gate=None, evaluated=False, note=None),
+        quality=Quality(
+            metric=case.question.row.quality, value=None, gate=None, evaluated=False, note=None
+        ),
         metrics={},
         restarts=list(restarts),
         checkpoints=checkpoints,
@@ -116,12 +129,18 @@ def assemble(
     resume: Resume | None = None,
     clock: Clock = now,
 ) -> Record:
-    """Return the finished, sealed record: the draft with what the ranks of a run left, which ended with `failure`, or well."""
+    """Return the finished, sealed record: the draft with what the ranks of a run left, which ended
+    with `failure`, or well.
+    """
     ranks, first = results.ranks, results.rank_files.get(0)
     hosts = {rank: host for host in draft.hosts for rank in host.ranks}
     told: dict[str, Any] = {
         "environment": with_versions(draft.environment, first),
-        "passes": [_on_our_clock(window, hosts.get(window.rank)) for rank in ranks for window in rank.windows],
+        "passes": [
+            _on_our_clock(window, hosts.get(window.rank))
+            for rank in ranks
+            for window in rank.windows
+        ],
         "ranks": [_rank(rank, hosts.get(rank.rank)) for rank in ranks],
         "samples": [sample for rank in ranks for sample in rank.samples],
         "profile": [rank.profile for rank in ranks if rank.profile is not None],
@@ -131,7 +150,10 @@ def assemble(
         told |= {name: getattr(first, name) for name in ("weights", "clock", "drawn")}
         told["engine"] = draft.engine.model_copy(update={"details": first.details})
     if first is not None and first.data is not None:
-        told |= {"data": first.data, "case": draft.case.model_copy(update={"key": case.key(first.data.fingerprint)})}
+        told |= {
+            "data": first.data,
+            "case": draft.case.model_copy(update={"key": case.key(first.data.fingerprint)}),
+        }
     if failure is not None:
         host = None if failure.rank is None else hosts.get(failure.rank)
         told["failure"] = failure_facts(failure, results, None if host is None else host.name)
@@ -146,7 +168,14 @@ def finish(draft: Record, failure: Failure | None) -> Record:
     if failure is not None:
         reasons = [Reason(code=failure.code, text=failure.text), *reasons]
     status = "failed" if failure is not None else "invalid" if reasons else "valid"
-    changed = {"metrics": values, "checks": checks, "reasons": reasons, "notes": notes, "quality": quality, "status": status}
+    changed = {
+        "metrics": values,
+        "checks": checks,
+        "reasons": reasons,
+        "notes": notes,
+        "quality": quality,
+        "status": status,
+    }
     return record.seal(draft.model_copy(update=changed))
 
 
@@ -156,7 +185,11 @@ def _rank(rank: RankFile, host: HostFacts | None) -> RankFacts:
 
 
 def _on_our_clock(window: Window, host: HostFacts | None) -> Window:
-    return window if host is None else window.model_copy(update={"start_s": host.on_the_parents_clock(window.start_s)})
+    return (
+        window
+        if host is None
+        else window.model_copy(update={"start_s": host.on_the_parents_clock(window.start_s)})
+    )
 
 
 def with_versions(told: Environment, first: RankFile | None) -> Environment:
@@ -165,7 +198,9 @@ def with_versions(told: Environment, first: RankFile | None) -> Environment:
     return told.model_copy(update={"software": software})
 
 
-def _outputs(task: Task, ranks: list[RankFile], first: RankFile | None, resume: Resume | None) -> dict[str, Any]:
+def _outputs(
+    task: Task, ranks: list[RankFile], first: RankFile | None, resume: Resume | None
+) -> dict[str, Any]:
     if first is None or not first.common:
         return {}
     out = task.outputs.model_validate(first.common)
@@ -178,9 +213,10 @@ def _outputs(task: Task, ranks: list[RankFile], first: RankFile | None, resume: 
 
 
 def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, float]:
-    """Wall time from the start of the run to its record. `agents`: until every host was heard, checked and told to start.
-    What the workers' own parts leave of their time is `launch`: interpreter start, and taking everything down. The others are
-    those of the second attempt, where there was a first."""
+    """Wall time from the start of the run to its record. `agents`: until every host was heard,
+    checked and told to start. What the workers' own parts leave of their time is `launch`:
+    interpreter start, and taking everything down. The others are those of the second attempt, where
+    there was a first."""
     parts = first.budget if first else {}
     begun_s = times.origin_s if times.again_s is None else times.again_s
     return {
@@ -194,7 +230,9 @@ def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, 
 
 
 def failure_facts(failure: Failure, results: RankResults, host: str | None = None) -> FailureFacts:
-    """Return what a record states of a failure: its text, and the last words of the rank that caused it."""
+    """Return what a record states of a failure: its text, and the last words of the rank that
+    caused it.
+    """
     return FailureFacts(
         rank=failure.rank,
         host=host,

@@ -1,4 +1,6 @@
-"""The matmul rate of a device, measured in the run that uses it: one large square matmul, and the case's own shapes."""
+"""The matmul rate of a device, measured in the run that uses it: one large square matmul, and the
+case's own shapes.
+"""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -13,8 +15,10 @@ from steelyard.run.measure import mean_time_s
 
 SQUARE_S = 0.3
 SHAPES_S = 0.4  # for all shapes together, by their share of the FLOPs
-MOST_S = 1.0  # that all shapes may take, as the square one lets expect; then fewer tokens are multiplied at once
-CALLS = 7  # of a shape, at the least: one for what a library does once, three to warm up, three that count
+# that all shapes may take, as the square one lets expect; then fewer tokens are multiplied at once
+MOST_S = 1.0
+# of a shape, at the least: one for what a library does once, three to warm up, three that count
+CALLS = 7
 AFTER_S = 0.05  # for the square matmul after the passes: a short run must not get noticeably longer
 STRETCHES = 8  # most parts of a timing whose CPU time is read
 STRETCH_CALLS = 3  # fewest calls in a part: a thread that ends late would distort a single call
@@ -23,7 +27,11 @@ ShapesOf = Callable[[int], tuple[Matmul, ...]]  # of a batch that is so many tim
 
 
 def calibrate(
-    framework: Framework, precision: str, shapes_of: ShapesOf, clock: Clock = now, used: Clock = busy
+    framework: Framework,
+    precision: str,
+    shapes_of: ShapesOf,
+    clock: Clock = now,
+    used: Clock = busy,
 ) -> dict[str, Any]:
     """Return the rate of the square matmul, the same over CPU time, and the rate of each shape;
     where the device works in CPU time, also its rates in parts of the timing. Return nothing where
@@ -45,18 +53,17 @@ def calibrate(
     begin = used()
     rate = flops / mean_time_s(counted, framework, SQUARE_S, clock)
     used_s = used() - begin
-    out: dict[str, Any] = {"matmul_flops_per_s": rate, "matmuls": _shapes(framework, precision, shapes_of, rate, clock)}
+    out: dict[str, Any] = {
+        "matmul_flops_per_s": rate,
+        "matmuls": _shapes(framework, precision, shapes_of, rate, clock),
+    }
     out |= {"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {}
     rates = _stretches([begin, *marks], STRETCH_CALLS * flops)
     return out | ({"matmul_cpu_rates": {"before": rates}} if rates else {})
 
 
 def calibrate_after(
-    framework: Framework,
-    precision: str,
-    rate: float,
-    clock: Clock = now,
-    used: Clock = busy,
+    framework: Framework, precision: str, rate: float, clock: Clock = now, used: Clock = busy
 ) -> list[float]:
     """Return rates of the square matmul over CPU time, in as many short timings as fit `AFTER_S`,
     at least one, on a device that multiplied at `rate` before; none where the device does not work
@@ -92,7 +99,9 @@ def _stretches(marks: list[float], flops: int) -> list[float]:
     return [flops * calls / time_s for calls, time_s in times if time_s > 0]
 
 
-def _shapes(framework: Framework, precision: str, shapes_of: ShapesOf, rate: float, clock: Clock) -> list[MatmulRate]:
+def _shapes(
+    framework: Framework, precision: str, shapes_of: ShapesOf, rate: float, clock: Clock
+) -> list[MatmulRate]:
     """All of them, or none: a mean over some would be of another model."""
     shapes = _within(shapes_of, rate)
     whole = sum(one.count * one.flops for one in shapes)
@@ -111,7 +120,9 @@ def _shapes(framework: Framework, precision: str, shapes_of: ShapesOf, rate: flo
 
 
 def _within(shapes_of: ShapesOf, rate: float) -> tuple[Matmul, ...]:
-    """The shapes of the whole batch, or of the largest part of it, in halves, that can be timed in time."""
+    """The shapes of the whole batch, or of the largest part of it, in halves, that can be timed in
+    time.
+    """
     smaller, shapes = 1, shapes_of(1)
     while CALLS * sum(one.flops for one in shapes) / rate > MOST_S:
         smaller *= 2

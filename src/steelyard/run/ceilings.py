@@ -1,8 +1,8 @@
 """The worker of `steelyard spec`: one device, every row that its framework has for it,
 held and timed. A spec in, one rank file out.
 
-A row is timed in short stretches, until the last ones agree or the time is over. Started by its host's agent as
-`python -m steelyard.run.ceilings SPEC`.
+A row is timed in short stretches, until the last ones agree or the time is over. Started by its
+host's agent as `python -m steelyard.run.ceilings SPEC`.
 """
 
 import math
@@ -26,8 +26,9 @@ from steelyard.run.messages import HostSpec
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
 
-# A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement within 2 % of five in a row
-# is what tells that it has: at its power limit a device never holds its clock closer.
+# A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement
+# within 2 % of five in a row is what tells that it has: at its power limit a device never holds its
+# clock closer.
 FULL = Limits(stretch_s=0.2, limit_s=4.0, total_s=1200.0, within=0.02, last=5)
 QUICK = Limits(stretch_s=0.01, limit_s=0.15, total_s=12.0, within=0.05, last=5)
 CALL_SHARE = 0.2  # of a row's time that one call may take
@@ -44,8 +45,17 @@ def alone(value: float) -> float:
     return value
 
 
-def hold(made: Made, device: Timeline, limits: Limits, clock: Clock, origin_s: float, agree: Agree = alone) -> list[Stretch]:
-    """All stretches. Ranks that work together make as many calls as the slowest finds right, and go on while one must."""
+def hold(
+    made: Made,
+    device: Timeline,
+    limits: Limits,
+    clock: Clock,
+    origin_s: float,
+    agree: Agree = alone,
+) -> list[Stretch]:
+    """All stretches. Ranks that work together make as many calls as the slowest finds right, and go
+    on while one must.
+    """
     made.work()
     device.synchronize()
     one_s = agree(_time(made, device, clock, origin_s, 1).time_s)
@@ -61,14 +71,22 @@ def hold(made: Made, device: Timeline, limits: Limits, clock: Clock, origin_s: f
 
 def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: int) -> Stretch:
     start_s = clock() - origin_s
-    return Stretch(start_s=start_s, time_s=max(0.0, time_calls(made.work, device, calls)), calls=calls)
+    return Stretch(
+        start_s=start_s, time_s=max(0.0, time_calls(made.work, device, calls)), calls=calls
+    )
 
 
 class Holder:
     """Takes rows one after the other, and knows how fast the last ones of each kind were."""
 
     def __init__(
-        self, device: Timeline, rank: int, limits: Limits, clock: Clock, origin_s: float, agree: Agree = alone
+        self,
+        device: Timeline,
+        rank: int,
+        limits: Limits,
+        clock: Clock,
+        origin_s: float,
+        agree: Agree = alone,
     ) -> None:
         self.device, self.rank, self.limits = device, rank, limits
         self.clock, self.origin_s, self.agree = clock, origin_s, agree
@@ -92,7 +110,9 @@ class Holder:
             return self._bench(row, reason=_why(error))
         if bench.stretches and bench.amount is not None and bench.stretches[-1].time_s > 0:
             last = bench.stretches[-1]
-            self._rates[key] = max(self._rates.get(key, 0.0), bench.amount * last.calls / last.time_s)
+            self._rates[key] = max(
+                self._rates.get(key, 0.0), bench.amount * last.calls / last.time_s
+            )
         return bench
 
     def _made(self, row: Row, rate: float | None) -> tuple[Made | None, str | None]:
@@ -109,7 +129,9 @@ class Holder:
         return None if known is None or row.unit != "FLOP/s" else FIRST_SHARE * known
 
     def _take(self, row: Row, made: Made, agree: Agree) -> Bench:
-        told = self._bench(row).model_copy(update={"amount": float(made.amount), "detail": dict(made.detail)})
+        told = self._bench(row).model_copy(
+            update={"amount": float(made.amount), "detail": dict(made.detail)}
+        )
         if made.check is not None:
             error, bound = made.check()
             checked = Checked(error=error if abs(error) < MOST_ERROR else None, bound=bound)
@@ -180,16 +202,27 @@ class CeilingsWorker(RankProcess):
         spec = self.spec
         device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
         if device is None:
-            raise RequestError(f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see steelyard list")
+            raise RequestError(
+                f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see"
+                " steelyard list"
+            )
         framework: Framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
-        self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
+        self._add(
+            identity=framework.identity(),
+            versions=framework.versions(),
+            threads=framework.threads(),
+        )
         framework.join(spec.plan, self.rank, self.world, self.host.rendezvous)
         self.framework = framework
         return framework
 
     def _rows(self, shown: Ceilings, rows: list[Row], framework: Framework) -> None:
-        """Take the rows one after the other, and write the rank file after each: a rank that is killed leaves it."""
-        holder = Holder(framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree)
+        """Take the rows one after the other, and write the rank file after each: a rank that is
+        killed leaves it.
+        """
+        holder = Holder(
+            framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree
+        )
         for done, row in enumerate(rows):
             named = " ".join(filter(None, (row.group, row.name, row.precision)))
             self.tell(named, done, len(rows))

@@ -1,4 +1,6 @@
-"""The parent's side of `steelyard spec`: lead this host's workers through it, and make a record of whatever came of it."""
+"""The parent's side of `steelyard spec`: lead this host's workers through it, and make a record of
+whatever came of it.
+"""
 
 import secrets
 from contextlib import ExitStack
@@ -32,7 +34,9 @@ SPARE_S = 600.0  # beyond the time of all rows, for what is made and checked bef
 class SpecRun:
     """One run of `steelyard spec`, from the agent of this host to its record in the folder `out`."""
 
-    def __init__(self, accelerator: str | None, devices: int, quick: bool, out: Path, limit_s: float | None) -> None:
+    def __init__(
+        self, accelerator: str | None, devices: int, quick: bool, out: Path, limit_s: float | None
+    ) -> None:
         processes.check()
         self.quick, self.out, self.limits = quick, out, QUICK if quick else FULL
         if limit_s is not None:
@@ -47,12 +51,16 @@ class SpecRun:
         self.session = Session(launch.named("local"), Site(), 1)
 
     def to_record(self, watch: Watch | None, warn: Warn) -> tuple[SpecRecord, Path]:
-        """Whatever came of it, once workers were started; what is wrong with the request raises RequestError."""
+        """Whatever came of it, once workers were started; what is wrong with the request raises
+        RequestError.
+        """
         sealed.writable(self.out)
         with ExitStack() as undisturbed:
             limit_s = self.limits.total_s + SPARE_S
             prepare = partial(self._prepare, warn)
-            made = self._assemble(self.session.lead(prepare, self.origin_s, HANG_S, limit_s, watch, undisturbed))
+            made = self._assemble(
+                self.session.lead(prepare, self.origin_s, HANG_S, limit_s, watch, undisturbed)
+            )
             return made, spec.write(made, self.out)
 
     def _prepare(self, warn: Warn) -> Start:
@@ -71,8 +79,12 @@ class SpecRun:
         preflight.able(name, hello, self.plan, [])
         for device in hello.devices[: self.plan.devices]:
             if device.busy is not None:
-                warn(f"{device.name} is also used by {device.busy}: neither will show what it can do")
-        told = CeilingsSpec(accelerator=hello.accelerator, plan=self.plan, quick=self.quick, limits=self.limits)
+                warn(
+                    f"{device.name} is also used by {device.busy}: neither will show what it can do"
+                )
+        told = CeilingsSpec(
+            accelerator=hello.accelerator, plan=self.plan, quick=self.quick, limits=self.limits
+        )
         return Start(
             run=told.model_dump(mode="json"),
             world=self.plan.world,

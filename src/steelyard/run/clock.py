@@ -8,7 +8,8 @@ from pathlib import Path
 
 # Clocks that tick alike, beside the one that everything is timed with: what the kernel calls each.
 OTHERS = {"raw": "CLOCK_MONOTONIC_RAW", "boottime": "CLOCK_BOOTTIME"}
-UPTIME = Path("/proc/uptime")  # a text that the kernel writes: a library that stands in for libc's clocks does not see it
+# a text that the kernel writes: a library that stands in for libc's clocks does not see it
+UPTIME = Path("/proc/uptime")
 TRIES = 8
 
 PINGS = 8  # quick ones, after hello
@@ -25,7 +26,9 @@ def busy() -> float:
 
 
 def every() -> dict[str, float]:
-    """All clocks of this host at one moment: of several tries the one that took least, in which nothing came between."""
+    """All clocks of this host at one moment: of several tries the one that took least, in which
+    nothing came between.
+    """
     return min((_read() for _ in range(TRIES)), key=lambda one: one[0])[1]
 
 
@@ -51,7 +54,9 @@ def sleep(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """One ping and its answer: when it was sent and heard here, and what the other clock said in between."""
+    """One ping and its answer: when it was sent and heard here, and what the other clock said in
+    between.
+    """
 
     sent_s: float
     heard_s: float
@@ -69,8 +74,8 @@ class Reading:
 
 
 class HostClock:
-    """The clock of a host, from all readings so far. Two hosts drift apart, by seconds in a day: early and late readings both
-    count. A clock that cannot be told from ours is ours."""
+    """The clock of a host, from all readings so far. Two hosts drift apart, by seconds in a day:
+    early and late readings both count. A clock that cannot be told from ours is ours."""
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []

@@ -23,12 +23,17 @@ MOST_BYTES = 1 << 20
 
 
 def engine_version(row: EngineRow, packages: Packages = None) -> str:
-    """Of its own source, this package's, and the packages it needs: whatever changes one of them must be tried again. An engine
-    that lives in another Python needs the packages of that one, which are given then."""
+    """Of its own source, this package's, and the packages it needs: whatever changes one of them
+    must be tried again. An engine that lives in another Python needs the packages of that one,
+    which are given then."""
     parts = [row.name, environment.package_hash()]
     tops = {reference.partition(":")[0].partition(".")[0] for reference in row.works.values()}
     parts += [f"{name} {_source(name)}" for name in sorted(tops - {"steelyard"})]
-    parts += [f"{name} {_installed(name)}" for name in sorted(row.needs)] if packages is None else [canonical(dict(packages))]
+    parts += (
+        [f"{name} {_installed(name)}" for name in sorted(row.needs)]
+        if packages is None
+        else [canonical(dict(packages))]
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -52,15 +57,23 @@ def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = 
     try:
         path = environment.private_cache(os.environ) / NAME
     except OSError as error:
-        raise RequestError(f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME") from error
-    found = {"version": engine_version(row, packages), "conforms": conforms, "cases": cases, "created": today()}
+        raise RequestError(
+            f"what was found cannot be kept: {error}; name a folder of yours in XDG_CACHE_HOME"
+        ) from error
+    found = {
+        "version": engine_version(row, packages),
+        "conforms": conforms,
+        "cases": cases,
+        "created": today(),
+    }
     files.write(path, json.dumps(_read(path) | {row.name: found}, indent=2).encode())
     return path
 
 
 def conforms(row: EngineRow, packages: Packages = None) -> bool | None:
     """Whether this version of an engine conforms; None where nobody has tried."""
-    with suppress(RequestError, OSError):  # a cache that is not ours is refused where something is loaded from it
+    # a cache that is not ours is refused where something is loaded from it
+    with suppress(RequestError, OSError):
         found = _read(environment.private_cache(os.environ) / NAME).get(row.name)
         if isinstance(found, dict) and found.get("version") == engine_version(row, packages):
             return found.get("conforms") is True

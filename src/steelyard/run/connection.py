@@ -10,7 +10,18 @@ from typing import Any
 
 from steelyard.run import messages
 from steelyard.run.clock import HostClock, Reading, now
-from steelyard.run.messages import HEARTBEAT_S, TO_PARENT, Bye, Hello, Message, MessageError, Ping, Pong, Reached, UnknownError
+from steelyard.run.messages import (
+    HEARTBEAT_S,
+    TO_PARENT,
+    Bye,
+    Hello,
+    Message,
+    MessageError,
+    Ping,
+    Pong,
+    Reached,
+    UnknownError,
+)
 
 TAIL_LINES = 40
 LINE_BYTES = 4000
@@ -20,8 +31,8 @@ Inbox = queue.SimpleQueue[tuple["Connection", Any]]
 
 
 class Connection:
-    """A host, by the process that leads to its agent. What it says is put into the inbox; None after its last word. `mark` is
-    what all that the agent starts is found by."""
+    """A host, by the process that leads to its agent. What it says is put into the inbox; None
+    after its last word. `mark` is what all that the agent starts is found by."""
 
     def __init__(self, name: str, command: list[str], token: str, mark: str, inbox: Inbox) -> None:
         self.name, self.token, self.mark = name, token, mark
@@ -34,11 +45,19 @@ class Connection:
         self.heard_s = self._pinged_s = now()
         self._inbox = inbox
         self._said: deque[bytes] = deque(maxlen=TAIL_LINES)
-        # A session of its own: Ctrl-C on a terminal is for the parent, which ends the agent in order.
+        # A session of its own: Ctrl-C on a terminal is for the parent, which ends the agent in
+        # order.
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._listen, self._overhear)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._listen, self._overhear)
+        ]
         for one in self._threads:
             one.start()
 
@@ -66,13 +85,15 @@ class Connection:
 
     def said(self) -> str:
         """What came beside messages: from ssh, srun, a login shell, or an agent that broke."""
-        self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)  # what has ended has said all, once it is read
+        # what has ended has said all, once it is read
+        self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)
         return b"".join(tuple(self._said)).decode("utf-8", "replace").strip()
 
     def send(self, message: Message) -> None:
         if self.process.stdin is None:
             return
-        with contextlib.suppress(OSError, ValueError):  # whoever is gone, or closed, is heard to be gone
+        # whoever is gone, or closed, is heard to be gone
+        with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(messages.encode(message))
             self.process.stdin.flush()
 
@@ -103,8 +124,8 @@ class Connection:
 
 
 def close(connections: Sequence[Connection]) -> None:
-    """Close stdin of all agents, then send SIGTERM and SIGKILL to those that do not end. They are waited for together: many
-    lost hosts take as long as one."""
+    """Close stdin of all agents, then send SIGTERM and SIGKILL to those that do not end. They are
+    waited for together: many lost hosts take as long as one."""
     for one in connections:
         one.close_stdin()
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):

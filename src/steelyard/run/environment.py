@@ -1,11 +1,13 @@
-"""The environment of a run: hardware, software, the package's revision, compiler caches, and the Python of the workers.
+"""The environment of a run: hardware, software, the package's revision, compiler caches, and the
+Python of the workers.
 
-Nothing of a framework is imported: modules are looked for, not loaded. An engine may live in another Python
-(`engine.python`). The host's agent starts that one as `python -P -m steelyard.run.environment MODULE...`, which
-answers with one line of JSON: what it has.
+Nothing of a framework is imported: modules are looked for, not loaded. An engine may live in
+another Python (`engine.python`). The host's agent starts that one as `python -P -m
+steelyard.run.environment MODULE...`, which answers with one line of JSON: what it has.
 
-Torch and Triton would share a cache folder under the temporary one, and load machine code from it, no matter
-who wrote it. Workers get folders that only their user can write, and that last across runs.
+Torch and Triton would share a cache folder under the temporary one, and load machine code from it,
+no matter who wrote it. Workers get folders that only their user can write, and that last across
+runs.
 """
 
 import hashlib
@@ -30,7 +32,14 @@ from steelyard.accelerators import variables as names
 from steelyard.accelerators.cpu import model_name
 from steelyard.accelerators.row import Accelerator, Found
 from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
-from steelyard.record.facts import DeviceFacts, Environment, Hardware, PeakFacts, Software, SourceFacts
+from steelyard.record.facts import (
+    DeviceFacts,
+    Environment,
+    Hardware,
+    PeakFacts,
+    Software,
+    SourceFacts,
+)
 from steelyard.schema import Frozen
 
 PACKAGES = (
@@ -65,7 +74,8 @@ MOST_BYTES = 64 << 10  # of a file of the system that is read
 PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SOURCES = (".", ":(exclude,glob)**/__pycache__/**")  # what runs: results and notes elsewhere in the tree change nothing
+# what runs: results and notes elsewhere in the tree change nothing
+SOURCES = (".", ":(exclude,glob)**/__pycache__/**")
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 CACHE_HINT = "name a folder of yours in XDG_CACHE_HOME"
@@ -75,9 +85,11 @@ REFUSED = 65  # EX_DATAERR of sysexits.h: what is wrong is the last line of stde
 INTERPRETER = ["-P", "-m", "steelyard.run.environment"]
 
 
-def of_host(accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]) -> Environment:
-    """All that is known of this host without a worker, which gets these variables. Versions of the accelerators'
-    libraries are null: a worker reports them."""
+def of_host(
+    accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]
+) -> Environment:
+    """All that is known of this host without a worker, which gets these variables. Versions of the
+    accelerators' libraries are null: a worker reports them."""
     hardware, software = _hardware(accelerator, found), _software(found, variables)
     return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
 
@@ -97,7 +109,9 @@ def packages() -> dict[str, str]:
 def package_hash(package: Path = PACKAGE) -> str:
     """Of all files of this package: hosts of a run must have the same."""
     found = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json", ".html")):
+    for path in sorted(
+        path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json", ".html")
+    ):
         found.update(f"{path.relative_to(package)}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
@@ -118,15 +132,18 @@ def container(root: Path = Path("/")) -> str | None:
 
 
 def source(package: Path = PACKAGE) -> dict[str, Any]:
-    """The version, and the git revision where the package lies in its own work tree, in src/ at its top. An installed
-    copy has none, even inside somebody's repository."""
+    """The version, and the git revision where the package lies in its own work tree, in src/ at its
+    top. An installed copy has none, even inside somebody's repository."""
     top = files.git(package, "rev-parse", "--show-toplevel")
     revision = dirty = None
     if top is not None and Path(top) == package.resolve().parents[1]:
         revision = files.git(package, "rev-parse", "--verify", "HEAD")
-        changes = files.git(package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES)
+        changes = files.git(
+            package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES
+        )
         dirty = None if revision is None or changes is None else changes != ""
-    revision = revision or os.environ.get("STEELYARD_REVISION")  # for copies without a repository, container images say
+    # for copies without a repository, container images say
+    revision = revision or os.environ.get("STEELYARD_REVISION")
     return {"version": __version__, "revision": revision, "dirty": dirty}
 
 
@@ -167,9 +184,15 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
 
 
 def _preloaded(variables: Mapping[str, str]) -> dict[str, str]:
-    """Libraries that stand before all others and can change what any function does, a clock's too: by name, not by place."""
+    """Libraries that stand before all others and can change what any function does, a clock's too:
+    by name, not by place.
+    """
     named = {name: re.split(r"[:\s]+", variables.get(name, "").strip()) for name in PRELOADS}
-    return {name: ":".join(Path(one).name for one in every if one) for name, every in named.items() if any(every)}
+    return {
+        name: ":".join(Path(one).name for one in every if one)
+        for name, every in named.items()
+        if any(every)
+    }
 
 
 def _os_name() -> str:
@@ -189,10 +212,14 @@ def system_text(path: Path) -> str:
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers are told of caches, each a folder that is made and checked here. One that is named already stays. Nothing,
-    where a user has no place for any."""
+    """What workers are told of caches, each a folder that is made and checked here. One that is
+    named already stays. Nothing, where a user has no place for any."""
     try:
-        return {name: str(private_cache(environment, folder)) for name, folder in CACHES.items() if not environment.get(name)}
+        return {
+            name: str(private_cache(environment, folder))
+            for name, folder in CACHES.items()
+            if not environment.get(name)
+        }
     except OSError:
         return {}
 
@@ -223,12 +250,15 @@ def _make_private(folder: Path) -> None:
     for what, holds in wrong.items():
         if holds:
             raise RequestError(
-                f"the cache {str(folder)!r} {what}: other users could change what is in it; remove it, or {CACHE_HINT}"
+                f"the cache {str(folder)!r} {what}: other users could change what is in it; remove"
+                f" it, or {CACHE_HINT}"
             )
 
 
 class Interpreter(Frozen):
-    """A Python that workers run in: its version, its packages, its steelyard, and which of the asked modules it lacks."""
+    """A Python that workers run in: its version, its packages, its steelyard, and which of the
+    asked modules it lacks.
+    """
 
     python: str
     packages: dict[str, str]
@@ -249,34 +279,54 @@ def this_interpreter(needs: Sequence[str]) -> Interpreter:
 
 
 def lacking_modules(needs: Sequence[str]) -> list[str]:
-    """Return the modules that this Python does not have; raise RequestError if one is there but cannot be imported."""
+    """Return the modules that this Python does not have; raise RequestError if one is there but
+    cannot be imported.
+    """
     return [name for name in needs if not plugins.installed(name)]
 
 
-def look_at_interpreter(path: str, needs: Sequence[str], variables: Mapping[str, str]) -> Interpreter:
-    """The Python at a path, if workers of an engine that needs these modules can run in it; else RequestError, one line."""
+def look_at_interpreter(
+    path: str, needs: Sequence[str], variables: Mapping[str, str]
+) -> Interpreter:
+    """The Python at a path, if workers of an engine that needs these modules can run in it; else
+    RequestError, one line.
+    """
     named = f"engine.python {path!r}"
     install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
     try:
         done = subprocess.run(
-            [path, *INTERPRETER, *needs], capture_output=True, text=True, timeout=LOOK_S, env=dict(variables), check=False
+            [path, *INTERPRETER, *needs],
+            capture_output=True,
+            text=True,
+            timeout=LOOK_S,
+            env=dict(variables),
+            check=False,
         )
     except OSError as error:
         why = error.strerror or str(error)
-        raise RequestError(f"{named} cannot be started: {why}; name a Python that has steelyard and the engine") from error
+        raise RequestError(
+            f"{named} cannot be started: {why}; name a Python that has steelyard and the engine"
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise RequestError(f"{named} does not answer within {LOOK_S:g} s; name another Python") from error
+        raise RequestError(
+            f"{named} does not answer within {LOOK_S:g} s; name another Python"
+        ) from error
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
         if done.returncode == REFUSED:
             raise RequestError(f"{named}: {why}")
         if OUT_OF_MEMORY_LINE.match(why):
             raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
-        raise RequestError(f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there by: {install}")
+        raise RequestError(
+            f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there"
+            f" by: {install}"
+        )
     try:
         found = Interpreter.model_validate_json(done.stdout)
     except ValidationError as error:
-        raise RequestError(f"{named} has another steelyard; install this one there: {install}") from error
+        raise RequestError(
+            f"{named} has another steelyard; install this one there: {install}"
+        ) from error
     _check_interpreter(found, named, install)
     return found
 
@@ -284,15 +334,19 @@ def look_at_interpreter(path: str, needs: Sequence[str], variables: Mapping[str,
 def _check_interpreter(found: Interpreter, named: str, install: str) -> None:
     if found.version != __version__:
         raise RequestError(
-            f"{named} has steelyard {found.version}, here is {__version__}; install this version there: {install}"
+            f"{named} has steelyard {found.version}, here is {__version__}; install this version"
+            f" there: {install}"
         )
     if found.package != package_hash():
         here = package_hash()
         raise RequestError(
-            f"{named} has another steelyard {found.version} (files {found.package}, here {here}); install this one there"
+            f"{named} has another steelyard {found.version} (files {found.package}, here {here});"
+            " install this one there"
         )
     if found.lacking:
-        raise RequestError(f"{named} has no {found.lacking[0]}, and the engine needs it; install it there")
+        raise RequestError(
+            f"{named} has no {found.lacking[0]}, and the engine needs it; install it there"
+        )
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""A stretch of steps under the framework's profiler, after the measured passes: what `--explain` asks for. Nothing that is
-measured sees it."""
+"""A stretch of steps under the framework's profiler, after the measured passes: what `--explain`
+asks for. Nothing that is measured sees it."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,7 +17,8 @@ from steelyard.record.profile import MOST, REST, KernelFacts, Profile
 from steelyard.run.measure import Count, measure
 
 STEPS = 4  # at most
-FLOPS = 2e15  # of one device in a stretch, about: seconds on a fast one; every step leaves thousands of events
+# of one device in a stretch, about: seconds on a fast one; every step leaves thousands of events
+FLOPS = 2e15
 
 
 @runtime_checkable
@@ -40,9 +41,18 @@ def steps_of(case: Case, plan: Plan, sample: int | None) -> int:
 
 
 def explain(
-    engine: Engine, name: str, framework: Framework, count: Count, steps: int, rank: int, watch: bool, trace: Path | None
+    engine: Engine,
+    name: str,
+    framework: Framework,
+    count: Count,
+    steps: int,
+    rank: int,
+    watch: bool,
+    trace: Path | None,
 ) -> Profile | None:
-    """Take the steps; `watch`: under the profiler. None where this rank does not watch, or its framework cannot."""
+    """Take the steps; `watch`: under the profiler. None where this rank does not watch, or its
+    framework cannot.
+    """
     profiler = framework.profiler() if watch else None
     items = _warm(lambda: engine.again(name) if isinstance(engine, Again) else engine.work(name))
     framework.synchronize()
@@ -58,7 +68,11 @@ def explain(
         pass_name=name,
         rank=rank,
         steps=len(worked),
-        counts={key: sum(sample.counts.get(key, 0) for sample in worked) for key in worked[0].counts} if worked else {},
+        counts=(
+            {key: sum(sample.counts.get(key, 0) for sample in worked) for key in worked[0].counts}
+            if worked
+            else {}
+        ),
         wall_s=seen.wall_s,
         data_s=sum(sample.phases.get("data", 0.0) for sample in samples),
         kernels=[*map(_facts, kernels[:MOST]), *_rest(kernels[MOST:])],
@@ -88,7 +102,13 @@ def _first(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | Work]:
 
 
 def _facts(one: Kernel) -> KernelFacts:
-    return KernelFacts(name=one.name[:200], kind=one.kind, calls=one.calls, time_s=one.time_s, size_bytes=one.size_bytes)
+    return KernelFacts(
+        name=one.name[:200],
+        kind=one.kind,
+        calls=one.calls,
+        time_s=one.time_s,
+        size_bytes=one.size_bytes,
+    )
 
 
 def _rest(kernels: list[Kernel]) -> Iterator[KernelFacts]:

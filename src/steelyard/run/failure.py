@@ -1,8 +1,9 @@
 """Decide how a run failed, and which rank caused it.
 
-Input is what the ranks left: rank files, exits, and the end of their stderr. Output is a `Failure`, or None for a run that
-went well. It is produced once, by the agent that ended, by the session that lost a host or by `find_failure`, and carried as
-it is into the record. Nothing here reads a file or a clock.
+Input is what the ranks left: rank files, exits, and the end of their stderr. Output is a `Failure`,
+or None for a run that went well. It is produced once, by the agent that ended, by the session that
+lost a host or by `find_failure`, and carried as it is into the record. Nothing here reads a file or
+a clock.
 """
 
 import os
@@ -20,33 +21,46 @@ if TYPE_CHECKING:
     from steelyard.run.boundary import RankFile
     from steelyard.run.messages import WorkerEnded
 
-# A rank that lost its peer fails with one of these, or names the library for collectives of an accelerator.
-PEER_LOST = ("gloo", "connection (reset|closed|refused)", "TCPStore", "DistNetworkError", "DistBackendError")
+# A rank that lost its peer fails with one of these, or names the library for collectives of an
+# accelerator.
+PEER_LOST = (
+    "gloo",
+    "connection (reset|closed|refused)",
+    "TCPStore",
+    "DistNetworkError",
+    "DistBackendError",
+)
 TAIL_CHARS, WHY_CHARS = 4000, 500
-DISK_FULL = 74  # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
+# EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
+DISK_FULL = 74
 NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
 ILLEGAL_HINT = (
-    "the CPU does not run an instruction that it advertises, as some virtual machines do not run AMX; set "
-    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
+    "the CPU does not run an instruction that it advertises, as some virtual machines do not run"
+    " AMX; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
 )
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run failed: a reason code, a sentence for the user, and the rank that caused it, if one did."""
+    """Why a run failed: a reason code, a sentence for the user, and the rank that caused it, if one
+    did.
+    """
 
     code: str
     text: str
     rank: int | None = None
 
 
-UNFINISHED = Failure("unfinished", "the run has not ended, or its parent was killed before it could say how it ended")
+UNFINISHED = Failure(
+    "unfinished", "the run has not ended, or its parent was killed before it could say how it ended"
+)
 
 
 @dataclass
 class RankResults:
-    """What the ranks left, by rank: the last readable rank file, why a later one cannot be read, exits that the parent did
-    not ask for, the end of stderr, and the stacks of a run that hung. The session adds to it as messages arrive."""
+    """What the ranks left, by rank: the last readable rank file, why a later one cannot be read,
+    exits that the parent did not ask for, the end of stderr, and the stacks of a run that hung. The
+    session adds to it as messages arrive."""
 
     rank_files: "dict[int, RankFile]" = field(default_factory=dict)
     exits: "dict[int, WorkerEnded]" = field(default_factory=dict)
@@ -61,8 +75,14 @@ class RankResults:
         return [self.rank_files[rank] for rank in sorted(self.rank_files)]
 
     def tail(self, rank: int | None) -> str:
-        """Return the end of a rank's stderr, or of all ranks' for None; where there is none, what the agents printed."""
-        own = "\n".join(filter(None, self.stderr_tails.values())) if rank is None else self.stderr_tails.get(rank, "")
+        """Return the end of a rank's stderr, or of all ranks' for None; where there is none, what
+        the agents printed.
+        """
+        own = (
+            "\n".join(filter(None, self.stderr_tails.values()))
+            if rank is None
+            else self.stderr_tails.get(rank, "")
+        )
         return (own or self.agent_output)[-TAIL_CHARS:]
 
     def exit_code(self, rank: int | None) -> int | None:
@@ -70,16 +90,21 @@ class RankResults:
         return None if ended is None else ended.code
 
     def without_rank_files(self, error: Exception) -> "RankResults":
-        """Return the same without the rank files, from which no record can be made because of `error`."""
+        """Return the same without the rank files, from which no record can be made because of
+        `error`.
+        """
         told = self.agent_output or "".join(traceback.format_exception(error))
         return replace(self, rank_files={}, agent_output=told)
 
 
-def find_failure(results: RankResults, world_size: int, name: Callable[[int], str] = "rank {}".format) -> Failure | None:
-    """Return the failure that came first, or None if every rank finished. `name` formats a rank for the text.
+def find_failure(
+    results: RankResults, world_size: int, name: Callable[[int], str] = "rank {}".format
+) -> Failure | None:
+    """Return the failure that came first, or None if every rank finished. `name` formats a rank for
+    the text.
 
-    Later failures are usually consequences: a rank that loses its peer raises a connection error, and ranks that we end
-    report `ended`. Rules, in this order; the first that applies decides:
+    Later failures are usually consequences: a rank that loses its peer raises a connection error,
+    and ranks that we end report `ended`. Rules, in this order; the first that applies decides:
       1. a worker is suspended by a signal               -> stopped
       2. a rank raised, and not because a peer died      -> the status in its rank file
       3. a rank file cannot be read                      -> malformed
@@ -90,11 +115,23 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
     suspended = [ended for ended in exits.values() if ended.suspended]
     if suspended:
         rank = min(suspended, key=lambda ended: ended.time_s).rank
-        return Failure("stopped", f"{name(rank)} was stopped by a signal, and nothing let it go on", rank)
+        return Failure(
+            "stopped", f"{name(rank)} was stopped by a signal, and nothing let it go on", rank
+        )
 
-    reported = {one.rank for one in ranks if one.status != "running" and not (one.status == "ended" and one.rank in exits)}
-    silent = [rank for rank in range(world_size) if rank not in reported and rank not in results.unreadable]
-    dead = sorted((ended for ended in exits.values() if ended.rank in silent), key=lambda ended: ended.time_s)
+    reported = {
+        one.rank
+        for one in ranks
+        if one.status != "running" and not (one.status == "ended" and one.rank in exits)
+    }
+    silent = [
+        rank
+        for rank in range(world_size)
+        if rank not in reported and rank not in results.unreadable
+    ]
+    dead = sorted(
+        (ended for ended in exits.values() if ended.rank in silent), key=lambda ended: ended.time_s
+    )
     raised = [one for one in ranks if one.status not in ("done", "running", "ended")]
     first = min(raised, key=lambda one: one.ended_s, default=None)
     if first is not None and not (dead and _lost_peer(str(first.error))):
@@ -105,7 +142,9 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
         return Failure("malformed", f"{name(rank)} left a result that cannot be read: {why}", rank)
 
     done = {one.rank for one in ranks if one.status == "done"}
-    failed = sorted((ended for ended in exits.values() if ended.code), key=lambda ended: ended.time_s)
+    failed = sorted(
+        (ended for ended in exits.values() if ended.code), key=lambda ended: ended.time_s
+    )
     if len(done) == world_size and not failed:
         return _differing_data(ranks)
     if dead or failed:
@@ -116,39 +155,64 @@ def find_failure(results: RankResults, world_size: int, name: Callable[[int], st
 
 
 def _lost_peer(error: str) -> bool:
-    """Return whether a rank failed because a peer was lost, which is a consequence and not the cause."""
+    """Return whether a rank failed because a peer was lost, which is a consequence and not the
+    cause.
+    """
     libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
-    return re.search("|".join([*PEER_LOST, *map(re.escape, libraries)]), error, re.IGNORECASE) is not None
+    return (
+        re.search("|".join([*PEER_LOST, *map(re.escape, libraries)]), error, re.IGNORECASE)
+        is not None
+    )
 
 
 def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
-    """Describe how a worker died from its exit code and its last words, without guessing who sent a signal. The first rule
-    that holds decides."""
+    """Describe how a worker died from its exit code and its last words, without guessing who sent a
+    signal. The first rule that holds decides."""
     code, by_signal = ended.code, ended.code is not None and ended.code < 0
     full = next((text for text in NO_SPACE if text in stderr_tail), None)
     last_line = " ".join((stderr_tail.strip().splitlines() or [""])[-1].split())
     no_memory = OUT_OF_MEMORY_LINE.match(last_line) is not None
-    how = f"{name} was ended by {signal_name(-(code or 0))}" if by_signal else f"{name} left no result; exit code {code}"
+    how = (
+        f"{name} was ended by {signal_name(-(code or 0))}"
+        if by_signal
+        else f"{name} left no result; exit code {code}"
+    )
     says = f"{how}, and its stderr says: "
-    for_memory = f"the kernel ended {ended.oom_kills} process(es) of its control group for lack of memory"
+    for_memory = (
+        f"the kernel ended {ended.oom_kills} process(es) of its control group for lack of memory"
+    )
     rules = (
-        (code == DISK_FULL, "disk_full", f"{name} could write no result: no space is left on its disk; TMPDIR names another"),
+        (
+            code == DISK_FULL,
+            "disk_full",
+            f"{name} could write no result: no space is left on its disk; TMPDIR names another",
+        ),
         (code == -signal.SIGILL, "illegal_instruction", f"{how}: {ILLEGAL_HINT}"),
         (full is not None and not by_signal, "disk_full", f"{says}{full}"),
-        (no_memory and (not by_signal or code == -signal.SIGABRT), "out_of_memory", f"{says}{last_line[:WHY_CHARS]}"),
+        (
+            no_memory and (not by_signal or code == -signal.SIGABRT),
+            "out_of_memory",
+            f"{says}{last_line[:WHY_CHARS]}",
+        ),
         (code == -signal.SIGKILL and ended.oom_kills, "killed", f"{how}; meanwhile {for_memory}"),
     )
     return next(
-        (Failure(reason, text, ended.rank) for holds, reason, text in rules if holds), Failure("killed", how, ended.rank)
+        (Failure(reason, text, ended.rank) for holds, reason, text in rules if holds),
+        Failure("killed", how, ended.rank),
     )
 
 
 def _differing_data(ranks: "list[RankFile]") -> Failure | None:
-    """Return a failure if ranks read other data than the first, as hosts with files of their own may."""
+    """Return a failure if ranks read other data than the first, as hosts with files of their own
+    may.
+    """
     known = [(one.rank, one.data.fingerprint) for one in ranks if one.data is not None]
     for rank, fingerprint in known:
         if fingerprint != known[0][1]:
-            text = f"rank {rank} read other data than rank {known[0][0]}; give all hosts the same files"
+            text = (
+                f"rank {rank} read other data than rank {known[0][0]}; give all hosts the same"
+                " files"
+            )
             return Failure("data_differ", text, rank)
     return None
 
@@ -157,7 +221,11 @@ def no_record(failure: Failure | None, error: Exception) -> Failure:
     """Return the failure of a run whose rank files cannot be put together to a record."""
     why = " ".join("".join(traceback.format_exception_only(error)).split())
     text = f"what the ranks left cannot be put together: {why[:WHY_CHARS]}"
-    return Failure("malformed", text) if failure is None else replace(failure, text=f"{failure.text}; {text}")
+    return (
+        Failure("malformed", text)
+        if failure is None
+        else replace(failure, text=f"{failure.text}; {text}")
+    )
 
 
 def signal_name(number: int) -> str:

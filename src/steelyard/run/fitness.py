@@ -35,8 +35,14 @@ def machine(accelerator: str | None, records: Path) -> Machine:
         host=host.state_of(row, found),
         others=others(),
         bounds=busy.bounds_of(row.name),
-        free_bytes={"records": free_bytes(records), "temporary": free_bytes(Path(tempfile.gettempdir()))},
-        versions={"Python": platform.python_version(), **{name: installed.get(name) for name in PACKAGES}},
+        free_bytes={
+            "records": free_bytes(records),
+            "temporary": free_bytes(Path(tempfile.gettempdir())),
+        },
+        versions={
+            "Python": platform.python_version(),
+            **{name: installed.get(name) for name in PACKAGES},
+        },
         torch_build=row.torch_build(),
         amx=cpu.amx(),
         steps=row.steps,
@@ -44,9 +50,11 @@ def machine(accelerator: str | None, records: Path) -> Machine:
 
 
 def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
-    """Return the named accelerator, or the first that has devices, and what is wrong with its driver: a driver that does
-    not answer is a finding, and no wrong request."""
-    for row in accelerators.table().values() if accelerator is None else [accelerators.named(accelerator)]:
+    """Return the named accelerator, or the first that has devices, and what is wrong with its
+    driver: a driver that does not answer is a finding, and no wrong request."""
+    for row in (
+        accelerators.table().values() if accelerator is None else [accelerators.named(accelerator)]
+    ):
         try:
             if row.find() or accelerator is not None:
                 return row, None
@@ -71,6 +79,8 @@ def others(watch_s: float = WATCH_S) -> Share:
 def free_bytes(folder: Path) -> int | None:
     """Where the folder is, or would be made."""
     with suppress(OSError):
-        place = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), None)
+        place = next(
+            (one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), None
+        )
         return None if place is None else shutil.disk_usage(place).free
     return None

@@ -1,4 +1,5 @@
-"""A host as its agent sees it: devices, files, network, the environment that workers get, and settings that can change results.
+"""A host as its agent sees it: devices, files, network, the environment that workers get, and
+settings that can change results.
 
 Settings are read from /proc, /sys and the driver; nothing is set.
 """
@@ -23,8 +24,8 @@ from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 from steelyard.run.processes import AGENT_CLAIM
 
 LOOPBACK = "lo"
-# What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their agent; a stranger's words
-# would have them wait for a world that is not there.
+# What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their
+# agent; a stranger's words would have them wait for a world that is not there.
 SCRUBBED = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "RANK_TABLE_FILE"),
@@ -32,7 +33,16 @@ SCRUBBED = frozenset(
         *("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"),
     )
 )
-SCRUBBED_BEGIN = ("TORCHELASTIC_", "SLURM_", "SLURMD_", "PMI_", "PMIX_", "OMPI_", "PADDLE_", "ACCELERATE_")
+SCRUBBED_BEGIN = (
+    "TORCHELASTIC_",
+    "SLURM_",
+    "SLURMD_",
+    "PMI_",
+    "PMIX_",
+    "OMPI_",
+    "PADDLE_",
+    "ACCELERATE_",
+)
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 ROOT = Path("/")
@@ -48,7 +58,8 @@ class Host:
         self.asked = asked
         os.environ.update(asked.environment)
         self.claims: list[socket.socket] = []
-        processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)  # how this agent is found, should it stop
+        # how this agent is found, should it stop
+        processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
         self.interface: str | None = None
@@ -56,19 +67,26 @@ class Host:
         self.problem: str | None = None
         self.caches: dict[str, str] = {}
         self.python = sys.executable if asked.python is None else asked.python
-        self.interpreter: Interpreter | None = None  # of the workers, where it is another than this one
+        # of the workers, where it is another than this one
+        self.interpreter: Interpreter | None = None
         self.lacking: list[str] = []
         try:
             processes.check_working_directory()
             self.caches = environment.cache_variables(os.environ)
-            self.accelerator = accelerators.named(asked.accelerator) if asked.accelerator else accelerators.detect()
+            self.accelerator = (
+                accelerators.named(asked.accelerator)
+                if asked.accelerator
+                else accelerators.detect()
+            )
             self.found = self.accelerator.find()
             self.interface = _interface(asked)
             self.listening = None if asked.peer is None else _listen(self.interface)
             if asked.python is None:
                 self.lacking = environment.lacking_modules(asked.needs)
             else:
-                self.interpreter = environment.look_at_interpreter(asked.python, asked.needs, self.variables())
+                self.interpreter = environment.look_at_interpreter(
+                    asked.python, asked.needs, self.variables()
+                )
         except RequestError as error:
             self.problem = str(error)
 
@@ -84,14 +102,22 @@ class Host:
         return {} if self.accelerator is None else dict(self.accelerator.severity)
 
     def variables(self) -> dict[str, str]:
-        """The environment of workers: inherited, then what the accelerator needs, the network, caches,
-        and what the run says."""
+        """The environment of workers: inherited, then what the accelerator needs, the network,
+        caches, and what the run says."""
         inherited = {name: value for name, value in os.environ.items() if not scrubbed(name)}
         needed = accelerators.settings(lambda row: row.worker_variables)
-        needed |= self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
-        listening = {} if self.interface is None else accelerators.settings(lambda row: row.interface_variables)
+        needed |= (
+            self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
+        )
+        listening = (
+            {}
+            if self.interface is None
+            else accelerators.settings(lambda row: row.interface_variables)
+        )
         wanted = {name: text.format(self.interface) for name, text in listening.items()}
-        network = {name: value for name, value in wanted.items() if name not in self.asked.environment}
+        network = {
+            name: value for name, value in wanted.items() if name not in self.asked.environment
+        }
         return {**inherited, **needed, **network, **self.caches, **self.asked.variables}
 
     def hello(self) -> Hello:
@@ -112,7 +138,11 @@ class Host:
             environment=self._environment(row),
             state=state_of(row, self.used),
             lacking=self.lacking,
-            missing=[i for i, names in enumerate(self.asked.paths) if not any(Path(name).exists() for name in names)],
+            missing=[
+                i
+                for i, names in enumerate(self.asked.paths)
+                if not any(Path(name).exists() for name in names)
+            ],
             address=None if listening is None else listening.getsockname()[0],
             interface=self.interface,
             port=None if listening is None else listening.getsockname()[1],
@@ -126,19 +156,26 @@ class Host:
             return made
         software = made.software.model_dump()
         software |= {"python": self.interpreter.python, "packages": self.interpreter.packages}
-        return made.model_copy(update={"software": Software(**software, agent_python=made.software.python)})
+        return made.model_copy(
+            update={"software": Software(**software, agent_python=made.software.python)}
+        )
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
-        free = row.free(self.found) if self.found else []  # none where something was wrong before they were looked for
+        # none where something was wrong before they were looked for
+        free = row.free(self.found) if self.found else []
         return [
             FoundDevice(
                 name=device.name,
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
-                busy=processes.claim(f"device/{device.uuid or f'{row.name}:{device.index}'}", self.claims)
-                if device in self.used
-                else None,
+                busy=(
+                    processes.claim(
+                        f"device/{device.uuid or f'{row.name}:{device.index}'}", self.claims
+                    )
+                    if device in self.used
+                    else None
+                ),
             )
             for device, bytes_ in zip(self.found, free, strict=True)
         ]
@@ -150,15 +187,21 @@ def scrubbed(name: str) -> bool:
 
 
 def _machine() -> str:
-    """The boot of its kernel, its network and its name: containers with a network of their own are hosts of their own."""
+    """The boot of its kernel, its network and its name: containers with a network of their own are
+    hosts of their own.
+    """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    parts = [boot.read_text().strip(), str(network.readlink())] if boot.exists() and network.exists() else []
+    parts = (
+        [boot.read_text().strip(), str(network.readlink())]
+        if boot.exists() and network.exists()
+        else []
+    )
     return " ".join([*parts, socket.gethostname()])
 
 
 def _interface(asked: Open) -> str:
-    """The network interface for what ranks send each other: loopback on one host, else the named one, else that of the route
-    to another host of the run."""
+    """The network interface for what ranks send each other: loopback on one host, else the named
+    one, else that of the route to another host of the run."""
     if asked.peer is None:
         return LOOPBACK
     known = psutil.net_if_addrs()
@@ -170,7 +213,10 @@ def _interface(asked: Open) -> str:
     for name, addresses in known.items():
         if any(one.address.partition("%")[0] == ours for one in addresses):
             return name
-    raise RequestError(f"no interface has the address {ours}, which leads to {asked.peer}; name one in the site file")
+    raise RequestError(
+        f"no interface has the address {ours}, which leads to {asked.peer}; name one in the site"
+        " file"
+    )
 
 
 def _route(peer: str) -> str:
@@ -182,7 +228,9 @@ def _route(peer: str) -> str:
             address: str = asking.getsockname()[0]
             return address
     except OSError as error:
-        raise RequestError(f"no route to host {peer}: {error}; name the interface in the site file") from error
+        raise RequestError(
+            f"no route to host {peer}: {error}; name the interface in the site file"
+        ) from error
 
 
 def _listen(interface: str) -> socket.socket:
@@ -209,7 +257,11 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
         "memory_bytes": memory.get("MemTotal"),
         "available_bytes": memory.get("MemAvailable"),
         "swap_bytes": memory.get("SwapTotal"),
-        "swap_used_bytes": max(0, memory["SwapTotal"] - memory["SwapFree"]) if {"SwapTotal", "SwapFree"} <= {*memory} else None,
+        "swap_used_bytes": (
+            max(0, memory["SwapTotal"] - memory["SwapFree"])
+            if {"SwapTotal", "SwapFree"} <= {*memory}
+            else None
+        ),
         "governors": _governors(root),
         "clock_source": environment.system_text(root / CLOCK_SOURCE) or None,
         "numa_nodes": _count(environment.system_text(root / NODES / "online")) or None,
@@ -241,9 +293,14 @@ def _load_1m(root: Path) -> float | None:
 
 
 def _governors(root: Path) -> list[str] | None:
-    """The frequency governors of all cores, each once; None where the kernel has none, as in most virtual machines."""
+    """The frequency governors of all cores, each once; None where the kernel has none, as in most
+    virtual machines.
+    """
     policies = sorted((root / CPUS / "cpufreq").glob("policy*/scaling_governor"))
-    names = {environment.system_text(path) for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    names = {
+        environment.system_text(path)
+        for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")
+    }
     return sorted(name for name in names if name) or None
 
 

@@ -1,7 +1,9 @@
-"""CPU time and memory of a host while a run goes on, from the kernel's counters: of the cores it may use, of its own
-processes, of its control group, and how many processes the kernel ended for lack of memory.
+"""CPU time and memory of a host while a run goes on, from the kernel's counters: of the cores it
+may use, of its own processes, of its control group, and how many processes the kernel ended for
+lack of memory.
 
-Counters are read once a second. What others used of a stretch of time is worked out from the record.
+Counters are read once a second. What others used of a stretch of time is worked out from the
+record.
 """
 
 import os
@@ -17,11 +19,13 @@ from steelyard.run.messages import LoadSaid
 
 ROOT = Path("/")
 TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which the kernel counts
-# Of the columns of /proc/stat after the name: user, nice, system, irq, softirq, steal. Time that a hypervisor gave to others
-# (steal) is missing here as well. Guests are in user.
+# Of the columns of /proc/stat after the name: user, nice, system, irq, softirq, steal. Time that a
+# hypervisor gave to others (steal) is missing here as well. Guests are in user.
 BUSY = (0, 1, 2, 5, 6, 7)
-ALONE, OWN = (11, 12), (11, 12, 13, 14)  # utime and stime of /proc/PID/stat after the name in brackets; then cutime, cstime
-# Descendants are found through the threads of a process. Where ranks have many, they are looked for less often.
+# utime and stime of /proc/PID/stat after the name in brackets; then cutime, cstime
+ALONE, OWN = (11, 12), (11, 12, 13, 14)
+# Descendants are found through the threads of a process. Where ranks have many, they are looked for
+# less often.
 FEW_THREADS, SELDOM = 256, 10
 MAX_ROWS = 2048
 GROUPS = "sys/fs/cgroup"
@@ -38,12 +42,18 @@ class Reader:
     """Reads the counters of this host for one run."""
 
     def __init__(
-        self, token: str, root: Path = ROOT, cores: Iterable[int] | None = None, agent: tuple[int, ...] | None = None
+        self,
+        token: str,
+        root: Path = ROOT,
+        cores: Iterable[int] | None = None,
+        agent: tuple[int, ...] | None = None,
     ) -> None:
         self._token, self._root = token, root
         self._cores = affinity() if cores is None else frozenset(cores)
         # The agent, and who started it: the command itself, or what stands for it on this host.
-        self._agent = (os.getpid(), *(pid for pid in (os.getppid(),) if pid > 1)) if agent is None else agent
+        self._agent = (
+            (os.getpid(), *(pid for pid in (os.getppid(),) if pid > 1)) if agent is None else agent
+        )
         self._group = tightest_group(root)
         self._pids: tuple[int, ...] = ()
         self._below: list[int] = []
@@ -91,14 +101,21 @@ class Reader:
         ticks = 0
         for pid in pids:
             with suppress(OSError, ValueError, IndexError):
-                columns = (self._root / "proc" / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()
+                columns = (
+                    (self._root / "proc" / str(pid) / "stat")
+                    .read_bytes()
+                    .rpartition(b")")[2]
+                    .split()
+                )
                 ticks += sum(int(columns[place]) for place in places)
         return ticks / TICKS
 
 
 @dataclass
 class LoadReadings:
-    """The readings of one host as they arrive. Counters lose nothing when every second reading is dropped."""
+    """The readings of one host as they arrive. Counters lose nothing when every second reading is
+    dropped.
+    """
 
     rows: list[LoadSaid] = field(default_factory=list)
 
@@ -123,7 +140,9 @@ class LoadReadings:
             return Load(allowed=first.allowed, **columns)
         counted = [row.group_s for row in self.rows]
         begun = first.group_s
-        group = [None if begun is None or value is None else _rounded(value - begun) for value in counted]
+        group = [
+            None if begun is None or value is None else _rounded(value - begun) for value in counted
+        ]
         return Load(allowed=first.allowed, quota=first.quota, group_s=group, **columns)
 
 
@@ -147,19 +166,28 @@ class Group:
             text = self.usage.read_text()
             if self.usage.name == "cpuacct.usage":
                 return int(text) / 1e9
-            return next(int(line.split()[1]) / 1e6 for line in text.splitlines() if line.startswith("usage_usec "))
+            return next(
+                int(line.split()[1]) / 1e6
+                for line in text.splitlines()
+                if line.startswith("usage_usec ")
+            )
         return None
 
 
 def tightest_group(root: Path = ROOT) -> Group | None:
     """The group whose quota holds; None where no group on the way up has one."""
-    found = [group for folder, counted in _folders(root) if (group := _group(folder, counted)) is not None]
+    found = [
+        group
+        for folder, counted in _folders(root)
+        if (group := _group(folder, counted)) is not None
+    ]
     return min(found, key=lambda group: group.quota, default=None)
 
 
 def _folders(root: Path) -> list[tuple[Path, Path]]:
-    """This process's group and those above it: where the quota stands, and where CPU time is counted. Version 1 of control
-    groups may count elsewhere. In a container a group's own root is what is mounted."""
+    """This process's group and those above it: where the quota stands, and where CPU time is
+    counted. Version 1 of control groups may count elsewhere. In a container a group's own root is
+    what is mounted."""
     top = root / GROUPS
     lines: list[str] = []
     with suppress(OSError):
@@ -198,7 +226,9 @@ def _quota(folder: Path) -> float | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes of this control group the kernel has ended for lack of memory, or None if it does not count."""
+    """Return how many processes of this control group the kernel has ended for lack of memory, or
+    None if it does not count.
+    """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)

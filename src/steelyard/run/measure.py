@@ -1,8 +1,9 @@
 """The one measured loop that every engine's work passes through.
 
-An engine yields marks: a `Phase` where a phase of a step begins, a `Work` where a step ends. At each mark the loop takes the
-host time and a device event and goes on; it never waits for the device inside a pass. The pass ends when the engine has
-nothing more to yield and the device is idle, so work hidden behind the last mark is inside the wall time.
+An engine yields marks: a `Phase` where a phase of a step begins, a `Work` where a step ends. At
+each mark the loop takes the host time and a device event and goes on; it never waits for the device
+inside a pass. The pass ends when the engine has nothing more to yield and the device is idle, so
+work hidden behind the last mark is inside the wall time.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,22 +17,28 @@ from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
 Count = Callable[[Work], dict[str, int]]
-Mark = tuple[Phase | Work, float, Event]  # what an engine yielded, when on the host, and in the device's stream
+# what an engine yielded, when on the host, and in the device's stream
+Mark = tuple[Phase | Work, float, Event]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A measured pass on this rank, as marks. Its samples are made after it, which takes its time too."""
+    """A measured pass on this rank, as marks. Its samples are made after it, which takes its time
+    too.
+    """
 
     start_at: float  # on the clock, not relative
     wall_s: float
-    device_s: float | None = None  # the wall time on the device's own clock, where that is another than the host's
+    # the wall time on the device's own clock, where that is another than the host's
+    device_s: float | None = None
     cpu_s: float | None = None  # CPU time of this process, where that did the work
     clock: ClockName = "host"
     first: Event | None = None  # None: nothing was marked
     marks: list[Mark] = field(default_factory=list)
 
-    def samples(self, name: str, rank: int = 0, count: Count = lambda item: item.counts) -> list[Sample]:
+    def samples(
+        self, name: str, rank: int = 0, count: Count = lambda item: item.counts
+    ) -> list[Sample]:
         """Return a sample for each step; `count` says what its work counts."""
         if self.first is None:
             return []
@@ -96,7 +103,9 @@ def measure(
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
-    """The same work with nothing around it but two readings of the clock: what the loop above is compared with."""
+    """The same work with nothing around it but two readings of the clock: what the loop above is
+    compared with.
+    """
     device.synchronize()
     start = clock()
     for _ in items:
@@ -111,7 +120,9 @@ def _number(value: Any) -> float | None:
     return number if number - number == 0.0 else None
 
 
-def mean_time_s(work: Callable[[], Any], device: Timeline, least_s: float, clock: Clock = now) -> float:
+def mean_time_s(
+    work: Callable[[], Any], device: Timeline, least_s: float, clock: Clock = now
+) -> float:
     """Mean device time of one call, over as many calls as fill `least_s`, after three to warm up."""
     for _ in range(3):
         work()

@@ -1,13 +1,15 @@
 """What a node agent says and is told.
 
-The protocol between it and the parent: JSON lines, one message each, every one with the run's token.
+The protocol between it and the parent: JSON lines, one message each, every one with the run's
+token.
 
     parent → agent   open · reach · start · ping · stop · sweep
     agent → parent   hello · reached · started · pong · progress · telemetry · load · rank · exit · bye
 
-`open` comes first and brings the token; a line without it is no message. A heartbeat goes both ways: the parent pings every
-second and the agent answers, which is also how far apart their clocks are. Whoever hears nothing for `silence_s` takes the
-other side for gone. Beside these stand the files that an agent shares with its workers, and what it adds to their spec.
+`open` comes first and brings the token; a line without it is no message. A heartbeat goes both
+ways: the parent pings every second and the agent answers, which is also how far apart their clocks
+are. Whoever hears nothing for `silence_s` takes the other side for gone. Beside these stand the
+files that an agent shares with its workers, and what it adds to their spec.
 """
 
 import hashlib
@@ -28,8 +30,8 @@ PROTOCOL = 2
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20
-# In the private folder that an agent shares with its workers, and the most that is read of a file of theirs: 100,000 steps of
-# a rank take 40 MB.
+# In the private folder that an agent shares with its workers, and the most that is read of a file
+# of theirs: 100,000 steps of a rank take 40 MB.
 SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
 RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10
 MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
@@ -44,8 +46,8 @@ class Progress(Frozen):
 
 
 class Rendezvous(Frozen):
-    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the socket `listen_fd`, which is
-    already bound to the interface of the site."""
+    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the
+    socket `listen_fd`, which is already bound to the interface of the site."""
 
     file: Path | None = None
     address: str | None = None
@@ -68,7 +70,9 @@ class Message(Frozen):
 
 
 class Open(Message):
-    """What will be asked of this host, so that it can say whether it can. The session sets `token`, `mark` and `peer`."""
+    """What will be asked of this host, so that it can say whether it can. The session sets `token`,
+    `mark` and `peer`.
+    """
 
     kind: Literal["open"] = "open"
     token: str = ""
@@ -77,12 +81,18 @@ class Open(Message):
     accelerator: str | None
     devices: int
     matmul: str
-    interface: str | None = Field(description="for what ranks send each other; None: that of the route to `peer`")
-    peer: str | None = Field(None, description="another host of the run; None where this is the only one")
+    interface: str | None = Field(
+        description="for what ranks send each other; None: that of the route to `peer`"
+    )
+    peer: str | None = Field(
+        None, description="another host of the run; None where this is the only one"
+    )
     environment: dict[str, str] = Field(description="of the site, for the agent and its workers")
     variables: dict[str, str] = Field(description="of the run, for its workers")
     needs: list[str] = Field(description="modules that must be installed")
-    python: str | None = Field(None, description="the interpreter of the workers; None: the agent's own")
+    python: str | None = Field(
+        None, description="the interpreter of the workers; None: the agent's own"
+    )
     paths: list[list[str]] = Field(description="what must be there, each under one of its names")
     silence_s: float = SILENCE_S
 
@@ -96,14 +106,20 @@ class Reach(Message):
 
 
 class Start(Message):
-    """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and `workers`."""
+    """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and
+    `workers`.
+    """
 
     kind: Literal["start"] = "start"
     token: str = ""
-    run: dict[str, Any] = Field(description="of a worker's spec; the agent passes it on as it is, and the workers read it")
+    run: dict[str, Any] = Field(
+        description="of a worker's spec; the agent passes it on as it is, and the workers read it"
+    )
     first_rank: int = 0
     world: int
-    workers: int = Field(1, description="of each host: one a device, or one for a program that drives them all")
+    workers: int = Field(
+        1, description="of each host: one a device, or one for a program that drives them all"
+    )
     worker: Literal["steelyard.run.worker", "steelyard.run.ceilings"] = Field(
         "steelyard.run.worker", description="the module of the workers; it reads `run`"
     )
@@ -186,7 +202,9 @@ class ProgressSaid(Message, Progress):
 
 
 class TelemetryRows(Message):
-    """New readings of one device. A longer period than before: every second row so far is to be dropped."""
+    """New readings of one device. A longer period than before: every second row so far is to be
+    dropped.
+    """
 
     kind: Literal["telemetry"] = "telemetry"
     device: str
@@ -226,7 +244,9 @@ class WorkerEnded(Message):
     code: int | None
     time_s: float = Field(description="since the start of the run")
     suspended: bool = False
-    oom_kills: int | None = Field(None, description="processes of its control group that the kernel ended for lack of memory")
+    oom_kills: int | None = Field(
+        None, description="processes of its control group that the kernel ended for lack of memory"
+    )
 
 
 class Bye(Message):
@@ -238,18 +258,39 @@ class Bye(Message):
     stacks: dict[int, str] = Field(default_factory=dict)
     ended: int = Field(0, description="processes that had to be ended")
     failure: Failure | None = Field(
-        None, description="why the agent ended by itself; None: all workers ended, or the parent said so"
+        None,
+        description="why the agent ended by itself; None: all workers ended, or the parent said so",
     )
 
 
 ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
 ToParent = Annotated[
-    Union[Hello, Reached, Started, Pong, ProgressSaid, TelemetryRows, LoadSaid, RankSaid, WorkerEnded, Bye],  # noqa: UP007
+    Union[  # noqa: UP007
+        Hello,
+        Reached,
+        Started,
+        Pong,
+        ProgressSaid,
+        TelemetryRows,
+        LoadSaid,
+        RankSaid,
+        WorkerEnded,
+        Bye,
+    ],
     Field(discriminator="kind"),
 ]
 TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
 TO_PARENT: TypeAdapter[
-    Hello | Reached | Started | Pong | ProgressSaid | TelemetryRows | LoadSaid | RankSaid | WorkerEnded | Bye
+    Hello
+    | Reached
+    | Started
+    | Pong
+    | ProgressSaid
+    | TelemetryRows
+    | LoadSaid
+    | RankSaid
+    | WorkerEnded
+    | Bye
 ] = TypeAdapter(ToParent)
 
 
@@ -278,7 +319,13 @@ def encode(message: Message) -> bytes:
 
 
 def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSaid:
-    return RankSaid(token=token, rank=rank, sha256=hashlib.sha256(text.encode()).hexdigest(), text=text, problem=problem)
+    return RankSaid(
+        token=token,
+        rank=rank,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        text=text,
+        problem=problem,
+    )
 
 
 def whole(said: RankSaid) -> bool:
@@ -300,4 +347,6 @@ def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
     try:
         return adapter.validate_python(table)
     except ValidationError as error:
-        raise UnknownError(f"steelyard {__version__} does not understand a message: {first_problem(error)}") from error
+        raise UnknownError(
+            f"steelyard {__version__} does not understand a message: {first_problem(error)}"
+        ) from error

@@ -1,7 +1,9 @@
-"""The node agent: one process a host. It says what the host has, starts the ranks, samples telemetry, forwards what ranks
-leave, and ends them all when it is told to, when its parent is gone, or when it is told to end itself. Imports no framework.
+"""The node agent: one process a host. It says what the host has, starts the ranks, samples
+telemetry, forwards what ranks leave, and ends them all when it is told to, when its parent is gone,
+or when it is told to end itself. Imports no framework.
 
-Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see messages.py.
+Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see
+messages.py.
 """
 
 import errno
@@ -45,7 +47,9 @@ PARENT_GONE = Failure("parent_gone", "the parent is gone")
 
 
 class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
-    """The agent is to end. `failure` says why, or is None where all workers ended or the parent wishes it."""
+    """The agent is to end. `failure` says why, or is None where all workers ended or the parent
+    wishes it.
+    """
 
     def __init__(self, failure: Failure | None = None, stacks: bool = False) -> None:
         super().__init__(failure)
@@ -53,8 +57,9 @@ class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
 
 
 class Voice:
-    """What is said to the parent, from a thread of its own. A parent that is stopped, or behind a network that is cut, takes
-    nothing more once the pipe is full; the agent must not wait for it."""
+    """What is said to the parent, from a thread of its own. A parent that is stopped, or behind a
+    network that is cut, takes nothing more once the pipe is full; the agent must not wait for it.
+    """
 
     def __init__(self, out: BinaryIO) -> None:
         self.heard = True  # whether somebody takes it
@@ -112,13 +117,20 @@ class Agent:
             if line is None:
                 raise AgentEnds(PARENT_GONE)
             self._handle(messages.decode(line, TO_AGENT, self._token))
-            self._heard_s = now()  # after what was asked, which may take longer than a parent may be silent
+            # after what was asked, which may take longer than a parent may be silent
+            self._heard_s = now()
         if not self._voice.heard:
             raise AgentEnds(PARENT_GONE)
         if self._signal is not None:
-            raise AgentEnds(Failure("agent_ended", f"the agent was ended by {signal_name(self._signal)}"))
+            raise AgentEnds(
+                Failure("agent_ended", f"the agent was ended by {signal_name(self._signal)}")
+            )
         if now() - self._heard_s > self._silence_s:
-            raise AgentEnds(Failure("parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s"))
+            raise AgentEnds(
+                Failure(
+                    "parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s"
+                )
+            )
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -129,7 +141,14 @@ class Agent:
             case Sweep() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._voice.say(Bye(token=message.token, exits={}, stderr_tails={}, ended=processes.sweep(message.mark)))
+                self._voice.say(
+                    Bye(
+                        token=message.token,
+                        exits={},
+                        stderr_tails={},
+                        ended=processes.sweep(message.mark),
+                    )
+                )
                 raise AgentEnds
             case Ping():
                 self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
@@ -147,7 +166,8 @@ class Agent:
             self._ranks = Ranks(host, start)
             for message in self._ranks.start():
                 self._voice.say(message)
-        except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: a thread that cannot be started
+        # RuntimeError: a thread that cannot be started
+        except (OSError, RuntimeError, MemoryError) as error:
             raise AgentEnds(_not_started(error)) from error
 
     def _look(self) -> None:
@@ -170,7 +190,10 @@ class Agent:
 
 def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:
     if lacks_memory(error):
-        return Failure("out_of_memory", f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}")
+        return Failure(
+            "out_of_memory",
+            f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}",
+        )
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
     if isinstance(error, OSError) and error.errno in files.FULL:
         return Failure("disk_full", f"{why}; TMPDIR names another folder")
@@ -186,8 +209,9 @@ def _reach(asked: Reach) -> str | None:
 
 
 def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
-    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused. An agent that hangs, in a
-    driver or on a disk, would never see that None, and outlive its parent."""
+    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused. An
+    agent that hangs, in a driver or on a disk, would never see that None, and outlive its parent.
+    """
     while line := stream.readline(messages.MAX_LINE_BYTES + 1):
         lines.put(line)
     lines.put(None)
@@ -196,7 +220,9 @@ def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """End the agent if one of its threads ran out of memory: without it, it would fall silent and not say why."""
+    """End the agent if one of its threads ran out of memory: without it, it would fall silent and
+    not say why.
+    """
     threading.__excepthook__(failed)
     if issubclass(failed.exc_type, MemoryError):
         sys.stderr.flush()

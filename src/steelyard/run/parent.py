@@ -1,4 +1,6 @@
-"""The parent's side of a run: lead its hosts through it, and make a record of whatever came of it. Imports no framework."""
+"""The parent's side of a run: lead its hosts through it, and make a record of whatever came of it.
+Imports no framework.
+"""
 
 import re
 import secrets
@@ -28,13 +30,16 @@ from steelyard.run.messages import Hello, Open, Start
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch
 
-LOST = ("connection_lost", "agent_ended", "host_silent", "killed")  # what a cancelled job looks like from here
+# what a cancelled job looks like from here
+LOST = ("connection_lost", "agent_ended", "host_silent", "killed")
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
 MOST = 3  # contradictions that a reason names
-FIRST_STEPS = 20  # of a pass: one that runs out of memory later has cost too much to be started again unasked
+# of a pass: one that runs out of memory later has cost too much to be started again unasked
+FIRST_STEPS = 20
 WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",  # a worker ends without taking anything down, and what it said must be there
+    # a worker ends without taking anything down, and what it said must be there
+    "PYTHONUNBUFFERED": "1",
     "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
     "TOKENIZERS_PARALLELISM": "true",
 }
@@ -43,9 +48,14 @@ Warn = Callable[[str], None]
 
 
 def run_case(
-    ready: Ready, watch: Watch | None = None, allocation: Allocation | None = None, warn: Warn | None = None
+    ready: Ready,
+    watch: Watch | None = None,
+    allocation: Allocation | None = None,
+    warn: Warn | None = None,
 ) -> tuple[Record, Path]:
-    """Run one case and write its record. What only a host or a worker finds wrong with a request raises RequestError."""
+    """Run one case and write its record. What only a host or a worker finds wrong with a request
+    raises RequestError.
+    """
     return Run(ready, allocation, warn).to_record(watch)
 
 
@@ -63,7 +73,9 @@ class Run:
         self.session = Session(ready.launcher, ready.site, ready.plan.nodes, allocation)
 
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
-        """The record lies there from the start, as one that has not ended: a parent that is killed leaves it."""
+        """The record lies there from the start, as one that has not ended: a parent that is killed
+        leaves it.
+        """
         sealed.writable(self.ready.request.out)
         while True:
             with ExitStack() as undisturbed:
@@ -88,7 +100,10 @@ class Run:
         except RequestError as error:
             if self.draft is None or self.stepped_down is None:
                 raise
-            return Failure("out_of_memory", f"{self.stepped_down.error}; a second attempt did not start: {error}")
+            return Failure(
+                "out_of_memory",
+                f"{self.stepped_down.error}; a second attempt did not start: {error}",
+            )
         if ended is not None and ended.code in LOST and self.allocation is not None:
             return _cancelled(ended, self.allocation)
         return ended
@@ -103,26 +118,42 @@ class Run:
         return finished, path
 
     def _smaller(self, ended: Failure | None) -> Ready | None:
-        """What to start once more after a run that ran out of memory with sizes that were chosen for it, and early."""
+        """What to start once more after a run that ran out of memory with sizes that were chosen
+        for it, and early.
+        """
         headline = self.ready.case.question.kind_row.headline
         done = {window.pass_name for rank in self.session.results.ranks for window in rank.windows}
         said = self.session.progress
         late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
         # An agent needs as much memory with any sizes.
-        cause_is_rank = ended is not None and ended.code == "out_of_memory" and ended.rank is not None
-        if not cause_is_rank or self.stepped_down is not None or late or not done.isdisjoint(headline):
+        cause_is_rank = (
+            ended is not None and ended.code == "out_of_memory" and ended.rank is not None
+        )
+        if (
+            not cause_is_rank
+            or self.stepped_down is not None
+            or late
+            or not done.isdisjoint(headline)
+        ):
             return None
         less = auto.smaller(self.ready.request.resolved, self._devices())
         return None if less is None else self.ready.with_resolved(less)
 
     def _begin_again(self, less: Ready, ended: Failure) -> None:
-        """A second attempt, with agents of its own. It is the same run: what the first took is a part of its time."""
+        """A second attempt, with agents of its own. It is the same run: what the first took is a
+        part of its time.
+        """
         resolved = self.ready.request.resolved
         tried = {name: getattr(resolved.case.tune, name) for name in resolved.auto}
         self.stepped_down = StepDown(tune=tried, error=ended.text)
         if self.warn is not None:
-            instead = ", ".join(f"tune.{name}={getattr(less.case.tune, name)}" for name in resolved.auto)
-            self.warn(f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; once more with {instead}")
+            instead = ", ".join(
+                f"tune.{name}={getattr(less.case.tune, name)}" for name in resolved.auto
+            )
+            self.warn(
+                f"out of memory with {', '.join(f'tune.{k}={v}' for k, v in tried.items())}; once"
+                f" more with {instead}"
+            )
         if self.kept is not None:
             shutil.rmtree(self.ready.request.out / self.kept, ignore_errors=True)
         self.ready, self.kept = less, _checkpoints(less, self.created)
@@ -153,7 +184,9 @@ class Run:
             return record.write(self._assemble(UNFINISHED, RankResults()), out, "-unfinished")
         except LostError as error:
             why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else str(error)
-            raise RequestError(f"output folder {str(out)!r} cannot be written: {why}; choose another with --out") from error
+            raise RequestError(
+                f"output folder {str(out)!r} cannot be written: {why}; choose another with --out"
+            ) from error
 
     def _prepare(self) -> Start:
         """Open the session, write the draft of the record, and return what to start."""
@@ -168,12 +201,18 @@ class Run:
         )
 
     def _open(self) -> None:
-        """All that can be known without starting a worker. Nothing stays behind where a host cannot take part."""
+        """All that can be known without starting a worker. Nothing stays behind where a host cannot
+        take part.
+        """
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
         needed = preflight.files(ready)
         variables = {
             **WORKER_ENV,
-            **(accelerators.settings(lambda row: row.deterministic_variables) if case.tune.deterministic else {}),
+            **(
+                accelerators.settings(lambda row: row.deterministic_variables)
+                if case.tune.deterministic
+                else {}
+            ),
             **case.tune.env,
         }
         with preflight.shared_probe(ready, self.kept) as probe:
@@ -194,7 +233,9 @@ class Run:
         if self.again_s is None:
             self.ready = ready.with_resolved(auto.choose(ready.request.resolved, self._devices()))
             case = self.ready.case
-        for warning in preflight.check(self.hellos, case, plan, [*needed, *probe], environment.package_hash()):
+        for warning in preflight.check(
+            self.hellos, case, plan, [*needed, *probe], environment.package_hash()
+        ):
             if self.warn is not None:
                 self.warn(warning)
         first = next(iter(self.hellos.values()))
@@ -204,7 +245,8 @@ class Run:
     def _spec(self) -> RunSpec:
         """Return what the workers are told of the run, with absolute paths."""
         ready, request = self.ready, self.ready.request
-        trace = f"{ready.case.name}-{self.id[:8]}.trace.json.gz"  # beside the record, whose name ends alike
+        # beside the record, whose name ends alike
+        trace = f"{ready.case.name}-{self.id[:8]}.trace.json.gz"
         named = {"weights": request.weights, "data": request.data, "tokenizer": request.tokenizer}
         named["checkout"] = request.engine_settings.checkout
         return RunSpec(
@@ -222,10 +264,14 @@ class Run:
         )
 
     def _assembled(self, ended: Failure | None) -> Record:
-        """Rank files are another program's words, and an engine's in them: what cannot be made sense of is a reason too."""
+        """Rank files are another program's words, and an engine's in them: what cannot be made
+        sense of is a reason too.
+        """
         results = self.session.results
         if self.ready.engine.processes == "one":
-            results = replace(results, rank_files=of_program(results.rank_files, self.ready.plan.world))
+            results = replace(
+                results, rank_files=of_program(results.rank_files, self.ready.plan.world)
+            )
         try:
             finished = self._assemble(ended, results)
             Record.model_validate(record.to_table(finished))  # what is written must be read again
@@ -235,7 +281,9 @@ class Run:
             rank = None if ended is None else ended.rank
             return self._assemble(Failure("contradiction", "; ".join(wrong[:MOST]), rank), results)
         except Exception as error:  # noqa: BLE001  whatever it was goes into the record
-            return self._assemble(failure.no_record(ended, error), results.without_rank_files(error))
+            return self._assemble(
+                failure.no_record(ended, error), results.without_rank_files(error)
+            )
 
     def _with_load(self, host: HostFacts) -> HostFacts:
         """With the CPU time that was counted on it."""
@@ -243,16 +291,24 @@ class Run:
         found = None if kept is None else kept.load()
         if found is None:
             return host
-        ours = found.model_copy(update={"t_s": [host.on_the_parents_clock(t_s) for t_s in found.t_s]})
+        ours = found.model_copy(
+            update={"t_s": [host.on_the_parents_clock(t_s) for t_s in found.t_s]}
+        )
         return host.model_copy(update={"load": ours})
 
     def _assemble(self, ended: Failure | None, results: RankResults) -> Record:
         ready, request = self.ready, self.ready.request
-        hosts = [self._with_load(_host(one, i, ready.plan)) for i, one in enumerate(self.session.connections)]
+        hosts = [
+            self._with_load(_host(one, i, ready.plan))
+            for i, one in enumerate(self.session.connections)
+        ]
         clocks = {one.name: one.on_the_parents_clock for one in hosts}
-        read = sorted(self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host))
+        read = sorted(
+            self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host)
+        )
         known = _environment(list(self.hellos.values()))
-        elsewhere = request.engine_settings.python is not None  # then the packages are those of that Python
+        # then the packages are those of that Python
+        elsewhere = request.engine_settings.python is not None
         conforms = conformity.conforms(ready.engine, known.software.packages if elsewhere else None)
         session, resume = self.session, ready.resume
         times = Times(self.origin_s, session.spawned_s, session.started_s, now(), self.again_s)
@@ -274,20 +330,25 @@ class Run:
         return assemble.assemble(draft, ready.case, times, results, ended, resume)
 
     def _named_checkpoints(self, ended: Failure | None) -> str | None:
-        """Return the folder of checkpoints that the record names, or None for a run that ended without making one.
+        """Return the folder of checkpoints that the record names, or None for a run that ended
+        without making one.
 
-        The record of a run that has not ended names the folder before it exists: if the parent is killed, nothing adds
-        the name later."""
+        The record of a run that has not ended names the folder before it exists: if the parent is
+        killed, nothing adds the name later."""
         planned = self.kept is not None and ended == UNFINISHED
         exists = self.kept is not None and (self.ready.request.out / self.kept).is_dir()
         return self.kept if planned or exists else None
 
 
 def _environment(hellos: list[Hello]) -> Environment:
-    """Return the first host's environment with the devices of all: hosts of a run have the same software and devices."""
+    """Return the first host's environment with the devices of all: hosts of a run have the same
+    software and devices.
+    """
     first = hellos[0].environment
     devices = [device for one in hellos for device in one.environment.hardware.devices]
-    return first.model_copy(update={"hardware": first.hardware.model_copy(update={"devices": devices})})
+    return first.model_copy(
+        update={"hardware": first.hardware.model_copy(update={"devices": devices})}
+    )
 
 
 def _host(one: Connection, index: int, plan: Plan) -> HostFacts:

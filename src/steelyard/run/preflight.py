@@ -1,4 +1,6 @@
-"""Before anything is started: do the hosts of a run agree, and can they do what is asked? One line on the first that cannot."""
+"""Before anything is started: do the hosts of a run agree, and can they do what is asked? One line
+on the first that cannot.
+"""
 
 import secrets
 import shlex
@@ -20,24 +22,45 @@ SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
 # What ssh, srun and Python say of an agent that did not start, and what helps. The first that fits.
 HINTS = (
     ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
-    ("No module named", "that Python has not all that steelyard needs; install it there: {install}"),
+    (
+        "No module named",
+        "that Python has not all that steelyard needs; install it there: {install}",
+    ),
     ("MemoryError", MORE_MEMORY),
-    ("does not understand a message", "another steelyard is there; install this one there: {install}"),
-    ("Unknown option: -P", "that Python is older than 3.11; name another with python = in the site file"),
-    ("Host key verification failed", "its host key is not known: ssh {host} once by hand and check it"),
-    ("Permission denied (", "ssh has no key that it takes: try ssh {host} true, which must not ask for anything"),
+    (
+        "does not understand a message",
+        "another steelyard is there; install this one there: {install}",
+    ),
+    (
+        "Unknown option: -P",
+        "that Python is older than 3.11; name another with python = in the site file",
+    ),
+    (
+        "Host key verification failed",
+        "its host key is not known: ssh {host} once by hand and check it",
+    ),
+    (
+        "Permission denied (",
+        "ssh has no key that it takes: try ssh {host} true, which must not ask for anything",
+    ),
     ("Could not resolve hostname", "the name leads nowhere; see hosts in the site file"),
-    ("ssh: connect to host", "it does not answer; see that it is up, or leave it out of hosts in the site file"),
+    (
+        "ssh: connect to host",
+        "it does not answer; see that it is up, or leave it out of hosts in the site file",
+    ),
     ("not found", "no such Python there; name one with python = in the site file"),
     ("No such file or directory", "no such Python there; name one with python = in the site file"),
 )
 
 
-Needed = tuple[list[str], str]  # a file that every host must have under one of these names, and what to say if one has not
+# a file that every host must have under one of these names, and what to say if one has not
+Needed = tuple[list[str], str]
 
 
 def files(ready: Ready) -> list[Needed]:
-    """Return the files that every host must have. Token files are also named by what they have in common."""
+    """Return the files that every host must have. Token files are also named by what they have in
+    common.
+    """
     request = ready.request
     named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
     named["--resume"] = ready.resume.path if ready.resume else None
@@ -46,7 +69,10 @@ def files(ready: Ready) -> list[Needed]:
     return [
         (
             [str(path), str(path.with_name(f"{path.name}{IDS}"))],
-            f"{option} {str(path)!r} does not exist there; hosts of a run need the same files in the same place",
+            (
+                f"{option} {str(path)!r} does not exist there; hosts of a run need the same files"
+                " in the same place"
+            ),
         )
         for option, path in found.items()
     ]
@@ -54,7 +80,9 @@ def files(ready: Ready) -> list[Needed]:
 
 @contextmanager
 def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Needed]]:
-    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that folder."""
+    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that
+    folder.
+    """
     if kept is None or not ready.launcher.remote:
         yield []
         return
@@ -62,7 +90,15 @@ def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Needed]]:
     probe = out / f".shared-{secrets.token_hex(8)}"
     probe.touch(exist_ok=False)
     try:
-        yield [([str(probe)], f"--out {str(out)!r} is another folder there; checkpoints need one that all hosts share")]
+        yield [
+            (
+                [str(probe)],
+                (
+                    f"--out {str(out)!r} is another folder there; checkpoints need one that all"
+                    " hosts share"
+                ),
+            )
+        ]
     finally:
         probe.unlink()
 
@@ -81,14 +117,19 @@ def _install(python: str) -> str:
     return shlex.join([python, "-m", "pip", "install", f"steelyard=={__version__}"])
 
 
-def check(hosts: dict[str, Hello], case: Case, plan: Plan, needed: list[Needed], package: str) -> list[str]:
+def check(
+    hosts: dict[str, Hello], case: Case, plan: Plan, needed: list[Needed], package: str
+) -> list[str]:
     """Warnings; a host that cannot take part raises RequestError."""
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
     machines: dict[str, str] = {}
     for name, hello in hosts.items():
         if machines.setdefault(hello.machine, name) != name:
-            raise RequestError(f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name it once")
+            raise RequestError(
+                f"hosts {machines[hello.machine]} and {name} are one machine ({hello.host}); name"
+                " it once"
+            )
         _same_package(name, hello, package)
         able(name, hello, plan, needed)
         _same_software(name, hello, first_name, first)
@@ -105,8 +146,9 @@ def _same_package(name: str, hello: Hello, package: str) -> None:
         )
     if hello.package != package:
         raise RequestError(
-            f"host {name} has another steelyard {hello.version} (files {hello.package}, here {package}): "
-            f"copy this one: {shlex.join(['rsync', '-a', '--delete', f'{PACKAGE}/', f'{name}:{hello.folder}/'])}"
+            f"host {name} has another steelyard {hello.version} (files {hello.package}, here"
+            f" {package}): copy this one:"
+            f" {shlex.join(['rsync', '-a', '--delete', f'{PACKAGE}/', f'{name}:{hello.folder}/'])}"
         )
 
 
@@ -115,11 +157,15 @@ def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")
     if hello.lacking:
-        raise RequestError(f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it")
+        raise RequestError(
+            f"host {name}: {hello.lacking[0]} is not installed there, and the engine needs it"
+        )
     for index in hello.missing:
         raise RequestError(f"host {name}: {needed[index][1]}")
     if not hello.devices:
-        raise RequestError(f"host {name}: no {hello.accelerator} device was found; see steelyard list there")
+        raise RequestError(
+            f"host {name}: no {hello.accelerator} device was found; see steelyard list there"
+        )
     if plan.devices > hello.most:
         there = f"host {name} has {len(hello.devices)} {hello.accelerator} device(s)"
         if hello.divisible:
@@ -127,7 +173,10 @@ def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
         raise RequestError(f"--devices {plan.devices}: {there}; allowed: 1 to {hello.most}")
     for device in hello.devices[: plan.devices]:
         if device.busy is not None and not hello.divisible:
-            raise RequestError(f"host {name}: {device.name} ({device.uuid}) is in use by {device.busy}; wait for it to end")
+            raise RequestError(
+                f"host {name}: {device.name} ({device.uuid}) is in use by {device.busy}; wait for"
+                " it to end"
+            )
 
 
 def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> None:
@@ -146,19 +195,25 @@ def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: 
     mine, theirs = ([(device.name, device.memory_bytes) for device in devices] for devices in used)
     if first.accelerator != hello.accelerator:
         raise RequestError(
-            f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one: --accelerator"
+            f"host {name} has {hello.accelerator}, and {first_name} {first.accelerator}; name one:"
+            " --accelerator"
         )
     if mine != theirs and not hello.divisible:
-        raise RequestError(f"host {name} has {_listed(theirs)}, and {first_name} {_listed(mine)}; run on hosts that are alike")
+        raise RequestError(
+            f"host {name} has {_listed(theirs)}, and {first_name} {_listed(mine)}; run on hosts"
+            " that are alike"
+        )
 
 
 def _listed(devices: list[tuple[str, int | None]]) -> str:
-    return ", ".join(sorted({f"{name} ({(size or 0) / (1 << 30):.0f} GiB)" for name, size in devices}))
+    return ", ".join(
+        sorted({f"{name} ({(size or 0) / (1 << 30):.0f} GiB)" for name, size in devices})
+    )
 
 
 def least_bytes(hosts: dict[str, Hello], plan: Plan) -> int | None:
-    """Memory that every rank can have: of the device that has least, less what others use of it, where that is much. None
-    where it is unknown of one."""
+    """Memory that every rank can have: of the device that has least, less what others use of it,
+    where that is much. None where it is unknown of one."""
     least: list[int] = []
     for hello in hosts.values():
         if not hello.devices:
@@ -168,21 +223,29 @@ def least_bytes(hosts: dict[str, Hello], plan: Plan) -> int | None:
             if device.memory_bytes is None:
                 return None
             free = device.memory_bytes if device.free_bytes is None else device.free_bytes
-            least.append((free if free < SCARCE * device.memory_bytes else device.memory_bytes) // sharing)
+            least.append(
+                (free if free < SCARCE * device.memory_bytes else device.memory_bytes) // sharing
+            )
     return min(least, default=None)
 
 
 def _memory(name: str, hello: Hello, case: Case, plan: Plan) -> list[str]:
-    """Whether the model fits is asked of the whole memory; that others use of it is worth a warning."""
+    """Whether the model fits is asked of the whole memory; that others use of it is worth a
+    warning.
+    """
     out = []
-    sharing = -(-plan.devices // len(hello.devices))  # ranks that have one device's memory between them
+    # ranks that have one device's memory between them
+    sharing = -(-plan.devices // len(hello.devices))
     size = hello.devices[0].memory_bytes
     tight = memory.check_fits(case, plan, size // sharing if size is not None else None)
     if tight is not None:
         out.append(tight)
     for device in hello.devices[: plan.devices]:
         if device.busy is not None and case.size != "smoke":  # which measures nothing
-            out.append(f"host {name}: {device.name} is also used by {device.busy}: neither will show what it can do")
+            out.append(
+                f"host {name}: {device.name} is also used by {device.busy}: neither will show what"
+                " it can do"
+            )
         if not hello.divisible and device.free_bytes is not None and device.memory_bytes:
             share = device.free_bytes / device.memory_bytes
             if share < SCARCE:

@@ -1,10 +1,10 @@
 """The processes of a run on one host: which devices they claim, how they are identified and ended,
 and what dead runs left behind.
 
-A claim is a listening socket with an abstract name (Linux). It exists as long as its process and leaves
-no file behind, and the kernel tells who holds it. Where there are no such sockets nothing is claimed.
-An agent holds a lock on the private folder of its run for as long as it lives, however it ends: a folder
-that can be locked belongs to a dead run.
+A claim is a listening socket with an abstract name (Linux). It exists as long as its process and
+leaves no file behind, and the kernel tells who holds it. Where there are no such sockets nothing is
+claimed. An agent holds a lock on the private folder of its run for as long as it lives, however it
+ends: a folder that can be locked belongs to a dead run.
 """
 
 import ctypes
@@ -35,7 +35,8 @@ GRACE_S = 5.0
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl.h
 
 PREFIX = "\0steelyard/"
-AGENT_CLAIM = "run/{}"  # with the mark of a run; the agent holds it, so that it is found if it is suspended
+# with the mark of a run; the agent holds it, so that it is found if it is suspended
+AGENT_CLAIM = "run/{}"
 BACKLOG = 4096  # nobody accepts: each that ever asked has its place in the queue
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
@@ -50,7 +51,9 @@ def check() -> None:
 
 
 def check_working_directory() -> None:
-    """Raise RequestError if the working directory was deleted: libraries of workers fail there, and do not say why."""
+    """Raise RequestError if the working directory was deleted: libraries of workers fail there, and
+    do not say why.
+    """
     try:
         Path.cwd()
     except FileNotFoundError as error:
@@ -59,30 +62,39 @@ def check_working_directory() -> None:
 
 
 def adopt_orphans() -> None:
-    """Linux: what descendants leave behind becomes a child of this process, and so is found at the end."""
+    """Linux: what descendants leave behind becomes a child of this process, and so is found at the
+    end.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
 def hang_up_with_parent() -> None:
-    """Linux, in a child before it becomes another program: SIGHUP, should the thread that started it be gone."""
+    """Linux, in a child before it becomes another program: SIGHUP, should the thread that started
+    it be gone.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGHUP, 0, 0, 0)
 
 
 def wake_with_parent() -> None:
-    """Linux: should this process be stopped when its parent dies, it goes on, sees that it is alone, and ends in order."""
+    """Linux: should this process be stopped when its parent dies, it goes on, sees that it is
+    alone, and ends in order.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGCONT, 0, 0, 0)
 
 
 def family(mark: str, root: int | None = None) -> list[psutil.Process]:
-    """All that carry the run's mark, and all below `root`: a child may have a session of its own, a cleared environment, or
-    a parent that is gone. Neither this process nor those it was started by."""
+    """All that carry the run's mark, and all below `root`: a child may have a session of its own, a
+    cleared environment, or a parent that is gone. Neither this process nor those it was started by.
+    """
     ours = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
     below = {one.pid for one in children(root)} if root is not None else set()
     return [
-        one for one in psutil.process_iter() if one.pid not in ours and alive(one) and (one.pid in below or marked(one, mark))
+        one
+        for one in psutil.process_iter()
+        if one.pid not in ours and alive(one) and (one.pid in below or marked(one, mark))
     ]
 
 
@@ -117,7 +129,9 @@ def stopped(pid: int) -> bool:
 
 
 def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> int:
-    """End processes: first kindly, then for certain, with whatever was started in between. Returns how many there were."""
+    """End processes: first kindly, then for certain, with whatever was started in between. Returns
+    how many there were.
+    """
     seen: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
         found = find()
@@ -133,7 +147,9 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
 
 
 def claim(name: str, held: list[socket.socket]) -> str | None:
-    """Claim a name for as long as this process lives: add its socket to `held` and return None, or return who has the name."""
+    """Claim a name for as long as this process lives: add its socket to `held` and return None, or
+    return who has the name.
+    """
     if sys.platform != "linux":
         return None
     taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -148,7 +164,9 @@ def claim(name: str, held: list[socket.socket]) -> str | None:
 
 
 def holder(name: str) -> tuple[int, int] | None:
-    """The process that listens there, and its user. One that is stopped is found too: the kernel answers for it."""
+    """The process that listens there, and its user. One that is stopped is found too: the kernel
+    answers for it.
+    """
     if sys.platform != "linux":
         return None
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, suppress(OSError):
@@ -175,10 +193,13 @@ def _owner(name: str) -> str:
 
 
 class RunFolder:
-    """A folder of a run in the temporary folder, locked for as long as the run lives. No other user may look into it."""
+    """A folder of a run in the temporary folder, locked for as long as the run lives. No other user
+    may look into it.
+    """
 
     def __init__(self, mark: str) -> None:
-        # It gets its name when it is locked: another run that starts now would take it for the folder of a dead one.
+        # It gets its name when it is locked: another run that starts now would take it for the
+        # folder of a dead one.
         while True:
             new = Path(tempfile.mkdtemp(prefix=f".{_prefix(mark)}"))
             with suppress(FileNotFoundError):  # whoever sweeps came before the lock
@@ -198,8 +219,8 @@ def _prefix(mark: str) -> str:
 
 
 def sweep(mark: str) -> int:
-    """End what an agent that is lost left: itself, where it is stopped, its processes, then its folder. Returns how many
-    processes there were."""
+    """End what an agent that is lost left: itself, where it is stopped, its processes, then its
+    folder. Returns how many processes there were."""
     ended = end(lambda: [*family(mark), *_agent(mark)])
     for name in (f"{_prefix(mark)}*", f".{_prefix(mark)}*"):
         for path in filter(_ours, Path(tempfile.gettempdir()).glob(name)):
@@ -208,14 +229,15 @@ def sweep(mark: str) -> int:
 
 
 def sweep_dead() -> list[str]:
-    """Sweep up after every run of this user whose agent is dead: killed together with its parent, or a host that lost power.
-    Returns their marks."""
+    """Sweep up after every run of this user whose agent is dead: killed together with its parent,
+    or a host that lost power. Returns their marks."""
     found = []
     for path in Path(tempfile.gettempdir()).iterdir():
         named = NAME.fullmatch(path.name.removeprefix("."))
         if named is None or not _ours(path) or not _nobodys(path):
             continue
-        if path.name.startswith("."):  # of a run that died or is about to lock it, and then makes another
+        # of a run that died or is about to lock it, and then makes another
+        if path.name.startswith("."):
             shutil.rmtree(path, ignore_errors=True)
         else:
             sweep(named["mark"])
@@ -254,11 +276,16 @@ def _agent(mark: str) -> list[psutil.Process]:
 
 @contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP: what is under way ends by itself, and a second Ctrl-C would only lose it."""
+    """Ignore Ctrl-C, SIGTERM and SIGHUP: what is under way ends by itself, and a second Ctrl-C
+    would only lose it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:

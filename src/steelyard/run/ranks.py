@@ -1,4 +1,6 @@
-"""The ranks of one host, and the readings of its devices and cores: started, watched and ended by its agent."""
+"""The ranks of one host, and the readings of its devices and cores: started, watched and ended by
+its agent.
+"""
 
 import json
 import os
@@ -75,11 +77,16 @@ class WorkerProcess:
 
 
 class Ranks:
-    """The workers of this host, and what is sampled while they run. Sampling begins before there is a worker."""
+    """The workers of this host, and what is sampled while they run. Sampling begins before there is
+    a worker.
+    """
 
     def __init__(self, host: Host, start: Start) -> None:
         self._host, self._start, self._token = host, start, start.token
-        self._sampler, self._load = Sampler(host.sources(), start.origin_s), load.Reader(start.token)
+        self._sampler, self._load = (
+            Sampler(host.sources(), start.origin_s),
+            load.Reader(start.token),
+        )
         self._sampler.start()
         self._sent_s = 0.0
         self._private = RunFolder(host.asked.mark)
@@ -90,7 +97,9 @@ class Ranks:
         self._killed = load.oom_kills()  # before this run
 
     def start(self) -> Iterator[Message]:
-        """Yield a reading of the host's load, end what dead runs left, start the workers and yield their process ids."""
+        """Yield a reading of the host's load, end what dead runs left, start the workers and yield
+        their process ids.
+        """
         yield self._load.read(now() - self._start.origin_s)
         processes.sweep_dead()
         start, host, path = self._start, self._host, self._folder / messages.SPEC
@@ -113,7 +122,11 @@ class Ranks:
                 stderr=subprocess.STDOUT,
                 env={**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 start_new_session=True,
-                pass_fds=[meet.listen_fd] if meet is not None and meet.listen_fd is not None and rank == 0 else [],
+                pass_fds=(
+                    [meet.listen_fd]
+                    if meet is not None and meet.listen_fd is not None and rank == 0
+                    else []
+                ),
             )
             self._workers.append(WorkerProcess(rank, process))
         if host.listening is not None:
@@ -126,7 +139,9 @@ class Ranks:
     def _threads(self) -> dict[str, str]:
         """Ranks that share a host's cores would otherwise take all of them, each."""
         ranks = self._host.asked.devices
-        return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        return (
+            {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        )
 
     def _rendezvous(self) -> Rendezvous | None:
         start, listening = self._start, self._host.listening
@@ -147,7 +162,9 @@ class Ranks:
         return all(one.process.poll() is not None for one in self._workers)
 
     def news(self) -> Iterator[Message]:
-        """Yield what is new since the last call: of the ranks, and once a second of the devices and cores."""
+        """Yield what is new since the last call: of the ranks, and once a second of the devices and
+        cores.
+        """
         yield from self._rank_news()
         if now() - self._sent_s > SEND_S:
             yield from self._readings()
@@ -188,7 +205,9 @@ class Ranks:
     def _progress(self) -> ProgressSaid:
         """What cannot be read is a sign of life all the same."""
         try:
-            said = Progress.model_validate_json(self._read(messages.PROGRESS, messages.PROGRESS_BYTES))
+            said = Progress.model_validate_json(
+                self._read(messages.PROGRESS, messages.PROGRESS_BYTES)
+            )
         except (OSError, ValueError):  # a ValidationError is a ValueError
             said = Progress(phase="unreadable progress", done=0, total=0)
         return ProgressSaid(token=self._token, **said.model_dump())
@@ -201,7 +220,9 @@ class Ranks:
         return messages.rank(self._token, rank, text)
 
     def _read(self, name: str, most_bytes: int) -> bytes:
-        """Read a file that a worker wrote. Raise OSError if it cannot be read, ValueError if it is too large."""
+        """Read a file that a worker wrote. Raise OSError if it cannot be read, ValueError if it is
+        too large.
+        """
         try:
             return files.read(self._folder / name, most_bytes, unpack=False)
         except files.TooLargeError as error:
@@ -239,11 +260,15 @@ class Ranks:
 
     def _stack(self, one: WorkerProcess) -> str:
         with suppress(FileNotFoundError):
-            return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[:STACK_BYTES]
+            return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[
+                :STACK_BYTES
+            ]
         return ""
 
     def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[Message]:
-        """End the workers and all they started, yield what they left and the last message, and remove their folder."""
+        """End the workers and all they started, yield what they left and the last message, and
+        remove their folder.
+        """
         stacks = self._stacks() if with_stacks else {}
         mark = self._host.asked.mark
         ended = processes.end(lambda: processes.family(mark, os.getpid()))

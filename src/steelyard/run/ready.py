@@ -1,4 +1,6 @@
-"""From a request to a run that can start: everything that can be known without starting anything, worked out once."""
+"""From a request to a run that can start: everything that can be known without starting anything,
+worked out once.
+"""
 
 import os
 from dataclasses import dataclass, replace
@@ -78,7 +80,9 @@ class Ready:
 
 
 def ready(request: Request) -> Ready:
-    """A wrong request raises RequestError: one line, and nothing was started. What other hosts have, they say later."""
+    """A wrong request raises RequestError: one line, and nothing was started. What other hosts
+    have, they say later.
+    """
     processes.check()
     case, engine = request.resolved.case, engine_rows.row(request.engine)
     where = site.read(site.find(request.site))
@@ -94,7 +98,8 @@ def ready(request: Request) -> Ready:
     _check_files(request, launcher)
     _check_part(request)
     if request.data is not None and not launcher.remote:
-        case.question.row.check_data(request.data)  # before anything is started; a worker reads all of it
+        # before anything is started; a worker reads all of it
+        case.question.row.check_data(request.data)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
         accelerator = accelerator or accelerators.detect()
@@ -121,54 +126,80 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
     allowed = [one for one in case.divisions if one in engine.divisions]
     if question.division not in allowed:
         raise EngineError(
-            f"{case.name} has no division {question.division!r} with engine {engine.name}; allowed: {', '.join(allowed)}"
+            f"{case.name} has no division {question.division!r} with engine {engine.name}; allowed:"
+            f" {', '.join(allowed)}"
         )
     if question.precision.matmul not in engine.precisions:
         raise EngineError(
-            f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed: {', '.join(engine.precisions)}"
+            f"engine {engine.name} has no matmuls in {question.precision.matmul}; allowed:"
+            f" {', '.join(engine.precisions)}"
         )
     named = name_of(question.kind, question.precision.model_dump())
     if question.kind_row.trains and named not in engine.trains_in:
-        raise EngineError(f"engine {engine.name} does not train in {named}; allowed: {', '.join(engine.trains_in)}")
+        raise EngineError(
+            f"engine {engine.name} does not train in {named}; allowed:"
+            f" {', '.join(engine.trains_in)}"
+        )
     missing = engine.missing()  # last: nobody should install what cannot do the case
     if missing is not None and not elsewhere:
         raise EngineError(
-            f"{missing} is not installed, and engine {engine.name} needs it; pip install 'steelyard[{engine.extra}]', "
-            "then run again"
+            f"{missing} is not installed, and engine {engine.name} needs it; pip install"
+            f" 'steelyard[{engine.extra}]', then run again"
         )
 
 
 def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
     """The folder of a program that the engine starts, and where it can."""
     if request.nodes > 1 and not engine.several_hosts:
-        raise EngineError(f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1")
+        raise EngineError(
+            f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1"
+        )
     found = request.engine_settings.checkout
     if not engine.checkout:
         if found is not None:
-            raise RequestError(f"engine.checkout: engine {engine.name} needs no checkout; leave it out")
+            raise RequestError(
+                f"engine.checkout: engine {engine.name} needs no checkout; leave it out"
+            )
         return
     if found is None:
-        raise EngineError(f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set engine.checkout=DIR")
+        raise EngineError(
+            f"engine {engine.name} runs a checkout of {engine.checkout}; name it: --set"
+            " engine.checkout=DIR"
+        )
     if not launcher.remote and not (found / PROGRAM).is_file():
-        raise RequestError(f"engine.checkout {str(found)!r}: no {PROGRAM} in it; name a checkout of {engine.checkout}")
+        raise RequestError(
+            f"engine.checkout {str(found)!r}: no {PROGRAM} in it; name a checkout of"
+            f" {engine.checkout}"
+        )
 
 
 def _check_able(request: Request, engine: EngineRow, plan: Plan, launcher: Launcher) -> None:
-    """Raise RequestError for a plan, checkpoints or a profile that the engine or the launcher does not have."""
+    """Raise RequestError for a plan, checkpoints or a profile that the engine or the launcher does
+    not have.
+    """
     if not engine.divides(plan):
         allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
         raise EngineError(
-            f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed: --parallel {allowed}"
+            f"engine {engine.name} holds a whole model on each device; asked: {plan}; allowed:"
+            f" --parallel {allowed}"
         )
-    given = {"--resume": request.resume, "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every}
+    given = {
+        "--resume": request.resume,
+        "tune.checkpoint_every": request.resolved.case.tune.checkpoint_every,
+    }
     for name, value in given.items():
         if value is not None and not engine.checkpoints:
             raise EngineError(f"{name}: engine {engine.name} has no checkpoints; leave it out")
     profiled = [row.name for row in engine_rows.frameworks().values() if row.profiler]
     if request.explain and engine.framework not in profiled:
-        raise EngineError(f"--explain: engine {engine.name} has no profiler; allowed: engines on {', '.join(profiled)}")
+        raise EngineError(
+            f"--explain: engine {engine.name} has no profiler; allowed: engines on"
+            f" {', '.join(profiled)}"
+        )
     if request.trace and launcher.remote:
-        raise RequestError("--trace: the trace is left on the host of rank 0; allowed: --launcher local")
+        raise RequestError(
+            "--trace: the trace is left on the host of rank 0; allowed: --launcher local"
+        )
 
 
 def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
@@ -178,17 +209,23 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
     every = tuple(name for name in kind.passes if engine.passes is None or name in engine.passes)
     if request.passes is None:
         usual = tuple(name for name in row.passes if name in every)
-        return tuple(name for name in usual if name not in kind.initial) if request.resume else usual
+        return (
+            tuple(name for name in usual if name not in kind.initial) if request.resume else usual
+        )
     passes = request.passes
     for name in passes:
         if name not in every:
-            error = EngineError if name in kind.passes else RequestError  # another engine may have it
+            # another engine may have it
+            error = EngineError if name in kind.passes else RequestError
             raise error(f"--passes: no pass {name!r}; allowed: {', '.join(every)}")
     if not passes or len(set(passes)) != len(passes):
         raise RequestError(f"--passes: name each pass once, such as {','.join(row.passes)}")
     for bare, measured in kind.bare.items():
         if bare in passes and measured not in passes:
-            raise RequestError(f"--passes: {bare} is compared with {measured}; name both, such as {measured},{bare}")
+            raise RequestError(
+                f"--passes: {bare} is compared with {measured}; name both, such as"
+                f" {measured},{bare}"
+            )
     lacks = not set(kind.required) <= set(passes)
     if lacks or (kind.ordered and passes != tuple(one for one in every if one in passes)):
         order = ", in this order" if kind.ordered else ""
@@ -201,44 +238,69 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
 
 
 def find_checkpoint(request: Request) -> Resume | None:
-    """Return the last whole checkpoint of the run that `--resume` names by its record or its folder, or None without
-    `--resume`. Raise RequestError if it is of another question, or nothing is left to do."""
+    """Return the last whole checkpoint of the run that `--resume` names by its record or its
+    folder, or None without `--resume`. Raise RequestError if it is of another question, or nothing
+    is left to do."""
     if request.resume is None:
         return None
-    source, resolved, train = request.resume.resolve(), request.resolved, request.resolved.case.question.train
+    source, resolved, train = (
+        request.resume.resolve(),
+        request.resolved,
+        request.resolved.case.question.train,
+    )
     if train is None:
-        raise RequestError(f"--resume: {resolved.case.name} is an inference case, which cannot resume; leave --resume out")
+        raise RequestError(
+            f"--resume: {resolved.case.name} is an inference case, which cannot resume; leave"
+            " --resume out"
+        )
     folder, name = (source, None) if source.is_dir() else _named(source)
     path, state, passed_over = checkpoints.last(folder)
-    run, asked = checkpoints.read(folder / checkpoints.RUN, CheckpointRun), resolved.case.question.model_dump(mode="json")
+    run, asked = (
+        checkpoints.read(folder / checkpoints.RUN, CheckpointRun),
+        resolved.case.question.model_dump(mode="json"),
+    )
     checkpoints.check_same(run, resolved.case.name, asked, request.sample, request.engine)
     wanted = train.steps if request.steps is None else request.steps
     if state.reached:
-        raise RequestError(f"--resume: the target was reached after step {state.step}; nothing is left to do")
+        raise RequestError(
+            f"--resume: the target was reached after step {state.step}; nothing is left to do"
+        )
     if state.step >= wanted:
-        raise RequestError(f"--resume: {path} is after step {state.step} of {wanted}; nothing is left to do")
+        raise RequestError(
+            f"--resume: {path} is after step {state.step} of {wanted}; nothing is left to do"
+        )
     if len(state.losses) != state.step:
-        raise RequestError(f"{path / checkpoints.STATE}: {len(state.losses)} losses of {state.step} steps")
+        raise RequestError(
+            f"{path / checkpoints.STATE}: {len(state.losses)} losses of {state.step} steps"
+        )
     before = sorted(folder.glob(checkpoints.BEFORE.format("*")))
-    return Resume(path, state, name, [checkpoints.read(one, Before).table for one in before], passed_over)
+    return Resume(
+        path, state, name, [checkpoints.read(one, Before).table for one in before], passed_over
+    )
 
 
 def _named(source: Path) -> tuple[Path, str]:
-    """Return the folder of a record's checkpoints and the record's id; if its run died before its first checkpoint, the
-    folder that it continued from."""
+    """Return the folder of a record's checkpoints and the record's id; if its run died before its
+    first checkpoint, the folder that it continued from."""
     found = verify.read(source)
     stopped = None if found.answers is None else found.task.stopped(found.answers)
     if stopped is not None and stopped.why == "target":
-        raise RequestError(f"--resume: the run of {source} reached its target; nothing is left to do")
+        raise RequestError(
+            f"--resume: the run of {source} reached its target; nothing is left to do"
+        )
     places = [found.checkpoints, *(one.checkpoints for one in reversed(found.restarts))]
     folders = [source.parent / place for place in places if isinstance(place, str)]
     if not folders:
-        raise RequestError(f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to save some")
+        raise RequestError(
+            f"--resume: the run of {source} has no checkpoints; train with --checkpoint-every N to"
+            " save some"
+        )
     unfinished = any(reason.code == UNFINISHED.code for reason in found.reasons)
     if unfinished and not any(folder.is_dir() for folder in folders):
         raise RequestError(
-            f"--resume: {source} names the folder {str(folders[0])!r}, which is not there; if the record was moved, give "
-            "that folder itself, else the run did not get to its first checkpoint: run it again without --resume"
+            f"--resume: {source} names the folder {str(folders[0])!r}, which is not there; if the"
+            " record was moved, give that folder itself, else the run did not get to its first"
+            " checkpoint: run it again without --resume"
         )
     return next((folder for folder in folders if checkpoints.whole(folder)), folders[0]), found.id
 
@@ -247,27 +309,52 @@ def _check_files(request: Request, launcher: Launcher) -> None:
     case = request.resolved.case
     keeps = case.tune.checkpoint_every is not None
     if keeps and case.question.train is None:
-        raise RequestError(f"tune.checkpoint_every: {case.name} is an inference case without checkpoints; leave it out")
+        raise RequestError(
+            f"tune.checkpoint_every: {case.name} is an inference case without checkpoints; leave"
+            " it out"
+        )
     if keeps and (request.out / "checkpoints").is_file():
-        raise RequestError(f"{request.out / 'checkpoints'} is a file, not a folder for checkpoints; choose another --out")
-    for option, path in (("--weights", request.weights), ("--data", request.data), ("--tokenizer", request.tokenizer)):
+        raise RequestError(
+            f"{request.out / 'checkpoints'} is a file, not a folder for checkpoints; choose another"
+            " --out"
+        )
+    for option, path in (
+        ("--weights", request.weights),
+        ("--data", request.data),
+        ("--tokenizer", request.tokenizer),
+    ):
         # Token files are also named by what they have in common.
-        if path is not None and not launcher.remote and not path.exists() and not path.with_name(f"{path.name}{IDS}").exists():
+        if (
+            path is not None
+            and not launcher.remote
+            and not path.exists()
+            and not path.with_name(f"{path.name}{IDS}").exists()
+        ):
             raise RequestError(f"{option} {str(path)!r} does not exist; check the path")
-        if path is not None and not launcher.remote and path.exists() and not (path.is_file() or path.is_dir()):
-            raise RequestError(f"{option} {str(path)!r} is neither a regular file nor a folder; check the path")
+        if (
+            path is not None
+            and not launcher.remote
+            and path.exists()
+            and not (path.is_file() or path.is_dir())
+        ):
+            raise RequestError(
+                f"{option} {str(path)!r} is neither a regular file nor a folder; check the path"
+            )
     if case.size == "full" and request.data is None:
         source = table.of_task(case.question.row.name)
         get = f" (or auto, after steelyard data get {source.name})" if source is not None else ""
-        raise RequestError(f"{case.name} at size full needs its data: give their folder with --data{get}, or try --size smoke")
+        raise RequestError(
+            f"{case.name} at size full needs its data: give their folder with --data{get}, or try"
+            " --size smoke"
+        )
     # Weights of another model are named as such before anybody asks whether the case's has room.
     if request.weights is not None and not launcher.remote and request.weights.is_dir():
         case.question.check_weights(request.weights)
 
 
 def _check_part(request: Request) -> None:
-    """Raise RequestError for options that select a part of the case's work and are out of range, not the task's, or
-    contradict each other."""
+    """Raise RequestError for options that select a part of the case's work and are out of range,
+    not the task's, or contradict each other."""
     for option, number in (("--sample", request.sample), ("--steps", request.steps)):
         if number is not None and number < 1:
             raise RequestError(f"{option} {number}: must be at least 1")
@@ -280,12 +367,17 @@ def _check_part(request: Request) -> None:
             raise RequestError(f"{option}: {_not_selected(option, row)}")
     for option, other in (("--subjects", request.subjects), ("--sample", request.sample)):
         if request.rows is not None and other is not None:
-            raise RequestError(f"--rows and {option}: the rows say which questions are asked; leave {option} out")
+            raise RequestError(
+                f"--rows and {option}: the rows say which questions are asked; leave {option} out"
+            )
 
 
 def _not_selected(option: str, row: Task) -> str:
     if row.kind_row.trains:
-        return f"task {row.name} trains on rows in its own order; use --sample N for a part of each batch, or --steps N"
+        return (
+            f"task {row.name} trains on rows in its own order; use --sample N for a part of each"
+            " batch, or --steps N"
+        )
     allowed = [f"--{name}" for name in row.selects] + ["--sample N"]
     return f"task {row.name} has no such choice; allowed: {', '.join(allowed)}"
 
@@ -305,7 +397,10 @@ def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
     """What this host has, before the first of many requests is run."""
     found = accelerator.find()
     if not found:
-        raise RequestError(f"no {accelerator.name} device was found here; see steelyard list, or try --accelerator cpu")
+        raise RequestError(
+            f"no {accelerator.name} device was found here; see steelyard list, or try"
+            " --accelerator cpu"
+        )
     most = accelerator.most(found)
     if plan.devices > most:
         here = f"{len(found)} {accelerator.name} device(s) here"

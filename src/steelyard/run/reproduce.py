@@ -1,4 +1,6 @@
-"""Runs of earlier records: which of them already answer a request, and how to run one again and compare."""
+"""Runs of earlier records: which of them already answer a request, and how to run one again and
+compare.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,25 @@ from steelyard.run.ready import Ready
 from steelyard.schema import first_problem
 from steelyard.words import text
 
-OF_WORKERS = ("environment.software.packages.", "environment.software.python")  # of another Python, where one is named
+# of another Python, where one is named
+OF_WORKERS = ("environment.software.packages.", "environment.software.python")
 WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # that make them the same
 
 MADE = "made"  # the source of data that a task makes itself
 
 
 def request(found: Record) -> Request:
-    """Return the run of a record, as far as the record describes it: the caller adds where things are here, and calls
-    `check_sources`. Raise RequestError if it cannot be run again."""
+    """Return the run of a record, as far as the record describes it: the caller adds where things
+    are here, and calls `check_sources`. Raise RequestError if it cannot be run again."""
     if found.status == "failed" or isinstance(found.data, Nothing):
-        raise RequestError(f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard report")
+        raise RequestError(
+            f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard"
+            " report"
+        )
     if found.restarts:
-        raise RequestError(f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it")
+        raise RequestError(
+            f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it"
+        )
     plan, scope = found.plan, found.scope
     # What the devices chose in the record is given to the new run.
     origins = {**found.case.origins, **{f"tune.{name}": "record" for name in found.auto}}
@@ -51,13 +59,21 @@ def request(found: Record) -> Request:
 
 
 def case(found: Record) -> Case:
-    """The case of a record: its own question, tune, gate and limits. What a record does not say, such as facts on the
-    published data, is the shipped case's of its name."""
+    """The case of a record: its own question, tune, gate and limits. What a record does not say,
+    such as facts on the published data, is the shipped case's of its name."""
     told = found.case
-    table: dict[str, Any] = {"name": told.name, "title": told.name, "about": f"as record {found.id} tells it"}
+    table: dict[str, Any] = {
+        "name": told.name,
+        "title": told.name,
+        "about": f"as record {found.id} tells it",
+    }
     if told.name in resolve.names():
         table = resolve.resolve(told.name).case.model_dump(mode="json")
-    gate = None if told.gate is None else {n: v for n, v in told.gate.model_dump(mode="json").items() if v is not None}
+    gate = (
+        None
+        if told.gate is None
+        else {n: v for n, v in told.gate.model_dump(mode="json").items() if v is not None}
+    )
     table |= {
         "size": told.size,
         "divisions": list(dict.fromkeys([*table.get("divisions", []), told.division])),
@@ -70,13 +86,17 @@ def case(found: Record) -> Case:
     try:
         return Case.model_validate(table)
     except ValidationError as error:
-        raise RequestError(f"record {found.id}: its case cannot be run again: {first_problem(error)}") from error
+        raise RequestError(
+            f"record {found.id}: its case cannot be run again: {first_problem(error)}"
+        ) from error
 
 
 def remarks(found: Record) -> list[str]:
     """How a record's case stands to the shipped one of its name."""
     if found.case.name not in resolve.names():
-        return [f"no case {found.case.name!r} comes with this version: the question is the record's own"]
+        return [
+            f"no case {found.case.name!r} comes with this version: the question is the record's own"
+        ]
     return [f"{text(said)}: the question is the record's own" for said in shipped.apart(found)]
 
 
@@ -84,8 +104,20 @@ def check_sources(found: Record, asked: Request) -> None:
     """Raise RequestError if weights or data are missing, or given where the record has none."""
     source = found.data.model_dump().get("source")
     wanted = (
-        ("--weights", asked.weights, found.weights.trained, f"weights of source {found.weights.source!r}", "random weights"),
-        ("--data", asked.data, source != MADE, f"data of source {source!r}", "data that its task makes"),
+        (
+            "--weights",
+            asked.weights,
+            found.weights.trained,
+            f"weights of source {found.weights.source!r}",
+            "random weights",
+        ),
+        (
+            "--data",
+            asked.data,
+            source != MADE,
+            f"data of source {source!r}",
+            "data that its task makes",
+        ),
     )
     for option, given, needed, what, instead in wanted:
         if needed and given is None:
@@ -98,11 +130,16 @@ def check_weights(found: Record, header_sha256: str) -> None:
     """Whether weights here are those of the record, by their headers and sizes."""
     told = found.weights.model_dump().get("header_sha256")
     if told is not None and told != header_sha256:
-        raise RequestError(f"other weights: weights.header_sha256: {told} / {header_sha256}; give those of the record")
+        raise RequestError(
+            f"other weights: weights.header_sha256: {told} / {header_sha256}; give those of the"
+            " record"
+        )
 
 
 def here(found: Record, ready: Ready) -> tuple[Field, ...]:
-    """What differs on this host, as far as it is known before a worker runs; of other hosts nothing is."""
+    """What differs on this host, as far as it is known before a worker runs; of other hosts nothing
+    is.
+    """
     row = ready.accelerator
     if row is None or ready.launcher.remote:
         return ()
@@ -110,9 +147,14 @@ def here(found: Record, ready: Ready) -> tuple[Field, ...]:
     ours = fields.flat(fields.environment(found.environment), "environment.")
     theirs = fields.flat(fields.environment(now), "environment.")
     # What only a worker, or the run itself, tells of an environment.
-    later = tuple(f"environment.software.{name}" for name in ("variables.", *now.software.libraries, *now.software.collectives))
+    later = tuple(
+        f"environment.software.{name}"
+        for name in ("variables.", *now.software.libraries, *now.software.collectives)
+    )
     skipped = (*later, *(OF_WORKERS if ready.request.engine_settings.python else ()))
-    return tuple(one for one in fields.differing([ours], [theirs]) if not one.name.startswith(skipped))
+    return tuple(
+        one for one in fields.differing([ours], [theirs]) if not one.name.startswith(skipped)
+    )
 
 
 def differs(found: Record, made: Record) -> tuple[Field, ...]:
@@ -124,9 +166,11 @@ def differs(found: Record, made: Record) -> tuple[Field, ...]:
     return (*fields.questions([found], [made]), *(one for one in weights if one.name in WEIGHTS))
 
 
-def find_earlier(folder: Path, wanted: list[Ready]) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
-    """Return for each request its valid records in a folder with their paths, oldest first, and a line on every file that
-    is no sound record."""
+def find_earlier(
+    folder: Path, wanted: list[Ready]
+) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
+    """Return for each request its valid records in a folder with their paths, oldest first, and a
+    line on every file that is no sound record."""
     out: list[list[tuple[Path, Record]]] = [[] for _ in wanted]
     warnings = []
     for path in sorted(folder.glob("*.json")):
@@ -136,15 +180,16 @@ def find_earlier(folder: Path, wanted: list[Ready]) -> tuple[list[list[tuple[Pat
             found = record.read(path)
             place = next((i for i, one in enumerate(wanted) if answers(found, one)), None)
             if place is not None:
-                out[place].append((path, verify.read(path)))  # a number in a table has to follow from its samples
+                # a number in a table has to follow from its samples
+                out[place].append((path, verify.read(path)))
         except RequestError as error:
             warnings.append(f"{error}; it is not counted as a run")
     return [sorted(of, key=lambda one: one[1].created) for of in out], warnings
 
 
 def answers(found: Record, ready: Ready) -> bool:
-    """Whether a record is a valid run of this request. It names neither the folder of data nor that of weights, so of those
-    only the kind is compared: made or read, random or trained."""
+    """Whether a record is a valid run of this request. It names neither the folder of data nor that
+    of weights, so of those only the kind is compared: made or read, random or trained."""
     case, request = ready.case, ready.request
     gate = None if case.gate is None else GateFacts(**case.gate.model_dump(mode="json"))
     asked = (case.name, case.size, gate, case.max_interval)
@@ -155,10 +200,14 @@ def answers(found: Record, ready: Ready) -> bool:
         and (found.case.name, found.case.size, found.case.gate, found.case.max_interval) == asked
         and found.question == case.question
         and found.auto == request.resolved.auto
-        and found.tune == case.tune.model_copy(update={name: getattr(found.tune, name) for name in found.auto})
+        and found.tune
+        == case.tune.model_copy(update={name: getattr(found.tune, name) for name in found.auto})
         and (found.plan, found.scope) == (ready.plan, ready.scope)
         and {window.pass_name for window in found.passes} == set(ready.passes)
         and found.engine.name == ready.engine.name
-        and (ready.accelerator is None or ready.accelerator.name == found.environment.hardware.accelerator)
+        and (
+            ready.accelerator is None
+            or ready.accelerator.name == found.environment.hardware.accelerator
+        )
         and (made, found.weights.trained) == (request.data is None, request.weights is not None)
     )

@@ -1,4 +1,6 @@
-"""One run over its hosts, as the parent leads it: open, check, start, listen until the end, and leave nothing behind."""
+"""One run over its hosts, as the parent leads it: open, check, start, listen until the end, and
+leave nothing behind.
+"""
 
 import hashlib
 import queue
@@ -34,7 +36,8 @@ from steelyard.run.site import Site
 from steelyard.run.telemetry import DeviceReadings
 
 POLL_S = 0.05
-OPEN_S = 90.0  # until every host has said hello; a first import over a network file system takes its time
+# until every host has said hello; a first import over a network file system takes its time
+OPEN_S = 90.0
 REACH_S = 15.0
 SETTLE_S = 0.5  # after the first rank failed: those that failed with it can still say so
 STOP_S = 20.0  # for agents to end their workers, kindly and then for certain
@@ -59,7 +62,9 @@ Watch = Callable[[PhaseProgress], None]
 class Session:
     """The agents of one run, and what they have reported so far."""
 
-    def __init__(self, launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None) -> None:
+    def __init__(
+        self, launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
+    ) -> None:
         self.launcher, self.site = launcher, site
         self._watch: Watch | None = None
         self.hosts = launch.hosts(launcher, site, nodes, allocation)
@@ -86,11 +91,13 @@ class Session:
         undisturbed: ExitStack,
         begun: Callable[[], bool] = lambda: False,
     ) -> Failure | None:
-        """Lead a run from its first agent to the end of the last, and return why it failed, or None.
+        """Lead a run from its first agent to the end of the last, and return why it failed, or
+        None.
 
-        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises KeyboardInterrupt until
-        it has returned or `begun` says that there is a run to record, and is a failure afterwards. From the end on,
-        interrupts are ignored until `undisturbed` is closed, so that the record is written.
+        `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises
+        KeyboardInterrupt until it has returned or `begun` says that there is a run to record, and
+        is a failure afterwards. From the end on, interrupts are ignored until `undisturbed` is
+        closed, so that the record is written.
         """
         self._watch = watch
         start: Start | None = None
@@ -108,12 +115,18 @@ class Session:
             self.stop()
         if failure is None and start is not None:
             workers = start.workers
-            failure = find_failure(self.results, start.world, lambda rank: self._name(rank, workers))
+            failure = find_failure(
+                self.results, start.world, lambda rank: self._name(rank, workers)
+            )
         if not self.results.tail(None if failure is None else failure.rank):
-            self.results.agent_output = "\n".join(filter(None, (one.said() for one in self.connections)))
+            self.results.agent_output = "\n".join(
+                filter(None, (one.said() for one in self.connections))
+            )
         return failure
 
-    def _follow(self, start: Start, origin_s: float, hang_s: float, limit_s: float | None) -> Failure | None:
+    def _follow(
+        self, start: Start, origin_s: float, hang_s: float, limit_s: float | None
+    ) -> Failure | None:
         """Start the ranks and stay with them until none is left or something is wrong."""
         first = self.connections[0].hello
         self.started_s = self._progress_s = self._phase_s = now()
@@ -132,28 +145,42 @@ class Session:
         return failure
 
     def _name(self, rank: int, workers: int) -> str:
-        return f"rank {rank}" if len(self.hosts) == 1 else f"rank {rank} on {self.hosts[rank // workers]}"
+        return (
+            f"rank {rank}"
+            if len(self.hosts) == 1
+            else f"rank {rank} on {self.hosts[rank // workers]}"
+        )
 
     def open(self, asked: Open) -> dict[str, Hello]:
         """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
         self.spawned_s = now()
         for index, host in enumerate(self.hosts):
-            # One each: two names may lead to one machine, or to hosts that see each other's processes and temporary files.
+            # One each: two names may lead to one machine, or to hosts that see each other's
+            # processes and temporary files.
             mark = f"{self._mark}-{index}"
             try:
-                self.connections.append(Connection(host, self.commands[host], self.token, mark, self._inbox))
-            except (OSError, RuntimeError) as error:  # RuntimeError: a thread that cannot be started
+                self.connections.append(
+                    Connection(host, self.commands[host], self.token, mark, self._inbox)
+                )
+            # RuntimeError: a thread that cannot be started
+            except (OSError, RuntimeError) as error:
                 why = getattr(error, "strerror", None) or error
                 raise RequestError(f"{self.commands[host][0]} cannot be started: {why}") from error
         several = len(self.hosts) > 1
         for index, one in enumerate(self.connections):
             peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
             one.send(asked.model_copy(update={"token": self.token, "peer": peer, "mark": one.mark}))
-        self._until(lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello")
+        self._until(
+            lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello"
+        )
         for _ in range(PINGS):
             for one in self.connections:
                 one.ping(at_once=True)
-            self._until(lambda: all(one.pongs >= one.pings for one in self.connections), OPEN_S, "no answer to a ping")
+            self._until(
+                lambda: all(one.pongs >= one.pings for one in self.connections),
+                OPEN_S,
+                "no answer to a ping",
+            )
         self.started_s = now()  # as far as a record knows that says no more
         return {one.name: one.hello for one in self.connections if one.hello is not None}
 
@@ -162,12 +189,16 @@ class Session:
         others = self.connections[1:]
         for one in others:
             one.send(Reach(token=self.token, address=address, port=port))
-        self._until(lambda: all(one.reached is not None for one in others), REACH_S, f"no word on whether it reaches {address}")
+        self._until(
+            lambda: all(one.reached is not None for one in others),
+            REACH_S,
+            f"no word on whether it reaches {address}",
+        )
         for one in others:
             if one.reached is not None and one.reached.problem is not None:
                 raise RequestError(
-                    f"host {one.name} does not reach {self.hosts[0]} at {address}: {one.reached.problem}; "
-                    "name an interface that hosts share in the site file"
+                    f"host {one.name} does not reach {self.hosts[0]} at {address}:"
+                    f" {one.reached.problem}; name an interface that hosts share in the site file"
                 )
 
     def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
@@ -178,15 +209,25 @@ class Session:
             self._show()
             for one in self.connections:
                 if one.closed or one.bye is not None:
-                    said = one.bye.failure.text if one.bye is not None and one.bye.failure is not None else one.said()
+                    said = (
+                        one.bye.failure.text
+                        if one.bye is not None and one.bye.failure is not None
+                        else one.said()
+                    )
                     python = self.site.python_on(one.name)
-                    raise RequestError(preflight.not_started(one.name, python, self.commands[one.name], one.exit_code(), said))
+                    raise RequestError(
+                        preflight.not_started(
+                            one.name, python, self.commands[one.name], one.exit_code(), said
+                        )
+                    )
                 if now() > end_s:
                     late = [c for c in self.connections if c.hello is None] or self.connections
                     raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")
 
     def _wait(self, hang_s: float, limit_s: float | None) -> Failure | None:
-        """Wait until every agent has said bye, or something is wrong, and return what; a rank that failed says it itself."""
+        """Wait until every agent has said bye, or something is wrong, and return what; a rank that
+        failed says it itself.
+        """
         begun, failed = now(), None
         asked: list[tuple[Connection, int]] = []
         while not all(one.bye is not None for one in self.connections):
@@ -195,9 +236,12 @@ class Session:
             wrong = self._lost() or self._late(begun, hang_s, limit_s)
             if wrong is not None:
                 return wrong
-            if failed is None and any(one.suspended or one.code for one in self.results.exits.values()):
+            if failed is None and any(
+                one.suspended or one.code for one in self.results.exits.values()
+            ):
                 failed, asked = now(), self._ask()
-            # A rank also fails when the host of another is lost, which does not answer and is the cause.
+            # A rank also fails when the host of another is lost, which does not answer and is the
+            # cause.
             answered = all(one.bye is not None or one.pongs >= pings for one, pings in asked)
             if failed is not None and now() - failed > SETTLE_S and answered:
                 return None
@@ -218,7 +262,9 @@ class Session:
         return [(one, one.pings) for one in self.connections]
 
     def _listen(self) -> None:
-        """One message, or a moment without; and the heartbeat. What was said while this process was stopped is heard first."""
+        """One message, or a moment without; and the heartbeat. What was said while this process was
+        stopped is heard first.
+        """
         if now() - self._awake_s > STALLED_S:
             for one in self.connections:
                 one.heard_s = now()
@@ -258,7 +304,9 @@ class Session:
                 self.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
             case messages.TelemetryRows():
                 name = (one.name, message.device)
-                kept = self.telemetry.setdefault(name, DeviceReadings(one.name, message.device, message.severity))
+                kept = self.telemetry.setdefault(
+                    name, DeviceReadings(one.name, message.device, message.severity)
+                )
                 kept.add(message.period_s, message.columns)
             case LoadSaid():
                 self.load.setdefault(one.name, LoadReadings()).add(message)
@@ -292,22 +340,38 @@ class Session:
                     text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
                     return Failure("out_of_memory", f"host {one.name}: {text}")
                 if self.launcher.remote:
-                    return Failure("connection_lost", f"host {one.name}: its connection ended (exit code {code}){told}")
-                return Failure("agent_killed", f"host {one.name}: its agent ended without a word (exit code {code}){told}")
+                    return Failure(
+                        "connection_lost",
+                        f"host {one.name}: its connection ended (exit code {code}){told}",
+                    )
+                return Failure(
+                    "agent_killed",
+                    f"host {one.name}: its agent ended without a word (exit code {code}){told}",
+                )
             if now() - one.heard_s > self.site.silence_s:
-                return Failure("host_silent", f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s")
+                return Failure(
+                    "host_silent",
+                    f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s",
+                )
         return None
 
     def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Failure | None:
         where = self.progress.phase if self.progress is not None else "start"
         if now() - self._progress_s > hang_s:
-            return Failure("hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}")
+            return Failure(
+                "hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}"
+            )
         if limit_s is not None and now() - begun > limit_s:
-            return Failure("time_limit", f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}")
+            return Failure(
+                "time_limit",
+                f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}",
+            )
         return None
 
     def stop(self, stacks: bool = False) -> None:
-        """Tell all agents to end, and wait for their last words. What a host that is lost may have left is swept up."""
+        """Tell all agents to end, and wait for their last words. What a host that is lost may have
+        left is swept up.
+        """
         if self._stopping:
             return
         self._stopping = True
@@ -316,7 +380,8 @@ class Session:
                 one.send(Stop(token=self.token, stacks=stacks))
         end_s = now() + STOP_S
         while now() < end_s and any(
-            one.bye is None and not one.closed and now() - one.heard_s <= self.site.silence_s for one in self.connections
+            one.bye is None and not one.closed and now() - one.heard_s <= self.site.silence_s
+            for one in self.connections
         ):
             self._listen()
         connection.close(self.connections)
@@ -325,12 +390,14 @@ class Session:
         self._sweep([one for one in self.connections if one.bye is None and one.hello is not None])
 
     def _sweep(self, lost: list[Connection]) -> None:
-        """Ask new agents on those hosts to end what the lost ones left. A host that cannot be reached ends it by itself: its
-        agent hears nothing of us."""
+        """Ask new agents on those hosts to end what the lost ones left. A host that cannot be
+        reached ends it by itself: its agent hears nothing of us."""
         again = []
         for one in lost:
             with suppress(OSError):
-                again.append(Connection(one.name, self.commands[one.name], self.token, one.mark, self._inbox))
+                again.append(
+                    Connection(one.name, self.commands[one.name], self.token, one.mark, self._inbox)
+                )
         for one in again:
             one.send(Sweep(token=self.token, mark=one.mark, environment=self.site.environment))
         end_s = now() + SWEEP_S

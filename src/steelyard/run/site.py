@@ -1,8 +1,9 @@
-"""The site file: facts of a cluster that belong to no case, such as its hosts and network. See docs/clusters.md.
+"""The site file: facts of a cluster that belong to no case, such as its hosts and network. See
+docs/clusters.md.
 
-A site file starts programs (`python`, `prologue`) and sets variables on every host, so it is read only
-where the user names it, or from the user's own configuration folder. `steelyard run` reads it before
-anything starts.
+A site file starts programs (`python`, `prologue`) and sets variables on every host, so it is read
+only where the user names it, or from the user's own configuration folder. `steelyard run` reads it
+before anything starts.
 """
 
 import hashlib
@@ -29,8 +30,8 @@ Line = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$"
 
 
 def allowed_variables() -> frozenset[str]:
-    """Return the variables that a site file may set: those of tune.env, of networks, and the folder for temporary files.
-    None of them names a program, a library or a plug-in to load."""
+    """Return the variables that a site file may set: those of tune.env, of networks, and the folder
+    for temporary files. None of them names a program, a library or a plug-in to load."""
     networks = accelerators.names(lambda row: row.site_variables)
     return accelerators.tune_variables() | networks | {TEMPORARY}
 
@@ -38,8 +39,12 @@ def allowed_variables() -> frozenset[str]:
 class HostSettings(Frozen):
     """What is different on one host."""
 
-    python: Line | None = Field(None, description="the Python that has steelyard; default: the site's")
-    prologue: Line | None = Field(None, description="shell lines before it, such as module load; default: the site's")
+    python: Line | None = Field(
+        None, description="the Python that has steelyard; default: the site's"
+    )
+    prologue: Line | None = Field(
+        None, description="shell lines before it, such as module load; default: the site's"
+    )
 
 
 class SlurmSettings(Frozen):
@@ -60,17 +65,25 @@ class Site(Frozen):
     note: Line | None = None
     launcher: str | None = None
     hosts: list[HostName] = Field(default_factory=list, max_length=4096)
-    devices: int | None = Field(None, ge=1, le=1024, description="of a host, where --devices does not say")
+    devices: int | None = Field(
+        None, ge=1, le=1024, description="of a host, where --devices does not say"
+    )
     interface: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.@:-]{1,15}$")] | None = None
-    python: Line | None = Field(None, description="the Python that has steelyard on the hosts; default: python3")
+    python: Line | None = Field(
+        None, description="the Python that has steelyard on the hosts; default: python3"
+    )
     prologue: Line | None = None
-    silence_s: float = Field(SILENCE_S, ge=2, le=3600, description="a host that is not heard of for so long is lost")
+    silence_s: float = Field(
+        SILENCE_S, ge=2, le=3600, description="a host that is not heard of for so long is lost"
+    )
     environment: dict[str, Line | Literal[""]] = Field(
-        default_factory=dict, description="variables of agents and ranks; only names in `allowed_variables`"
+        default_factory=dict,
+        description="variables of agents and ranks; only names in `allowed_variables`",
     )
     host: dict[HostName, HostSettings] = Field(default_factory=dict)
     slurm: SlurmSettings = SlurmSettings()
-    _file: dict[str, str] = PrivateAttr(default_factory=dict)  # name and hash; no keys of the file itself
+    # name and hash; no keys of the file itself
+    _file: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("environment")
     @classmethod
@@ -81,13 +94,16 @@ class Site(Frozen):
                 near = get_close_matches(name, allowed, 1, 0.85)
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(
-                    f"{name[:100]!r} is not a variable that a site file may set; {hint}allowed: those of tune.env "
-                    "and of networks (docs/clusters.md); export others in the prologue"
+                    f"{name[:100]!r} is not a variable that a site file may set; {hint}allowed:"
+                    " those of tune.env and of networks (docs/clusters.md); export others in the"
+                    " prologue"
                 )
         return environment
 
     def about(self) -> dict[str, str]:
-        """Return what a record states of the site, with name and SHA-256 of the file it was read from."""
+        """Return what a record states of the site, with name and SHA-256 of the file it was read
+        from.
+        """
         stated = {"machine": self.machine, "network": self.network, "note": self.note}
         return {key: value for key, value in stated.items() if value is not None} | self._file
 
@@ -99,10 +115,11 @@ class Site(Frozen):
 
 
 def find(named: Path | None) -> Path | None:
-    """Return the file that the user named, else the one in the user's configuration folder, else None.
+    """Return the file that the user named, else the one in the user's configuration folder, else
+    None.
 
-    Raise RequestError if the configuration folder cannot be read, or if its file could have been written
-    by another user."""
+    Raise RequestError if the configuration folder cannot be read, or if its file could have been
+    written by another user."""
     if named is not None:
         return named
     path = _own_path()
@@ -126,15 +143,16 @@ def find(named: Path | None) -> Path | None:
         if status.st_mode & 0o022:
             where = path if what == "it" else path.parent
             raise RequestError(
-                f"the site file {str(path)!r}: {what} can be written by other users; run: chmod go-w {str(where)!r}"
+                f"the site file {str(path)!r}: {what} can be written by other users; run: chmod"
+                f" go-w {str(where)!r}"
             )
     return path
 
 
 def _own_path() -> Path | None:
-    """Return where the user's own site file would be, or None if no home folder is known. A relative
-    XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too: either would be a
-    folder of the working directory."""
+    """Return where the user's own site file would be, or None if no home folder is known. A
+    relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too:
+    either would be a folder of the working directory."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "")
     if not config.is_absolute():
         try:
@@ -154,7 +172,9 @@ def unused(path: Path | None) -> Path | None:
 
 
 def read(path: Path | None) -> Site:
-    """Read a site file, or return an empty site where there is none. Raise RequestError if it is not valid."""
+    """Read a site file, or return an empty site where there is none. Raise RequestError if it is
+    not valid.
+    """
     if path is None:
         return Site()
     try:
@@ -165,8 +185,12 @@ def read(path: Path | None) -> Site:
         allowed = f"; known keys: {', '.join(Site.model_fields)}" if unknown else ""
         raise RequestError(f"--site {str(path)!r}: {first_problem(error)}{allowed}") from error
     except OSError as error:
-        raise RequestError(f"--site {str(path)!r} cannot be read: {error.strerror}; check the path") from error
+        raise RequestError(
+            f"--site {str(path)!r} cannot be read: {error.strerror}; check the path"
+        ) from error
     except (ValueError, files.TooLargeError) as error:
-        raise RequestError(f"--site {str(path)!r} is not a site file: {error}; see docs/clusters.md") from error
+        raise RequestError(
+            f"--site {str(path)!r} is not a site file: {error}; see docs/clusters.md"
+        ) from error
     site._file.update(file=path.name, file_sha256=hashlib.sha256(raw).hexdigest())
     return site

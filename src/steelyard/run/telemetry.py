@@ -1,4 +1,6 @@
-"""Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is sent."""
+"""Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is
+sent.
+"""
 
 from collections.abc import Callable
 from itertools import zip_longest
@@ -17,8 +19,9 @@ Rows = dict[str, list[Any]]
 
 
 class Sampler:
-    """Samples all sources from `start`, which is called before any worker is there, until `stop`. `take` hands over what is
-    new. After so many rows the period doubles, and whoever keeps them drops every second one: a long run has no more."""
+    """Samples all sources from `start`, which is called before any worker is there, until `stop`.
+    `take` hands over what is new. After so many rows the period doubles, and whoever keeps them
+    drops every second one: a long run has no more."""
 
     def __init__(
         self,
@@ -72,7 +75,9 @@ class Sampler:
 
     def _sample(self, whole: bool = False) -> None:
         reads = [one.whole if whole and one.whole is not None else one.read for one in self.sources]
-        rows: list[Reading] = [{"t_s": self._clock() - self._origin_s, **read(self._pids)} for read in reads]
+        rows: list[Reading] = [
+            {"t_s": self._clock() - self._origin_s, **read(self._pids)} for read in reads
+        ]
         with self._lock:
             for row, columns in zip(rows, self._new, strict=True):
                 for name, value in row.items():
@@ -92,7 +97,9 @@ class DeviceReadings:
         self.columns: Rows = {}
 
     def add(self, period_s: float, columns: Rows) -> None:
-        """Rows of a longer period than before come after every second row was dropped, these among them."""
+        """Rows of a longer period than before come after every second row was dropped, these among
+        them.
+        """
         for name, values in columns.items():
             self.columns.setdefault(name, []).extend(values)
         before = self.period_s or period_s
@@ -124,12 +131,20 @@ def _union(a: Any, b: Any) -> Any:
     return a if b is None else b if a is None else sorted({*a, *b})
 
 
-# What a dropped row leaves in the one before it: a peak, another's process or a slowdown must not vanish because a run
-# is long. The share of samples with a reason is therefore an upper bound once rows were dropped.
-_KEPT: dict[str, Callable[[Any, Any], Any]] = {"memory_bytes": _largest, "processes": _largest, "reasons": _union}
+# What a dropped row leaves in the one before it: a peak, another's process or a slowdown must not
+# vanish because a run is long. The share of samples with a reason is therefore an upper bound once
+# rows were dropped.
+_KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "memory_bytes": _largest,
+    "processes": _largest,
+    "reasons": _union,
+}
 
 
 def halve(columns: Rows) -> Rows:
     """Return the columns without every second row; the last row may have no second one."""
     pairs = {name: zip_longest(values[::2], values[1::2]) for name, values in columns.items()}
-    return {name: [_KEPT.get(name, _first)(first, second) for first, second in rows] for name, rows in pairs.items()}
+    return {
+        name: [_KEPT.get(name, _first)(first, second) for first, second in rows]
+        for name, rows in pairs.items()
+    }

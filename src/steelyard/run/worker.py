@@ -1,7 +1,9 @@
-"""A worker: one device's share of a run. One spec in, one rank file out, whatever happens in between.
+"""A worker: one device's share of a run. One spec in, one rank file out, whatever happens in
+between.
 
-Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and WORLD_SIZE in its environment.
-It ends when its stdin is closed: then its agent is gone. It imports no framework itself: its engine's row names one.
+Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and
+WORLD_SIZE in its environment. It ends when its stdin is closed: then its agent is gone. It imports
+no framework itself: its engine's row names one.
 """
 
 import faulthandler
@@ -48,10 +50,13 @@ EXCHANGES = 3
 
 
 def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
-    """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with its agent."""
+    """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with
+    its agent.
+    """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        stacks = (place / messages.stack_name(rank)).open("w")  # for an agent that wants to know where this hangs
+        # for an agent that wants to know where this hangs
+        stacks = (place / messages.stack_name(rank)).open("w")
     except OSError as failure:
         _end_without_result(failure)
     processes.wake_with_parent()
@@ -66,7 +71,10 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
     except RequestError as failure:
         status, error = "request", str(failure)
     except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
-        status, error = _kind(failure), " ".join("".join(traceback.format_exception_only(failure)).split())
+        status, error = (
+            _kind(failure),
+            " ".join("".join(traceback.format_exception_only(failure)).split()),
+        )
         traceback.print_exc()
     try:
         status = worker.leave(status, error)
@@ -74,7 +82,8 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
         _end_without_result(failure)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
-    # Its work is done and told: what libraries do while they are taken down, and now and then abort in, is no part of a run.
+    # Its work is done and told: what libraries do while they are taken down, and now and then abort
+    # in, is no part of a run.
     os._exit(0 if status == "done" else 1)
 
 
@@ -93,7 +102,9 @@ def _kind(failure: BaseException) -> RankStatus:
 
 
 def _end_with_agent() -> None:
-    """A worker outlives nobody: without its agent there is no one to tell. What it started ends with it."""
+    """A worker outlives nobody: without its agent there is no one to tell. What it started ends
+    with it.
+    """
     while os.read(0, 1 << 10):
         pass
     processes.end(lambda: processes.children(os.getpid()), CHILDREN_S)
@@ -101,7 +112,9 @@ def _end_with_agent() -> None:
 
 
 class RankProcess(ABC):
-    """What every kind of worker has: its rank file, which grows, and how far it is. Each brings `run`."""
+    """What every kind of worker has: its rank file, which grows, and how far it is. Each brings
+    `run`.
+    """
 
     def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
         self.rank, self.host = rank, host
@@ -110,7 +123,9 @@ class RankProcess(ABC):
         self.budget = Budget()
         self.framework: Framework | None = None
         device = f"{accelerator}:{self.local_rank}"
-        self.file = RankFile(rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={})
+        self.file = RankFile(
+            rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={}
+        )
         self._told = 0.0
         self._clocks = every()
 
@@ -135,24 +150,43 @@ class RankProcess(ABC):
             yield
 
     def write(self, status: RankStatus, error: str | None) -> None:
-        clocks = {name: at - self._clocks[name] for name, at in every().items() if name in self._clocks}
-        self._add(status=status, error=error, ended_s=now() - self.host.origin_s, budget=self.budget.parts(), clocks=clocks)
+        clocks = {
+            name: at - self._clocks[name] for name, at in every().items() if name in self._clocks
+        }
+        self._add(
+            status=status,
+            error=error,
+            ended_s=now() - self.host.origin_s,
+            budget=self.budget.parts(),
+            clocks=clocks,
+        )
         self._replace(messages.rank_name(self.rank), self.file)
 
     def leave(self, status: RankStatus, error: str | None) -> RankStatus:
-        """The last rank file. What an engine or a plug-in said may not fit into one: then it says so, and no more."""
+        """The last rank file. What an engine or a plug-in said may not fit into one: then it says
+        so, and no more.
+        """
         try:
             self.write(status, error)
         except ValueError as failure:  # PydanticSerializationError is one
             traceback.print_exc()
-            self.file = RankFile(rank=self.rank, device=self.file.device, status="raised", error=None, ended_s=0.0, budget={})
+            self.file = RankFile(
+                rank=self.rank,
+                device=self.file.device,
+                status="raised",
+                error=None,
+                ended_s=0.0,
+                budget={},
+            )
             status = "raised"
             self.write(status, error or f"its result cannot be written as JSON: {failure}")
         return status
 
     def _replace(self, name: str, table: Frozen) -> None:
         """Readers see the old file or the new one, never half of one; none outlives the machine."""
-        files.write(self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False)
+        files.write(
+            self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False
+        )
 
     def ended(self, number: int, frame: Any) -> None:
         """Told to end: leave what there is, then go the way the signal says."""
@@ -179,7 +213,8 @@ class Worker(RankProcess):
 
     def run(self) -> None:
         self.tell("imports", 0, 0)
-        reading = ThreadPoolExecutor(1).submit(self._read)  # needs no framework, and tokenizers run on cores of their own
+        # needs no framework, and tokenizers run on cores of their own
+        reading = ThreadPoolExecutor(1).submit(self._read)
         framework, make_engine = self._load()
         self.framework = framework
         group = self._join(framework)
@@ -214,7 +249,11 @@ class Worker(RankProcess):
             framework.set_precision(self.case.question.precision.matmul)
             if self.case.tune.deterministic:
                 framework.make_deterministic()
-            self._add(identity=framework.identity(), versions=framework.versions(), threads=framework.threads())
+            self._add(
+                identity=framework.identity(),
+                versions=framework.versions(),
+                threads=framework.threads(),
+            )
         return framework, make_engine
 
     def _join(self, framework: Framework) -> Any:
@@ -241,26 +280,45 @@ class Worker(RankProcess):
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         scope, case = self.spec.scope, self.case
         asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published)
-        return self.task.prepare(replace(asked, subjects=scope.subjects, rows=scope.rows)), now() - begin_s
+        return (
+            self.task.prepare(replace(asked, subjects=scope.subjects, rows=scope.rows)),
+            now() - begin_s,
+        )
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
         self.outputs = prepared.outputs
         window = getattr(self.case.question.model, "window", None)  # of the families that have one
-        self._counter = plugins.load(self.kind.works[self.task.work])(prepared.inputs, self.case.question.division, window)
+        self._counter = plugins.load(self.kind.works[self.task.work])(
+            prepared.inputs, self.case.question.division, window
+        )
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
         self._add(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared
 
     def _keep_checkpoints(self, fingerprint: str) -> Keep | None:
-        """Where checkpoints go; the data, known only now, must be those of the checkpoint that is gone on from."""
+        """Where checkpoints go; the data, known only now, must be those of the checkpoint that is
+        gone on from.
+        """
         spec, key = self.spec, self.case.key(fingerprint)
-        if spec.resume is not None and checkpoints.read(spec.resume.parent / checkpoints.RUN, CheckpointRun).key != key:
-            raise RequestError("--resume: the data or their tokens differ from those of the checkpoint; use the same")
+        if (
+            spec.resume is not None
+            and checkpoints.read(spec.resume.parent / checkpoints.RUN, CheckpointRun).key != key
+        ):
+            raise RequestError(
+                "--resume: the data or their tokens differ from those of the checkpoint; use the"
+                " same"
+            )
         if spec.checkpoints is None or self.case.tune.checkpoint_every is None:
             return None
         if self.rank == 0:
             asked = self.case.question.model_dump(mode="json")
-            run = CheckpointRun(name=self.case.name, question=asked, key=key, sample=spec.scope.sample, engine=spec.engine)
+            run = CheckpointRun(
+                name=self.case.name,
+                question=asked,
+                key=key,
+                sample=spec.scope.sample,
+                engine=spec.engine,
+            )
             spec.checkpoints.mkdir(parents=True)
             checkpoints.write(spec.checkpoints / checkpoints.RUN, run)
         return Keep(spec.checkpoints, self.case.tune.checkpoint_every)
@@ -286,9 +344,12 @@ class Worker(RankProcess):
         )
 
     def _calibrate(self, framework: Framework) -> dict[str, Any]:
-        """Rates of matmuls on random numbers, at the case's precision: of the shapes that its batches really have."""
+        """Rates of matmuls on random numbers, at the case's precision: of the shapes that its
+        batches really have.
+        """
         steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
-        held = None if self._counter is None else self._counter.wanted(steps)[0]  # by the pass, or its first step
+        # by the pass, or its first step
+        held = None if self._counter is None else self._counter.wanted(steps)[0]
         shapes_of = partial(matmuls.of_case, self.case, self.spec.plan.tp, held)
         return calibrate(framework, self.case.question.precision.matmul, shapes_of)
 
@@ -309,7 +370,8 @@ class Worker(RankProcess):
             framework.synchronize()
 
         def step_done(done: int) -> None:
-            if done < total:  # the last is told below: what follows its mark is time that no step accounts for
+            # the last is told below: what follows its mark is time that no step accounts for
+            if done < total:
                 self.tell(name, done, total)
 
         self.tell(name, 0, total)
@@ -317,7 +379,9 @@ class Worker(RankProcess):
             if name in self.kind.bare:
                 trace = bare(engine.work(name), framework)
             else:
-                trace = plugins.load(self.kind.loop)(engine.work(name), framework, step_done=step_done, busy=busy)
+                trace = plugins.load(self.kind.loop)(
+                    engine.work(name), framework, step_done=step_done, busy=busy
+                )
         self.tell(name, total, total)
         samples: list[Sample] = []
         if name not in self.kind.bare:
@@ -325,7 +389,8 @@ class Worker(RankProcess):
                 samples = trace.samples(name, self.rank, partial(self._count, name))
         self._keep(name, trace, samples, framework)
         self._draw(name, trace, samples)
-        if name not in self.kind.bare and self.place.tp == self.place.pp == 0:  # ranks that hold one model have one answer
+        # ranks that hold one model have one answer
+        if name not in self.kind.bare and self.place.tp == self.place.pp == 0:
             with self.budget.part(f"outputs_{name}"):
                 told = engine.outputs(name)
                 framework.synchronize()
@@ -346,7 +411,9 @@ class Worker(RankProcess):
             steps = steps_of(self.case, self.spec.plan, self.spec.scope.sample)
             count, watch = partial(self._count, name), self.place.tp == self.place.dp == 0
             trace = self.spec.trace if self.rank == 0 else None
-            self._add(profile=explain(engine, name, framework, count, steps, self.rank, watch, trace))
+            self._add(
+                profile=explain(engine, name, framework, count, steps, self.rank, watch, trace)
+            )
 
     def _count(self, name: str, item: Work) -> dict[str, int]:
         """What a step counts: of rows that the engine names, what the data say; its own padding."""
@@ -356,7 +423,9 @@ class Worker(RankProcess):
         return counted | {"padded": item.counts.get("padded", 0)}
 
     def _draw(self, name: str, trace: Trace, samples: list[Sample]) -> None:
-        """What the rows of a pass count, whatever the engine said. Of a pass that is cut short nobody knows which rows."""
+        """What the rows of a pass count, whatever the engine said. Of a pass that is cut short
+        nobody knows which rows.
+        """
         if (
             self._counter is None
             or self.rank
@@ -368,7 +437,11 @@ class Worker(RankProcess):
         with self.budget.part(f"count_{name}"):
             steps = None
             if name in self.kind.stepped:
-                begin = checkpoints.read(self.spec.resume / checkpoints.STATE, State).step if self.spec.resume else 0
+                begin = (
+                    checkpoints.read(self.spec.resume / checkpoints.STATE, State).step
+                    if self.spec.resume
+                    else 0
+                )
                 steps = range(begin, begin + sum(1 for sample in samples if sample.counts))
             self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
 

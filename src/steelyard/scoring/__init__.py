@@ -1,1 +1,3 @@
-"""Scoring, the same for every engine: batches of prompts, the pass over them, and the answers that are read."""
+"""Scoring, the same for every engine: batches of prompts, the pass over them, and the answers that
+are read.
+"""

@@ -1,7 +1,9 @@
-"""Answers: what is read off the model's last hidden states, the same for every scoring engine. One reader a kind of work.
+"""Answers: what is read off the model's last hidden states, the same for every scoring engine. One
+reader a kind of work.
 
-A reader is told, for every item of a batch, where its last token stands. It says at which tokens logits are needed, and
-makes the answers of them on the device, where they stay until the pass is over.
+A reader is told, for every item of a batch, where its last token stands. It says at which tokens
+logits are needed, and makes the answers of them on the device, where they stay until the pass is
+over.
 """
 
 from collections.abc import Callable
@@ -24,12 +26,15 @@ Send = Callable[[Ids], Tensor]
 Gather = Callable[[Tensor], Tensor]  # what every share of a model has, stacked in their order
 
 CHUNK = 4096  # tokens whose logits are there at one time
-MOST_WORD = 64  # tokens of a last word: of longer ones, which no language has, the likeliest tokens are not kept
+# tokens of a last word: of longer ones, which no language has, the likeliest tokens are not kept
+MOST_WORD = 64
 
 
 @dataclass(frozen=True)
 class Picked:
-    """What is asked of a batch, on the device: where logits are needed, and what the answers are made with."""
+    """What is asked of a batch, on the device: where logits are needed, and what the answers are
+    made with.
+    """
 
     pick: Tensor
     extra: tuple[Tensor, ...] = ()
@@ -47,9 +52,13 @@ class Reader(Protocol):
 
 
 class ChoiceReader:
-    """Multiple choice: the likeliest token of all, the likeliest of the four answers, and whether every logit is finite."""
+    """Multiple choice: the likeliest token of all, the likeliest of the four answers, and whether
+    every logit is finite.
+    """
 
-    def __init__(self, texts: Choices, vocab: int, share: Shard, gather: Gather, device: torch.device) -> None:
+    def __init__(
+        self, texts: Choices, vocab: int, share: Shard, gather: Gather, device: torch.device
+    ) -> None:
         self.letters = torch.tensor(texts.letters, device=device)
         self.vocab = vocab
         self.gather = gather
@@ -66,15 +75,22 @@ class ChoiceReader:
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         best, choice, finite = answers.reshape(-1, 3).long().unbind(1)
-        return {"items": items, "best": best.tolist(), "choice": choice.tolist(), "finite": finite.tolist()}
+        return {
+            "items": items,
+            "best": best.tolist(),
+            "choice": choice.tolist(),
+            "finite": finite.tolist(),
+        }
 
 
 class LossReader:
-    """Passages: the negative log-likelihood of every token after the first, of the last word's among them, whether each of
-    these is the likeliest, and which tokens are. Logits stay divided over the shares of a model; only four numbers a token
-    are gathered."""
+    """Passages: the negative log-likelihood of every token after the first, of the last word's
+    among them, whether each of these is the likeliest, and which tokens are. Logits stay divided
+    over the shares of a model; only four numbers a token are gathered."""
 
-    def __init__(self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device) -> None:
+    def __init__(
+        self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device
+    ) -> None:
         self.texts = texts
         self.vocab = vocab
         self.share, self.gather = share, gather
@@ -85,25 +101,41 @@ class LossReader:
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
         rows = [self.texts.rows[i] for i in items]
         sizes = np.array([len(row) - 1 for row in rows], dtype=np.int64)
-        pick = np.concatenate([np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)])
+        pick = np.concatenate(
+            [np.arange(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        )
         targets = np.concatenate([np.asarray(row[1:], dtype=np.int64) for row in rows])
         # The last target is what ends the text, and no part of the last word.
         word = np.concatenate(
-            [np.arange(size) >= size - 1 - self.texts.last[i] for i, size in zip(items, sizes, strict=True)]
+            [
+                np.arange(size) >= size - 1 - self.texts.last[i]
+                for i, size in zip(items, sizes, strict=True)
+            ]
         ).astype(np.int64)
         word[np.cumsum(sizes) - 1] = 0
-        # Where the tokens of the last words stand among the targets; a word that is shorter ends with its first again.
+        # Where the tokens of the last words stand among the targets; a word that is shorter ends
+        # with its first again.
         last = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
         begins = (np.cumsum(sizes) - 1)[:, None] - last
         places = np.arange(self.kept, dtype=np.int64)[None, :]
-        return Picked(send(pick), (send(targets), send(word), send(sizes), send(begins + np.where(places < last, places, 0))))
+        return Picked(
+            send(pick),
+            (
+                send(targets),
+                send(word),
+                send(sizes),
+                send(begins + np.where(places < last, places, 0)),
+            ),
+        )
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
         targets, word, sizes, places = asked.extra
         local = self._fast(hidden.device) if compiled else read_logits
         parts = []
         chunks = -(-len(targets) // CHUNK)
-        for rows, wanted in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
+        for rows, wanted in zip(
+            hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
+        ):
             logits = head(rows)
             first = self.share.index * logits.shape[-1]
             own = max(0, min(logits.shape[-1], self.vocab - first))
@@ -111,22 +143,37 @@ class LossReader:
         nll, hit, best = _merged(self.gather(torch.cat(parts, dim=1)), targets)
         columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
         ways = ("sum", "sum", "min")
-        made = [torch.segment_reduce(c, way, lengths=sizes) for c, way in zip(columns, ways, strict=True)]
+        made = [
+            torch.segment_reduce(c, way, lengths=sizes)
+            for c, way in zip(columns, ways, strict=True)
+        ]
         return torch.cat((torch.stack(made, dim=1), best[places]), dim=1)
 
     def _fast(self, device: torch.device) -> Callable[..., Tensor]:
-        """A kernel where the device runs one. Compiled where it is first used: loading a compiler takes seconds, and they
-        belong to compiling."""
+        """A kernel where the device runs one. Compiled where it is first used: loading a compiler
+        takes seconds, and they belong to compiling."""
         if self.fast is None:
-            self.fast = triton_read_logits if jit.serve(device) else torch.compile(read_logits, dynamic=True)
+            self.fast = (
+                triton_read_logits
+                if jit.serve(device)
+                else torch.compile(read_logits, dynamic=True)
+            )
         return self.fast
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         table = answers.reshape(-1, 3 + self.kept)
         nll, last, hit = table[:, :3].unbind(1)
-        out = {"items": items, "nll": nll.tolist(), "last_nll": last.tolist(), "hit": hit.long().tolist()}
+        out = {
+            "items": items,
+            "nll": nll.tolist(),
+            "last_nll": last.tolist(),
+            "hit": hit.long().tolist(),
+        }
         if self.kept:
-            out["argmax"] = [best[: self.texts.last[i]] for i, best in zip(items, table[:, 3:].long().tolist(), strict=True)]
+            out["argmax"] = [
+                best[: self.texts.last[i]]
+                for i, best in zip(items, table[:, 3:].long().tolist(), strict=True)
+            ]
         return out
 
 
@@ -136,21 +183,27 @@ def _nothing(targets: Tensor) -> Tensor:
 
 
 def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, hit and likeliest token of every token from all shares' parts, [shares, 4, tokens], in fp64. Of equal logits the
-    first wins."""
+    """Loss, hit and likeliest token of every token from all shares' parts, [shares, 4, tokens], in
+    fp64. Of equal logits the first wins."""
     total, target, top, distance = parts.double().unbind(1)
     nll = total.logsumexp(0) - target.max(0).values
     winner = top.argmax(0)  # the first of equal ones: shares stand in the order of the vocabulary
     apart = distance.gather(0, winner[None])[0]
-    best = torch.where(torch.isfinite(apart), targets + apart, 0.0)  # where no share has a highest logit there is none
+    # where no share has a highest logit there is none
+    best = torch.where(torch.isfinite(apart), targets + apart, 0.0)
     return nll, (apart == 0).double(), best
 
 
-READERS: dict[str, Callable[..., Reader]] = {"score_choices": ChoiceReader, "score_texts": LossReader}
+READERS: dict[str, Callable[..., Reader]] = {
+    "score_choices": ChoiceReader,
+    "score_texts": LossReader,
+}
 
 
 class Answers:
-    """Answers of one pass. They stay on the device until the pass is over, so that reading them stops nothing."""
+    """Answers of one pass. They stay on the device until the pass is over, so that reading them
+    stops nothing.
+    """
 
     def __init__(self) -> None:
         self.items: list[int] = []

@@ -1,6 +1,7 @@
 """The batches that a replica scores in a pass: prompts packed end to end, or padded to one length.
 
-A batch is planned before the pass and its arrays are made inside it, where making them is timed as phase `data`.
+A batch is planned before the pass and its arrays are made inside it, where making them is timed as
+phase `data`.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts as rows of one length, padded on the right. The fields are those of `Batch` of the same names."""
+    """Prompts as rows of one length, padded on the right. The fields are those of `Batch` of the
+    same names.
+    """
 
     tokens: Ids  # [prompts, length]
     pick: Ids
@@ -54,7 +57,10 @@ def packed(job: Job, engine: str) -> Batches:
     """Plan batches of about `tune.batch_tokens` tokens without padding, for either division."""
     tune, rows = job.case.tune, job.inputs.rows
     if tune.batching not in ("auto", "packed"):
-        raise RequestError(f"engine {engine} packs sequences; tune.batching={tune.batching!r} is for engine transformers")
+        raise RequestError(
+            f"engine {engine} packs sequences; tune.batching={tune.batching!r} is for engine"
+            " transformers"
+        )
     every: list[Make]
     prefix_rows = 0
     if job.case.question.division == "closed":
@@ -72,18 +78,28 @@ def packed(job: Job, engine: str) -> Batches:
 
 
 def padded(job: Job, engine: str) -> Batches:
-    """Plan batches of prompts of like length, padded to a multiple of `tune.pad_to`; or of one prompt each, unpadded."""
+    """Plan batches of prompts of like length, padded to a multiple of `tune.pad_to`; or of one
+    prompt each, unpadded.
+    """
     tune, rows = job.case.tune, job.inputs.rows
     if job.case.question.division != "closed":
-        raise RequestError(f"engine {engine} computes every token of every prompt; allowed: --division closed")
+        raise RequestError(
+            f"engine {engine} computes every token of every prompt; allowed: --division closed"
+        )
     if tune.batching == "packed":
-        raise RequestError(f"engine {engine} pads sequences; allowed: tune.batching=auto, sorted or single")
+        raise RequestError(
+            f"engine {engine} pads sequences; allowed: tune.batching=auto, sorted or single"
+        )
     budget, pad_to = (1, 1) if tune.batching == "single" else (tune.batch_tokens, tune.pad_to)
     bins = _share(job, sorted_batches([len(row) for row in rows], budget, pad_to, tune.order))
     every: list[Make] = [partial(padded_batch, rows, items, pad_to) for items in bins]
     # A compiler meets the extreme shapes before the pass, not in it.
     keys = (lambda i: len(bins[i]), lambda i: max(len(rows[item]) for item in bins[i]))
-    extremes = [every[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)] if bins else []
+    extremes = (
+        [every[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)]
+        if bins
+        else []
+    )
     warmup = every[: tune.warmup]
     return Batches(every, warmup, [*extremes, *warmup])
 

@@ -1,8 +1,10 @@
-"""The scoring loop of every engine: warm-up, the pass over the batches with its phases, and the answers.
+"""The scoring loop of every engine: warm-up, the pass over the batches with its phases, and the
+answers.
 
-An engine brings a `Scorer`: it loads a model, copies a batch to the device and computes hidden states. The loop decides
-what is computed and in which order, and reads the answers, which are the same for every engine. It never waits for the
-device inside a pass: answers stay there until phase `score`.
+An engine brings a `Scorer`: it loads a model, copies a batch to the device and computes hidden
+states. The loop decides what is computed and in which order, and reads the answers, which are the
+same for every engine. It never waits for the device inside a pass: answers stay there until phase
+`score`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,24 +25,31 @@ from steelyard.scoring.batches import Batches, Make
 class Scorer(ABC):
     """A model on this rank's device, as an engine brings it to the loop."""
 
-    compiles = False  # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
+    # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
+    compiles = False
 
     @abstractmethod
     def load(self) -> dict[str, Any]:
-        """Build the model and fill in its weights. Return the source of the weights, for the record."""
+        """Build the model and fill in its weights. Return the source of the weights, for the
+        record.
+        """
 
     def use(self, compiled: bool) -> None:
-        """Compute in the compiled form, or as the model is written, from the next batch on. The compiled form is made
-        when it is first used. Called only if `compiles` is true."""
+        """Compute in the compiled form, or as the model is written, from the next batch on. The
+        compiled form is made when it is first used. Called only if `compiles` is true."""
         raise NotImplementedError(f"{type(self).__name__} compiles, and has no way to use it")
 
     @abstractmethod
     def to_device(self, batch: Any) -> Any:
-        """Copy a batch to the device without waiting for it: a `Batch` if batches are packed, else a `PaddedBatch`."""
+        """Copy a batch to the device without waiting for it: a `Batch` if batches are packed, else
+        a `PaddedBatch`.
+        """
 
     @abstractmethod
     def hidden(self, inputs: Any, pick: Tensor) -> Tensor:
-        """Return the last hidden states of what `to_device` returned, at the picked tokens of all rows end to end."""
+        """Return the last hidden states of what `to_device` returned, at the picked tokens of all
+        rows end to end.
+        """
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -99,7 +108,9 @@ class ScoringLoop:
                 batch, inputs, asked = self._to_device(make)
                 yield Phase("compute")
                 answers.add(batch.items, self._answer(inputs, asked, compiled))
-                yield Work({"padded": batch.counts["padded"]}, rows=batch.items, prefixes=batch.prefixes)
+                yield Work(
+                    {"padded": batch.counts["padded"]}, rows=batch.items, prefixes=batch.prefixes
+                )
             yield Phase("score")
             answers.read()
             yield Work({})
@@ -107,7 +118,11 @@ class ScoringLoop:
     def _to_device(self, make: Make) -> tuple[Any, Any, Picked]:
         batch = make()
         inputs = self.scorer.to_device(batch)
-        return batch, inputs, self.reader.ask(batch.items, batch.pick, partial(send, device=self.device))
+        return (
+            batch,
+            inputs,
+            self.reader.ask(batch.items, batch.pick, partial(send, device=self.device)),
+        )
 
     def _answer(self, inputs: Any, asked: Picked, compiled: bool) -> Tensor:
         hidden = self.scorer.hidden(inputs, asked.pick)
@@ -118,5 +133,8 @@ class ScoringLoop:
 
     def details(self) -> dict[str, Any]:
         held = list(self.scorer.tensors())
-        counts = {"parameters": sum(one.numel() for one in held), "dtypes": {"parameters": dtype_names(held)}}
+        counts = {
+            "parameters": sum(one.numel() for one in held),
+            "dtypes": {"parameters": dtype_names(held)},
+        }
         return {**self.scorer.details(), "batches": len(self.batches.every), **counts}

@@ -1,7 +1,9 @@
-"""One file from one of its addresses: resumed where a transfer broke, checked, and only then given its name.
+"""One file from one of its addresses: resumed where a transfer broke, checked, and only then given
+its name.
 
-What has arrived is in `NAME.part`, and beside it in `NAME.part.json` from which address and of which version it is. A part is
-continued only from that address, and only as that version (If-Range); the server sends the whole file otherwise.
+What has arrived is in `NAME.part`, and beside it in `NAME.part.json` from which address and of
+which version it is. A part is continued only from that address, and only as that version
+(If-Range); the server sends the whole file otherwise.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ class NoSpaceError(RequestError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a file before it is here. `origin` says in words who knows its hash, for errors."""
+    """What is known of a file before it is here. `origin` says in words who knows its hash, for
+    errors.
+    """
 
     name: str
     size_bytes: int | None
@@ -54,7 +58,9 @@ class Expected:
 
 
 class Part(Frozen):
-    """What is known of a part, and later of the whole file. Without a validator it cannot be continued."""
+    """What is known of a part, and later of the whole file. Without a validator it cannot be
+    continued.
+    """
 
     url: str
     validator: str | None
@@ -62,7 +68,9 @@ class Part(Frozen):
 
 
 class Meter:
-    """Bytes that this command transfers, over all its files: what an earlier one left is no part of its rate."""
+    """Bytes that this command transfers, over all its files: what an earlier one left is no part of
+    its rate.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._done, self._ahead = watch, 0, 0
@@ -96,7 +104,9 @@ class Tools:
 
 
 def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools) -> Downloaded:
-    """Put the file into `folder`, from the first address that gives the right one; DownloadError where none does."""
+    """Put the file into `folder`, from the first address that gives the right one; DownloadError
+    where none does.
+    """
     target, reasons = folder / wanted.name, []
     earlier = from_url(target)
     if earlier in urls:  # go on where a part is from
@@ -116,14 +126,20 @@ def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools
         tools.say(f"warning: {url}: {reason}")
         reasons.append(f"{urlsplit(url).netloc}: {reason}")
     kept = size_of(_part(target))
-    rest = f"{kept} bytes are kept, run the same command again to go on" if kept else "try later, or bring it with --from DIR"
+    rest = (
+        f"{kept} bytes are kept, run the same command again to go on"
+        if kept
+        else "try later, or bring it with --from DIR"
+    )
     raise DownloadError(f"{wanted.name} could not be had: {'; '.join(reasons)}; {rest}")
 
 
 def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
     """Bring the part to its full length. Tries that bring nothing have a limit, others have none."""
     if url.startswith("http:") and wanted.sha256 is None and not is_loopback(url):
-        raise RefusedError("plain http, and no SHA-256 is known that would tell whose bytes they are; use https")
+        raise RefusedError(
+            "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
+        )
     failed = odd = 0
     while True:
         before = size_of(_part(target))
@@ -133,7 +149,9 @@ def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
             discard(target)
             odd += 1
             if odd >= TRIES:
-                raise BrokenError(f"its ranges are not those of one file (tried {odd} times)") from error
+                raise BrokenError(
+                    f"its ranges are not those of one file (tried {odd} times)"
+                ) from error
         except BrokenError as error:
             failed = 1 if size_of(_part(target)) - before >= PROGRESS_BYTES else failed + 1
             if failed >= TRIES:
@@ -149,7 +167,9 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
     start = size_of(part) if usable else 0
     if note is not None and start and start == note.size_bytes:
         return
-    with tools.web.get(url, start, note.validator if note is not None and usable else None) as reply:
+    with tools.web.get(
+        url, start, note.validator if note is not None and usable else None
+    ) as reply:
         _check_length(wanted, reply)
         left = None if reply.total is None else reply.total - reply.start
         check_space(target.parent, left)
@@ -167,7 +187,9 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
                     size += len(chunk)
                     most_bytes = wanted.size_bytes or wanted.most_bytes
                     if size > most_bytes:
-                        raise MismatchError(f"more than {most_bytes} bytes, the limit for this file")
+                        raise MismatchError(
+                            f"more than {most_bytes} bytes, the limit for this file"
+                        )
                     out.write(chunk)
                     out.flush()  # what is counted survives a kill
                     tools.meter.add(len(chunk))
@@ -179,7 +201,9 @@ def _check_length(wanted: Expected, reply: Reply) -> None:
     """Before the transfer of gigabytes that cannot be right."""
     total = reply.total
     if not reply.ends and (wanted.size_bytes, wanted.sha256, wanted.git_blob) == (None, None, None):
-        raise RefusedError("does not say how long the file is, and nothing else would tell that it was cut")
+        raise RefusedError(
+            "does not say how long the file is, and nothing else would tell that it was cut"
+        )
     if total is None:
         return
     if wanted.size_bytes is not None and total != wanted.size_bytes:
@@ -189,11 +213,14 @@ def _check_length(wanted: Expected, reply: Reply) -> None:
 
 
 def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
-    """Return what a file from an address is, with its size and SHA-256; MismatchError if it is not the right one."""
+    """Return what a file from an address is, with its size and SHA-256; MismatchError if it is not
+    the right one.
+    """
     size_bytes = path.stat().st_size
     if wanted.size_bytes is not None and size_bytes != wanted.size_bytes:
         raise MismatchError(f"{size_bytes} bytes; {wanted.origin} says {wanted.size_bytes}")
-    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)  # as git names a file
+    # as git names a file
+    sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
     with files.open_regular(path) as file:
         while chunk := file.read(files.CHUNK_BYTES):
             sha256.update(chunk)
@@ -203,15 +230,22 @@ def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
         raise MismatchError(f"sha256 {sha256.hexdigest()}; {wanted.origin} says {wanted.sha256}")
     if wanted.git_blob is not None and blob.hexdigest() != wanted.git_blob:
         raise MismatchError(f"git blob {blob.hexdigest()}; {wanted.origin} says {wanted.git_blob}")
-    return Downloaded(name=wanted.name, url=url, size_bytes=size_bytes, sha256=sha256.hexdigest(), checked_by=wanted.checked_by)
+    return Downloaded(
+        name=wanted.name,
+        url=url,
+        size_bytes=size_bytes,
+        sha256=sha256.hexdigest(),
+        checked_by=wanted.checked_by,
+    )
 
 
 def check_space(folder: Path, needed_bytes: int | None) -> None:
     free = shutil.disk_usage(folder).free
     if needed_bytes is not None and needed_bytes > free - SPARE_BYTES:
         raise NoSpaceError(
-            f"{needed_bytes} bytes are needed in {folder}, and {max(0, free - SPARE_BYTES)} are free (beside {SPARE_BYTES} "
-            "that stay so); make room, or name a folder on another disk in XDG_CACHE_HOME"
+            f"{needed_bytes} bytes are needed in {folder}, and {max(0, free - SPARE_BYTES)} are"
+            f" free (beside {SPARE_BYTES} that stay so); make room, or name a folder on another"
+            " disk in XDG_CACHE_HOME"
         )
 
 

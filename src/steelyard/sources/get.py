@@ -1,4 +1,6 @@
-"""A source from its publisher, from a mirror or from a folder: downloaded, checked, unpacked, and only then in its place."""
+"""A source from its publisher, from a mirror or from a folder: downloaded, checked, unpacked, and
+only then in its place.
+"""
 
 import os
 import shutil
@@ -31,15 +33,20 @@ TREE = "tree"  # where a source's folder is put together
 class Wish:
     """How a source is to be had."""
 
-    mirrors: tuple[str, ...] = ()  # asked before the table's: each an address that has SOURCE/FILE below it
+    # asked before the table's: each an address that has SOURCE/FILE below it
+    mirrors: tuple[str, ...] = ()
     offline: Path | None = None  # a folder that has the files: nothing is downloaded
     again: bool = False  # although it is here
     repin: bool = False  # whatever was pinned
 
 
-def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[[], str]) -> tuple[Here, bool]:
+def get(
+    store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[[], str]
+) -> tuple[Here, bool]:
     """Return a source that is here, and whether it was before."""
-    with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
+    with store.locked(
+        source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
+    ):
         here = store.find(source.name)
         if here is not None and not (wish.again or wish.repin):
             return here, True
@@ -51,12 +58,17 @@ def get(store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[
             ahead = sum(_left(working, one) for one in expected)
             check_space(working, ahead)
             tools.meter.expect(ahead)
-        arrived = [_one(source, file, one, wish, working, tools) for file, one in zip(source.files, expected, strict=True)]
+        arrived = [
+            _one(source, file, one, wish, working, tools)
+            for file, one in zip(source.files, expected, strict=True)
+        ]
         tree = _tree(working, source.files, arrived)
         time = today()
         store.pin(
             {
-                f"{source.name}/{one.name}": Pin(url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, time=time)
+                f"{source.name}/{one.name}": Pin(
+                    url=one.url, size_bytes=one.size_bytes, sha256=one.sha256, time=time
+                )
                 for one in arrived
                 if one.checked_by == "first use"
             }
@@ -71,7 +83,9 @@ def _expect(file: File, pin: Pin | None) -> Expected:
         known = (file.size_bytes, file.sha256, file.git_blob, file.most_bytes)
         return Expected(file.name, *known, "the table of sources", by)
     origin = f"the lock file (pinned {pin.time[:10]}; if it has changed on purpose: --repin)"
-    return Expected(file.name, pin.size_bytes, pin.sha256, file.git_blob, file.most_bytes, origin, "pins")
+    return Expected(
+        file.name, pin.size_bytes, pin.sha256, file.git_blob, file.most_bytes, origin, "pins"
+    )
 
 
 def _left(working: Path, wanted: Expected) -> int:
@@ -80,13 +94,20 @@ def _left(working: Path, wanted: Expected) -> int:
     return max(0, (wanted.size_bytes or 0) - had)
 
 
-def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools) -> Downloaded:
-    """Put one file into the working folder. One that came whole in an earlier try is taken, if it is the right one."""
+def _one(
+    source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools
+) -> Downloaded:
+    """Put one file into the working folder. One that came whole in an earlier try is taken, if it
+    is the right one.
+    """
     target = working / file.name
     if wish.offline is not None:
         return _copied(source, file, wanted, wish.offline, target)
     tools.meter.passed(_left(working, wanted))
-    urls = (*(f"{mirror.rstrip('/')}/{source.name}/{file.name}" for mirror in wish.mirrors), *file.urls)
+    urls = (
+        *(f"{mirror.rstrip('/')}/{source.name}/{file.name}" for mirror in wish.mirrors),
+        *file.urls,
+    )
     if target.exists():
         try:
             return check(target, wanted, from_url(target))
@@ -96,10 +117,13 @@ def _one(source: Source, file: File, wanted: Expected, wish: Wish, working: Path
 
 
 def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: Path) -> Downloaded:
-    places = [place for place in (folder / file.name, folder / source.name / file.name) if place.is_file()]
+    places = [
+        place for place in (folder / file.name, folder / source.name / file.name) if place.is_file()
+    ]
     if not places:
         raise RequestError(
-            f"--from {folder}: no {file.name} in it, nor in its {source.name}/; bring it there from {file.urls[0]}"
+            f"--from {folder}: no {file.name} in it, nor in its {source.name}/; bring it there from"
+            f" {file.urls[0]}"
         )
     check_space(target.parent, places[0].stat().st_size)
     try:

@@ -1,7 +1,8 @@
 """One request over HTTP, as strict as a download of large files needs it.
 
-Certificates are those the system trusts, proxies those the environment names. Redirects are followed within a limit, and never
-from https to anything weaker. No other scheme is ever opened: an address can come from a server's answer.
+Certificates are those the system trusts, proxies those the environment names. Redirects are
+followed within a limit, and never from https to anything weaker. No other scheme is ever opened: an
+address can come from a server's answer.
 """
 
 import http.client
@@ -62,7 +63,8 @@ class Reply:
     start: int
     total: int | None  # bytes of the whole file; None: the server does not say
     ends: bool  # whether a cut can be told from the end of the file
-    validator: str | None  # what names this version of the file: a strong ETag, else the time of its last change
+    # what names this version of the file: a strong ETag, else the time of its last change
+    validator: str | None
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """The body piece by piece; BrokenError where it ends early or stalls."""
@@ -82,7 +84,13 @@ class _Redirects(HTTPRedirectHandler):
     max_redirections = MOST_REDIRECTS
 
     def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: http.client.HTTPMessage, newurl: str
+        self,
+        req: Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
     ) -> Request | None:
         new = urlsplit(newurl).scheme
         if new not in SCHEMES or (urlsplit(req.full_url).scheme == "https" and new != "https"):
@@ -110,10 +118,16 @@ class Web:
 
     @contextmanager
     def get(self, url: str, start: int = 0, validator: str | None = None) -> Iterator[Reply]:
-        """A file from `start` on, if it is still the version that `validator` names; otherwise from its beginning."""
+        """A file from `start` on, if it is still the version that `validator` names; otherwise from
+        its beginning.
+        """
         if urlsplit(url).scheme not in SCHEMES:
             raise RefusedError("is neither https nor http")
-        headers = {"User-Agent": f"steelyard/{__version__}", "Accept-Encoding": "identity", "Accept": "*/*"}
+        headers = {
+            "User-Agent": f"steelyard/{__version__}",
+            "Accept-Encoding": "identity",
+            "Accept": "*/*",
+        }
         if start and validator is not None:
             headers |= {"Range": f"bytes={start}-", "If-Range": validator}
         try:
@@ -175,7 +189,11 @@ def _refusal(error: HTTPError) -> Exception:
 
 
 def _failure(error: Exception) -> Exception:
-    inner = error.reason if isinstance(error, URLError) and isinstance(error.reason, Exception) else error
+    inner = (
+        error.reason
+        if isinstance(error, URLError) and isinstance(error.reason, Exception)
+        else error
+    )
     if isinstance(inner, ssl.SSLCertVerificationError):
         return RefusedError(f"its certificate is not trusted here: {inner.verify_message}")
     if isinstance(inner, ValueError | http.client.InvalidURL):

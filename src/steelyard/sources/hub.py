@@ -1,6 +1,8 @@
-"""A model of the Hugging Face hub, through huggingface_hub: its files at one revision, each checked by what the hub says of it.
+"""A model of the Hugging Face hub, through huggingface_hub: its files at one revision, each checked
+by what the hub says of it.
 
-Code of a model (`*.py`) is never taken. Weights are taken once: safetensors, or `.bin` where there are none.
+Code of a model (`*.py`) is never taken. Weights are taken once: safetensors, or `.bin` where there
+are none.
 """
 
 import shutil
@@ -11,7 +13,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from steelyard.errors import RequestError
-from steelyard.sources.download import DownloadError, Expected, Meter, MismatchError, Tools, check, check_space
+from steelyard.sources.download import (
+    DownloadError,
+    Expected,
+    Meter,
+    MismatchError,
+    Tools,
+    check,
+    check_space,
+)
 from steelyard.sources.get import TREE, Wish
 from steelyard.sources.store import Downloaded, Here, Pin, Store
 from steelyard.sources.table import Source
@@ -20,8 +30,13 @@ TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 MOST_BYTES = 1 << 40  # of a file
 NOT_STATED = "not stated"
-NO_WEIGHTS = "neither safetensors nor pytorch_model.bin at its top; take a model that has one of these"
-INSTALL = "huggingface_hub is not installed, which models of the hub need; run pip install 'steelyard[hub]'"
+NO_WEIGHTS = (
+    "neither safetensors nor pytorch_model.bin at its top; take a model that has one of these"
+)
+INSTALL = (
+    "huggingface_hub is not installed, which models of the hub need; run pip install"
+    " 'steelyard[hub]'"
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +57,17 @@ def get(
     today: Callable[[], str],
     endpoint: str | None = None,
 ) -> tuple[Here, bool]:
-    """Return a model that is here, and whether it was before. The hub is `endpoint`, or the one that
-    $HF_ENDPOINT names."""
-    with store.locked(source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")):
+    """Return a model that is here, and whether it was before. The hub is `endpoint`, or the one
+    that $HF_ENDPOINT names."""
+    with store.locked(
+        source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
+    ):
         here = store.find(source.name)
-        if here is not None and not (wish.again or wish.repin) and revision in (None, here.manifest.revision):
+        if (
+            here is not None
+            and not (wish.again or wish.repin)
+            and revision in (None, here.manifest.revision)
+        ):
             return here, True
         tree = store.working(source.name) / TREE
         if wish.offline is not None:
@@ -57,8 +78,15 @@ def get(
         if find_spec("huggingface_hub") is None:
             raise RequestError(INSTALL)
         pin = None if wish.repin else store.pins().get(source.hub)
-        model = _asked(source, lambda: _listed(source.hub, revision or (pin.revision if pin else None), endpoint))
-        if here is not None and not (wish.again or wish.repin) and model.revision == here.manifest.revision:
+        model = _asked(
+            source,
+            lambda: _listed(source.hub, revision or (pin.revision if pin else None), endpoint),
+        )
+        if (
+            here is not None
+            and not (wish.again or wish.repin)
+            and model.revision == here.manifest.revision
+        ):
             return here, True  # a branch or a tag that still names the same commit
         arrived = _asked(source, lambda: _downloaded(source.hub, model, tree, tools, endpoint))
         shutil.rmtree(tree / ".cache", ignore_errors=True)
@@ -69,12 +97,19 @@ def get(
 
 
 def chosen(names: Iterable[str]) -> list[str]:
-    """The files of a model that are taken: those at its top that hold texts, its licence, and its weights, in one form."""
+    """The files of a model that are taken: those at its top that hold texts, its licence, and its
+    weights, in one form.
+    """
     top = sorted(name for name in names if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS) or name.upper().startswith(LICENCES)]
     tensors = [name for name in top if name.endswith(".safetensors")]
-    plain = [name for name in tensors if not name.startswith("consolidated")]  # the same weights in another layout
-    weights = plain or tensors or [name for name in top if name.endswith(".bin") and name.startswith("pytorch_model")]
+    # the same weights in another layout
+    plain = [name for name in tensors if not name.startswith("consolidated")]
+    weights = (
+        plain
+        or tensors
+        or [name for name in top if name.endswith(".bin") and name.startswith("pytorch_model")]
+    )
     unread = {f"{name}.index.json" for name in ("pytorch_model.bin",)} if tensors else set()
     return [name for name in top if name in {*texts, *weights} - unread]
 
@@ -86,10 +121,14 @@ def has_weights(names: Iterable[str]) -> bool:
 def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
     from huggingface_hub import HfApi
 
-    info = HfApi(endpoint, library_name="steelyard").model_info(hub, revision=revision, files_metadata=True)
+    info = HfApi(endpoint, library_name="steelyard").model_info(
+        hub, revision=revision, files_metadata=True
+    )
     names = chosen(one.rfilename for one in info.siblings or [])
     if "config.json" not in names:
-        raise RequestError(f"{hub}: no config.json at its top; it is not a model that transformers reads")
+        raise RequestError(
+            f"{hub}: no config.json at its top; it is not a model that transformers reads"
+        )
     if not has_weights(names):
         raise RequestError(f"{hub}: {NO_WEIGHTS}")
     files = tuple(_expected(one) for one in info.siblings or [] if one.rfilename in names)
@@ -98,17 +137,22 @@ def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
 
 
 def _expected(listed: Any) -> Expected:
-    """Return what a file must be as the hub lists it: a large one by its SHA-256, a small one as git names it."""
+    """Return what a file must be as the hub lists it: a large one by its SHA-256, a small one as
+    git names it.
+    """
     sha256, git_blob = (None, listed.blob_id) if listed.lfs is None else (listed.lfs.sha256, None)
     return Expected(listed.rfilename, listed.size, sha256, git_blob, MOST_BYTES, "the hub", "hub")
 
 
-def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None) -> list[Downloaded]:
+def _downloaded(
+    hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None
+) -> list[Downloaded]:
     """Download every file of a model. One that is here and right is not asked for again."""
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     names = {one.name for one in model.files}
-    shutil.rmtree(tree / ".cache", ignore_errors=True)  # parts that a killed command left: the library uses none again
+    # parts that a killed command left: the library uses none again
+    shutil.rmtree(tree / ".cache", ignore_errors=True)
     for path in tree.iterdir():
         if path.is_file() and path.name not in names:
             path.unlink()  # of another revision, which an earlier command began with
@@ -119,7 +163,14 @@ def _downloaded(hub: str, model: Model, tree: Path, tools: Tools, endpoint: str 
     out = []
     for one in model.files:
         if one in missing:
-            hf_hub_download(hub, one.name, revision=model.revision, local_dir=tree, tqdm_class=bar, endpoint=endpoint)
+            hf_hub_download(
+                hub,
+                one.name,
+                revision=model.revision,
+                local_dir=tree,
+                tqdm_class=bar,
+                endpoint=endpoint,
+            )
         url = hf_hub_url(hub, one.name, revision=model.revision, endpoint=endpoint)
         out.append(check(tree / one.name, one, url))
     return out
@@ -152,7 +203,9 @@ def _bar(meter: Meter) -> type[Any]:
             return None
 
         def update_transfer(self, *arguments: Any, **settings: Any) -> None:
-            """What a store of chunks sends; a bar without this gets a second one beside it, and bytes count twice."""
+            """What a store of chunks sends; a bar without this gets a second one beside it, and
+            bytes count twice.
+            """
 
         def set_transfer_postfix_str(self, *arguments: Any, **settings: Any) -> None: ...
 
@@ -164,19 +217,24 @@ def _asked(source: Source, ask: Callable[[], Any]) -> Any:
     from huggingface_hub import errors
 
     # The base of all that its HTTP library raises, whichever that is in this version.
-    network: type[Exception] = next(base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    network: type[Exception] = next(
+        base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
+    )
     try:
         return ask()
     except errors.GatedRepoError as error:
         raise RequestError(
-            f"{source.hub} is gated: accept its terms on {source.page} with your account, log in here with "
-            "hf auth login (or set HF_TOKEN), and run the same command again"
+            f"{source.hub} is gated: accept its terms on {source.page} with your account, log in"
+            " here with hf auth login (or set HF_TOKEN), and run the same command again"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise RequestError(f"{source.hub} has no such revision; see {source.page}/commits/main") from error
+        raise RequestError(
+            f"{source.hub} has no such revision; see {source.page}/commits/main"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise RequestError(
-            f"no model {source.hub!r} on the hub, or it is private: check the name, or log in with hf auth login"
+            f"no model {source.hub!r} on the hub, or it is private: check the name, or log in with"
+            " hf auth login"
         ) from error
     except errors.HFValidationError as error:
         raise RequestError(f"{source.hub!r} is no id of a model: {error}") from error
@@ -184,15 +242,25 @@ def _asked(source: Source, ask: Callable[[], Any]) -> Any:
         raise DownloadError(f"{source.hub}: {error}; run the same command again") from error
     except (network, OSError, RuntimeError) as error:  # the last of hf_xet
         first = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DownloadError(f"{source.hub}: {first}; run the same command again: files that are whole stay") from error
+        raise DownloadError(
+            f"{source.hub}: {first}; run the same command again: files that are whole stay"
+        ) from error
 
 
 def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -> Here:
     """A model from a folder that somebody brought. Nobody says what its files must be."""
-    places = (folder / source.hub.replace("/", "--"), folder / PurePosixPath(source.hub).name, folder / source.name, folder)
+    places = (
+        folder / source.hub.replace("/", "--"),
+        folder / PurePosixPath(source.hub).name,
+        folder / source.name,
+        folder,
+    )
     place = next((one for one in places if (one / "config.json").is_file()), None)
     if place is None:
-        raise RequestError(f"--from {folder}: no config.json in it, nor in {places[0].name}/ or {places[1].name}/ below it")
+        raise RequestError(
+            f"--from {folder}: no config.json in it, nor in {places[0].name}/ or {places[1].name}/"
+            " below it"
+        )
     names = chosen(path.name for path in place.iterdir() if path.is_file())
     if not has_weights(names):
         raise RequestError(f"--from {place}: {NO_WEIGHTS}")

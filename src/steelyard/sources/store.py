@@ -1,7 +1,9 @@
-"""The folder of what was got: a folder for each source, and a lock file with the hashes of what was pinned at first use.
+"""The folder of what was got: a folder for each source, and a lock file with the hashes of what was
+pinned at first use.
 
-A source's folder appears whole, with its manifest in it, or not at all. What is on its way is in `.NAME.part` beside it. Each
-source has a lock, so that of several processes one gets it and the others wait.
+A source's folder appears whole, with its manifest in it, or not at all. What is on its way is in
+`.NAME.part` beside it. Each source has a lock, so that of several processes one gets it and the
+others wait.
 """
 
 import fcntl
@@ -32,8 +34,8 @@ class Piece(Frozen):
     size_bytes: int
 
 
-# What a file was checked by: the table of sources, the lock file, or what the hub lists; or by nothing, at its first use, which
-# pins it, or where somebody brought it and nobody is asked.
+# What a file was checked by: the table of sources, the lock file, or what the hub lists; or by
+# nothing, at its first use, which pins it, or where somebody brought it and nobody is asked.
 CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
 
 
@@ -118,17 +120,27 @@ class Store:
         """Of what is here, whole or not."""
         if not self.folder.is_dir():
             return []
-        found = (_read(path / MANIFEST, Manifest) for path in sorted(self.folder.iterdir()) if path.is_dir())
+        found = (
+            _read(path / MANIFEST, Manifest)
+            for path in sorted(self.folder.iterdir())
+            if path.is_dir()
+        )
         return [manifest.name for manifest in found if manifest is not None]
 
     def partial_bytes(self, name: str) -> int:
         """What of a source is on its way."""
         working = self.working(name)
-        return sum(path.stat().st_size for path in working.rglob("*") if path.is_file()) if working.is_dir() else 0
+        return (
+            sum(path.stat().st_size for path in working.rglob("*") if path.is_file())
+            if working.is_dir()
+            else 0
+        )
 
     @contextmanager
     def locked(self, name: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """One process at a time; the others wait, and are told so once. The kernel ends a lock with its process."""
+        """One process at a time; the others wait, and are told so once. The kernel ends a lock with
+        its process.
+        """
         with (self.folder / f".{slug(name)}.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,10 +158,22 @@ class Store:
         downloads: Iterable[Downloaded],
         revision: str | None = None,
     ) -> Here:
-        """Give a folder that is complete its manifest and its place, instead of one that may be there."""
+        """Give a folder that is complete its manifest and its place, instead of one that may be
+        there.
+        """
         found = sorted(one for one in tree.rglob("*") if one.is_file() and one.name != MANIFEST)
-        pieces = tuple(Piece(path=one.relative_to(tree).as_posix(), size_bytes=one.stat().st_size) for one in found)
-        manifest = Manifest(name=name, licence=licence, time=time, revision=revision, downloads=tuple(downloads), files=pieces)
+        pieces = tuple(
+            Piece(path=one.relative_to(tree).as_posix(), size_bytes=one.stat().st_size)
+            for one in found
+        )
+        manifest = Manifest(
+            name=name,
+            licence=licence,
+            time=time,
+            revision=revision,
+            downloads=tuple(downloads),
+            files=pieces,
+        )
         files.write(tree / MANIFEST, manifest.model_dump_json(indent=1).encode())
         target, old = self.place(name), self.working(name) / "old"
         shutil.rmtree(old, ignore_errors=True)
@@ -169,7 +193,10 @@ class Store:
             return {}
         found = _read(self.pins_path, Pins)
         if found is None:
-            raise RequestError(f"{self.pins_path}: not a lock file of Steelyard; bring it back, or remove it to pin anew")
+            raise RequestError(
+                f"{self.pins_path}: not a lock file of Steelyard; bring it back, or remove it to"
+                " pin anew"
+            )
         return found.pins
 
     def pin(self, found: dict[str, Pin]) -> None:
@@ -177,14 +204,23 @@ class Store:
         if found:
             with self.locked("pins", lambda: None):
                 table = Pins(pins={**self.pins(), **found})
-                files.write(self.pins_path, table.model_dump_json(indent=1, exclude_none=True).encode())
+                files.write(
+                    self.pins_path, table.model_dump_json(indent=1, exclude_none=True).encode()
+                )
 
 
 def slug(name: str) -> str:
     """The name of a folder. The id of a model has a slash."""
     text = name.replace("/", "--")
-    if text.startswith(".") or not all(c.isascii() and (c.isalnum() or c in "._-") for c in text) or not text:
-        raise RequestError(f"{name!r} is no name of a source: letters, digits, '.', '_' and '-'; a model's id has one slash")
+    if (
+        text.startswith(".")
+        or not all(c.isascii() and (c.isalnum() or c in "._-") for c in text)
+        or not text
+    ):
+        raise RequestError(
+            f"{name!r} is no name of a source: letters, digits, '.', '_' and '-'; a model's id has"
+            " one slash"
+        )
     return text
 
 

@@ -1,7 +1,8 @@
-"""The sources: what they are called here, who publishes them where, how large they are and under which licence.
+"""The sources: what they are called here, who publishes them where, how large they are and under
+which licence.
 
-A file is checked by its SHA-256 where that is known from somebody who had the very file; where it is not, the first download
-is pinned in a lock file, and all later ones are checked by that.
+A file is checked by its SHA-256 where that is known from somebody who had the very file; where it
+is not, the first download is pinned in a lock file, and all later ones are checked by that.
 """
 
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ DATA = (
             File(
                 "data.tar",
                 (
-                    # The hub's Git LFS digest of it is the SHA-256 below, which is also known of Berkeley's own copy.
+                    # The hub's Git LFS digest of it is the SHA-256 below, which is also known of
+                    # Berkeley's own copy.
                     f"{_HUB}/datasets/cais/mmlu/resolve/c30699e8356da336a370243923dbaf21066bb9fe/data.tar",
                     "https://people.eecs.berkeley.edu/~hendrycks/data.tar",
                     f"{_HUB}/datasets/Stevross/mmlu/resolve/main/data.tar",
@@ -79,8 +81,10 @@ DATA = (
                     f"{_GITHUB}/cybertronai/bflm/620fff70127e0a7c741ee229ed2e33e25dd5185a/lambada_test.jsonl",
                     # lm-evaluation-harness checks this copy by the same SHA-256.
                     "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl",
-                    f"{_HUB}/datasets/EleutherAI/lambada_openai/resolve/900124bf3b8235c6daf21033af9948b3f07346c4/"
-                    "data/lambada_test.jsonl",
+                    (
+                        f"{_HUB}/datasets/EleutherAI/lambada_openai/resolve/900124bf3b8235c6daf21033af9948b3f07346c4/"
+                        "data/lambada_test.jsonl"
+                    ),
                 ),
                 size_bytes=1_819_752,
                 sha256="4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226",
@@ -94,13 +98,19 @@ DATA = (
         page="https://github.com/PaddlePaddle/PaddleNLP",
         task="openwebtext",
         files=(
-            File("llama_openwebtext_100k_ids.npy", (f"{_LLAMA_DATA}/llama_openwebtext_100k_ids.npy",)),
-            File("llama_openwebtext_100k_idx.npz", (f"{_LLAMA_DATA}/llama_openwebtext_100k_idx.npz",)),
+            File(
+                "llama_openwebtext_100k_ids.npy", (f"{_LLAMA_DATA}/llama_openwebtext_100k_ids.npy",)
+            ),
+            File(
+                "llama_openwebtext_100k_idx.npz", (f"{_LLAMA_DATA}/llama_openwebtext_100k_idx.npz",)
+            ),
         ),
     ),
     Source(
         name="alpaca",
-        title="alpaca's instructions as conversations: FlagAI's file, which the published runs read",
+        title=(
+            "alpaca's instructions as conversations: FlagAI's file, which the published runs read"
+        ),
         licence="CC BY-NC 4.0 (research only)",
         page="https://github.com/FlagAI-Open/FlagAI",
         task="alpaca",
@@ -108,10 +118,13 @@ DATA = (
             File(
                 "alpaca_data_train.jsonl",
                 (
-                    f"{_GITHUB}/FlagAI-Open/FlagAI/40a72ad518aa5c4ee639e7cee77b77d4472b4bb8/"
-                    "examples/Aquila/Aquila-chat/data/alpaca_data_train.jsonl",
+                    (
+                        f"{_GITHUB}/FlagAI-Open/FlagAI/40a72ad518aa5c4ee639e7cee77b77d4472b4bb8/"
+                        "examples/Aquila/Aquila-chat/data/alpaca_data_train.jsonl"
+                    ),
                 ),
-                git_blob="7984c494a9fabcca0d1a4c399ef573cc92c83842",  # what the tree of that commit names
+                # what the tree of that commit names
+                git_blob="7984c494a9fabcca0d1a4c399ef573cc92c83842",
             ),
         ),
     ),
@@ -123,7 +136,9 @@ DATA = (
         files=(
             File(
                 "alpaca_data.json",
-                (f"{_GITHUB}/tatsu-lab/stanford_alpaca/761dc5bfbdeeffa89b8bff5d038781a4055f796a/alpaca_data.json",),
+                (
+                    f"{_GITHUB}/tatsu-lab/stanford_alpaca/761dc5bfbdeeffa89b8bff5d038781a4055f796a/alpaca_data.json",
+                ),
                 # Several programs that download this commit's file check it by this.
                 sha256="2eddafc6b977608d778aaab8dfc7e50e547b3af9826dfb9e909d9fc362e4a419",
             ),
@@ -145,7 +160,9 @@ DATA = (
             ),
             File(
                 "vocab.txt",  # the uncased vocabularies of BERT base and large are one file
-                (f"{_HUB}/google-bert/bert-base-uncased/resolve/86b5e0934494bd15c9632b12f734a8a67f723594/vocab.txt",),
+                (
+                    f"{_HUB}/google-bert/bert-base-uncased/resolve/86b5e0934494bd15c9632b12f734a8a67f723594/vocab.txt",
+                ),
                 size_bytes=231_508,
                 sha256="07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
             ),
@@ -184,7 +201,9 @@ WEIGHTS = (
         files=(
             File(
                 "glm-large-blank.tar.bz2",
-                ("https://cloud.tsinghua.edu.cn/d/13f5b03da9594e5490c4/files/?p=%2Fglm-large-blank.tar.bz2&dl=1",),
+                (
+                    "https://cloud.tsinghua.edu.cn/d/13f5b03da9594e5490c4/files/?p=%2Fglm-large-blank.tar.bz2&dl=1",
+                ),
                 top="latest_checkpointed_iteration.txt",
             ),
         ),
@@ -208,12 +227,18 @@ def row(kind: Kind, name: str) -> Source:
         return found
     if kind == "weights" and name.count("/") == 1 and all(name.split("/")):
         return unlisted(name)
-    more = " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
-    raise RequestError(f"no {kind} {name!r} to get; {known(name, [one.name for one in TABLE[kind]])}{more}")
+    more = (
+        " (or the id of a model, such as HuggingFaceTB/SmolLM2-135M)" if kind == "weights" else ""
+    )
+    raise RequestError(
+        f"no {kind} {name!r} to get; {known(name, [one.name for one in TABLE[kind]])}{more}"
+    )
 
 
 def unlisted(name: str) -> Source:
-    """What the table does not have: a model of the hub by its id, or something that an older version got."""
+    """What the table does not have: a model of the hub by its id, or something that an older
+    version got.
+    """
     hub = name if "/" in name else ""
     return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}" if hub else "", hub=hub)
 

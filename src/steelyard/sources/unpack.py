@@ -1,4 +1,6 @@
-"""An archive into a folder of its own: regular files only, under names that stay in it, within limits."""
+"""An archive into a folder of its own: regular files only, under names that stay in it, within
+limits.
+"""
 
 import lzma
 import shutil
@@ -20,17 +22,29 @@ ZIP = b"PK"
 MOST_FILES = 10_000
 MOST_NAME = 1024
 MOST_DEPTH = 32
-BROKEN = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError)
+BROKEN = (
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    NotImplementedError,
+    RuntimeError,
+)
 
 
 def unpack(source: Path, folder: Path, top: str, most_bytes: int) -> None:
-    """All files of an archive that lie beside `top` or below it, in a new folder. MismatchError says what is wrong."""
+    """All files of an archive that lie beside `top` or below it, in a new folder. MismatchError
+    says what is wrong.
+    """
     whole = folder.with_name(f"{folder.name}.whole")
     shutil.rmtree(whole, ignore_errors=True)
     whole.mkdir()
     try:
         _all(source, whole, most_bytes)
-        wanted = sorted((path.parent for path in whole.rglob(top)), key=lambda path: (len(path.parts), path))
+        wanted = sorted(
+            (path.parent for path in whole.rglob(top)), key=lambda path: (len(path.parts), path)
+        )
         if not wanted:
             raise MismatchError(f"no {top} in it")
         wanted[0].rename(folder)
@@ -72,7 +86,10 @@ def _write(content: IO[bytes], path: Path, left: int, most_bytes: int) -> int:
 def _inside(name: str) -> PurePosixPath:
     """A member's name, if it stays below the folder on any system."""
     parts = name.removeprefix("./").split("/")
-    odd = any(part in ("", ".", "..") or "\\" in part or ":" in part or not part.isprintable() for part in parts)
+    odd = any(
+        part in ("", ".", "..") or "\\" in part or ":" in part or not part.isprintable()
+        for part in parts
+    )
     if odd or len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
         raise MismatchError(f"a file named {name[:200]!r}, which is no plain path below a folder")
     return PurePosixPath(*parts)

@@ -1,6 +1,8 @@
-"""Tasks: what is asked of a model, from reading data to scoring answers. One folder and one row each.
+"""Tasks: what is asked of a model, from reading data to scoring answers. One folder and one row
+each.
 
-Other packages add rows through the entry-point group `steelyard.tasks`: each entry point names a `Task`.
+Other packages add rows through the entry-point group `steelyard.tasks`: each entry point names a
+`Task`.
 """
 
 from steelyard import plugins

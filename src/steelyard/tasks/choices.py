@@ -1,4 +1,6 @@
-"""Tasks of four-way questions: what a record keeps of the answers, the scores made of them, and the row of such a task."""
+"""Tasks of four-way questions: what a record keeps of the answers, the scores made of them, and the
+row of such a task.
+"""
 
 from collections import Counter
 from statistics import fmean
@@ -7,7 +9,16 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen, GrownTable
-from steelyard.tasks.task import ACCURACY, Breakdown, Differences, Many, Score, Selected, Tally, Task
+from steelyard.tasks.task import (
+    ACCURACY,
+    Breakdown,
+    Differences,
+    Many,
+    Score,
+    Selected,
+    Tally,
+    Task,
+)
 from steelyard.words import meaning, pair
 
 LETTERS = "ABCD"
@@ -18,10 +29,11 @@ MOST_TOKENS = 1 << 31  # of a vocabulary
 
 
 class ChoiceAnswers(GrownTable):
-    """One character a question, `?` where it was not answered: whether the likeliest token of the whole vocabulary was the
-    right answer (`hits`, the headline), and which of the four letters was likeliest (`choices`). `argmax` is that likeliest
-    token: a letter where it is the token of one, else `*`, and then its number is the next of `others`. A model that answers
-    at all mostly answers with a letter, so this takes a byte a question."""
+    """One character a question, `?` where it was not answered: whether the likeliest token of the
+    whole vocabulary was the right answer (`hits`, the headline), and which of the four letters was
+    likeliest (`choices`). `argmax` is that likeliest token: a letter where it is the token of one,
+    else `*`, and then its number is the next of `others`. A model that answers at all mostly
+    answers with a letter, so this takes a byte a question."""
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax", "others")
 
@@ -34,8 +46,8 @@ class ChoiceAnswers(GrownTable):
 
 
 class ChoiceOutputs(GrownTable):
-    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its place in the whole set.
-    Answers of version 1 have no `argmax`."""
+    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its
+    place in the whole set. Answers of version 1 have no `argmax`."""
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
 
@@ -50,7 +62,9 @@ class ChoiceOutputs(GrownTable):
     @model_validator(mode="after")
     def _fit(self) -> Self:
         count = len(self.gold)
-        lengths = {len(column) for one in self.passes.values() for column in (one.choices, one.hits)}
+        lengths = {
+            len(column) for one in self.passes.values() for column in (one.choices, one.hits)
+        }
         if len(self.subject_of) != count or lengths - {count}:
             raise ValueError(f"answers and subjects are not those of {count} questions")
         if any(not 0 <= subject < len(self.subjects) for subject in self.subject_of):
@@ -65,8 +79,13 @@ class ChoiceOutputs(GrownTable):
         if one.argmax is None or one.others is None or len(one.argmax) != len(self.gold):
             raise ValueError(f"argmax and others are not those of {len(self.gold)} questions")
         if one.argmax.count(OTHER) != len(one.others) or set(one.others) & set(self.letters):
-            raise ValueError("others are not the tokens of those questions whose argmax is no letter")
-        if any(hit != _hit(best, gold) for hit, best, gold in zip(one.hits, one.argmax, self.gold, strict=True)):
+            raise ValueError(
+                "others are not the tokens of those questions whose argmax is no letter"
+            )
+        if any(
+            hit != _hit(best, gold)
+            for hit, best, gold in zip(one.hits, one.argmax, self.gold, strict=True)
+        ):
             raise ValueError("hits are not those of argmax")
 
 
@@ -75,34 +94,58 @@ def _hit(best: str, gold: str) -> str:
 
 
 def argmax(outputs: ChoiceOutputs, name: str) -> list[int | None] | None:
-    """The likeliest token of each question, None where it was not answered; None where the pass does not keep them."""
+    """The likeliest token of each question, None where it was not answered; None where the pass
+    does not keep them.
+    """
     found = outputs.passes[name]
     if found.argmax is None or found.others is None:
         return None
     others = iter(found.others)
-    known: dict[str, int | None] = {UNANSWERED: None, **dict(zip(LETTERS, outputs.letters, strict=True))}
+    known: dict[str, int | None] = {
+        UNANSWERED: None,
+        **dict(zip(LETTERS, outputs.letters, strict=True)),
+    }
     return [next(others) if one == OTHER else known[one] for one in found.argmax]
 
 
-def outputs(gold: list[int], subject_of: list[int], subjects: list[str], index: list[int], letters: list[int]) -> ChoiceOutputs:
+def outputs(
+    gold: list[int],
+    subject_of: list[int],
+    subjects: list[str],
+    index: list[int],
+    letters: list[int],
+) -> ChoiceOutputs:
     """The part that does not depend on a pass."""
     right = "".join(LETTERS[i] for i in gold)
     return ChoiceOutputs(
-        version=2, gold=right, subjects=subjects, subject_of=subject_of, index=index, letters=letters, passes={}
+        version=2,
+        gold=right,
+        subjects=subjects,
+        subject_of=subject_of,
+        index=index,
+        letters=letters,
+        passes={},
     )
 
 
 def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
-    """An engine's answers, if a record can be made of them: that happens where the engine is no longer there to blame."""
+    """An engine's answers, if a record can be made of them: that happens where the engine is no
+    longer there to blame.
+    """
     questions = len(outputs.gold)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
-    if not columns or not all(isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns):
+    if not columns or not all(
+        isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns
+    ):
         raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
     if len({len(column) for column in columns}) != 1:
         raise ValueError("the engine's outputs must be lists of one length")
     items, best, choice, _ = columns
     if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
-        raise ValueError(f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond 0 to 3")
+        raise ValueError(
+            f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond"
+            " 0 to 3"
+        )
     if not all(0 <= token < MOST_TOKENS for token in best):
         raise ValueError(f"the engine's outputs have a token in best beyond 0 to {MOST_TOKENS - 1}")
     return dict(zip(ANSWERS, columns, strict=True))
@@ -133,7 +176,9 @@ def merge(outputs: ChoiceOutputs, name: str, tables: list[dict[str, Any]]) -> Ch
 
 
 def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
-    """Over the answered questions: acc and its standard error, the mean over subjects, and the four-letter accuracy."""
+    """Over the answered questions: acc and its standard error, the mean over subjects, and the
+    four-letter accuracy.
+    """
     answers = outputs.passes.get(name)
     asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
     if answers is None or not asked:
@@ -185,8 +230,13 @@ def off_scope(outputs: ChoiceOutputs, selected: Selected) -> str | None:
     if asked - wanted or (selected.sample is None and wanted - asked):
         return f"subjects {', '.join(sorted(asked ^ wanted)[:5])}"
     found = dict(Counter(outputs.subjects[subject] for subject in outputs.subject_of))
-    right = selected.row_count in (None, len(outputs.gold))  # first: what is counted is then not too much to write down
-    if not (right and selected.places in (None, outputs.index) and selected.group_counts in (None, found)):
+    # first: what is counted is then not too much to write down
+    right = selected.row_count in (None, len(outputs.gold))
+    if not (
+        right
+        and selected.places in (None, outputs.index)
+        and selected.group_counts in (None, found)
+    ):
         return f"{len(outputs.gold)} questions, which are not the rows named"
     return None
 
@@ -195,14 +245,21 @@ def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
     answers = outputs.passes.get(name)
     if answers is None:
         return None
-    return Tally(len(answers.choices), answers.choices.count(UNANSWERED), answers.repeated, answers.not_finite)
+    return Tally(
+        len(answers.choices),
+        answers.choices.count(UNANSWERED),
+        answers.repeated,
+        answers.not_finite,
+    )
 
 
 def breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
     """Accuracy by subject, in every pass that has answers."""
     passes = [name for name in ("val", "infer") if name in outputs.passes]
     found = {name: subject_accuracy(outputs, name) for name in passes}
-    subjects = [subject for subject in outputs.subjects if any(subject in one for one in found.values())]
+    subjects = [
+        subject for subject in outputs.subjects if any(subject in one for one in found.values())
+    ]
     if not subjects:
         return []
     rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
@@ -219,7 +276,9 @@ SCORES = (
 
 
 def choice_task(name: str, data: type[Frozen], reader: str, data_check: str = "") -> Task:
-    """Return the row of a task whose questions `tasks.questions` turns into prompts: what it adds is how data are read."""
+    """Return the row of a task whose questions `tasks.questions` turns into prompts: what it adds
+    is how data are read.
+    """
     return Task(
         name=name,
         kind="score",

@@ -1,5 +1,5 @@
-"""What a record keeps of training on rows, beside its samples: the loss of held-out rows before and after, and why it stopped
-early. Shared by the tasks that train on rows."""
+"""What a record keeps of training on rows, beside its samples: the loss of held-out rows before and
+after, and why it stopped early. Shared by the tasks that train on rows."""
 
 from typing import Any
 
@@ -16,7 +16,9 @@ class Steps(Frozen):
 
 
 class RowsLoss(Frozen):
-    """A pass over held-out rows: the summed loss in nats, None where it is not finite, and the tokens it is of."""
+    """A pass over held-out rows: the summed loss in nats, None where it is not finite, and the
+    tokens it is of.
+    """
 
     nll: float | None
     targets: Many
@@ -35,8 +37,13 @@ def outputs(held_out: int) -> HeldOutOutputs:
 def check(table: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
     """An engine's outputs of a pass, if a record can be made of them."""
     if not isinstance(table, dict) or set(table) not in ({"stopped"}, {"nll", "targets"}):
-        raise TypeError("the engine's outputs must be `stopped` of the steps, or `nll` and `targets` of held-out rows")
-    if "targets" in table and (not isinstance(table["targets"], int) or not isinstance(table["nll"], float | None)):
+        raise TypeError(
+            "the engine's outputs must be `stopped` of the steps, or `nll` and `targets` of"
+            " held-out rows"
+        )
+    if "targets" in table and (
+        not isinstance(table["targets"], int) or not isinstance(table["nll"], float | None)
+    ):
         raise TypeError("the engine's outputs must be a float or None, and an integer")
     return dict(table)
 
@@ -60,7 +67,9 @@ def first_stop(tables: list[dict[str, Any]]) -> Stopped | None:
 
 
 def score(outputs: HeldOutOutputs, name: str) -> dict[str, float]:
-    """The mean loss of the held-out rows, each target counted the same, of a pass that looked at them."""
+    """The mean loss of the held-out rows, each target counted the same, of a pass that looked at
+    them.
+    """
     found = outputs.passes.get(name)
     known = isinstance(found, RowsLoss) and found.nll is not None and found.targets
     return {"loss": found.nll / found.targets} if known else {}  # type: ignore[union-attr, operator]

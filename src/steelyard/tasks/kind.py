@@ -1,7 +1,9 @@
-"""Kinds of work: one row each, with everything that differs between scoring, training and what other packages add.
+"""Kinds of work: one row each, with everything that differs between scoring, training and what
+other packages add.
 
-Other packages add rows through the entry-point group `steelyard.kinds`: each entry point names a `Kind`. A string with a
-colon is a reference, `module:attribute`, for `plugins.load`: rows stand below the rooms that use them.
+Other packages add rows through the entry-point group `steelyard.kinds`: each entry point names a
+`Kind`. A string with a colon is a reference, `module:attribute`, for `plugins.load`: rows stand
+below the rooms that use them.
 """
 
 from collections.abc import Mapping
@@ -16,11 +18,14 @@ GROUP = "steelyard.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """A row. The defaults are those of a kind that computes forwards of a model and changes no weights."""
+    """A row. The defaults are those of a kind that computes forwards of a model and changes no
+    weights.
+    """
 
     name: str  # in questions, records and keys
     noun: str  # in messages: what such a run does
-    works: Mapping[str, str]  # what engines must be able to do → reference to what makes a `data.counting.Counter`
+    # what engines must be able to do → reference to what makes a `data.counting.Counter`
+    works: Mapping[str, str]
 
     # Passes.
     passes: tuple[str, ...]  # all there are
@@ -28,26 +33,34 @@ class Kind:
     judged: tuple[str, ...]  # those in which times and devices are judged
     required: tuple[str, ...] = ()  # those that every run has
     ordered: bool = False  # whether they run in the order of `passes` only
-    stepped: tuple[str, ...] = ()  # those whose steps take a global batch each, drawn and counted step by step
+    # those whose steps take a global batch each, drawn and counted step by step
+    stepped: tuple[str, ...] = ()
     initial: tuple[str, ...] = ()  # those before the first step, which a resumed run has behind it
-    bare: Mapping[str, str] = field(default_factory=dict)  # those that are not measured → what each is compared with
+    # those that are not measured → what each is compared with
+    bare: Mapping[str, str] = field(default_factory=dict)
     cut_by_steps: bool = False  # whether --steps leaves items of a pass unanswered
 
     # Work and how it is divided.
-    trains: bool = False  # whether weights change: a question has a table `train`, a run may keep checkpoints
-    products: tuple[Layout, ...] = ("nt",)  # matmuls that each matrix takes part in, of equal FLOPs; the forward is `nt`
+    # whether weights change: a question has a table `train`, a run may keep checkpoints
+    trains: bool = False
+    # matmuls that each matrix takes part in, of equal FLOPs; the forward is `nt`
+    products: tuple[Layout, ...] = ("nt",)
     pipeline: bool = False  # whether a model may be divided into pipeline stages
     shares: bool = False  # whether prompts share what they begin with in division open
-    ranks_meet: bool = False  # whether all ranks wait for one another in every step, not only after a pass
+    # whether all ranks wait for one another in every step, not only after a pass
+    ranks_meet: bool = False
     precisions: str = "steelyard.case.precision:SCORE"  # its presets by name
 
     # What is measured.
     loop: str = "steelyard.run.measure:measure"  # drives an engine's pass, and times its steps
     step_values: tuple[str, ...] = ()  # numbers that every step has, beside its counts and times
-    step_metrics: tuple[str, ...] = ()  # metrics of these that a gate may name; the first is the quality of a run without one
-    steady: bool = False  # whether rates are taken over the steady window of the steps, not over the whole pass
+    # metrics of these that a gate may name; the first is the quality of a run without one
+    step_metrics: tuple[str, ...] = ()
+    # whether rates are taken over the steady window of the steps, not over the whole pass
+    steady: bool = False
 
-    # What makes a result valid: rules from a record to findings, and what a gate needs to be applied.
+    # What makes a result valid: rules from a record to findings, and what a gate needs to be
+    # applied.
     rules: tuple[str, ...] = (
         "steelyard.metrics.validity:finite_answers",
         "steelyard.metrics.validity:finite_values",
@@ -58,17 +71,22 @@ class Kind:
 
     # Pages.
     columns: str = "steelyard.report.columns:SCORE"  # a `report.columns.TableLayout`
-    data_facts: tuple[str, ...] = ("source", "rows", "tokens", "tokenizer", "fingerprint")  # those shown first
+    # those shown first
+    data_facts: tuple[str, ...] = ("source", "rows", "tokens", "tokenizer", "fingerprint")
     data_heading: str = "data.score"  # a key of the words of pages, or the heading itself
     tool_heading: str = "tool.score"
 
     @property
     def forwards(self) -> int:
-        """The number of forwards that a step is worth. What is computed again to save memory is no work of the model."""
+        """The number of forwards that a step is worth. What is computed again to save memory is no
+        work of the model.
+        """
         return len(self.products)
 
     def forwards_of(self, name: str) -> int:
-        """Return the number of forwards that a step of a pass is worth: passes beside the headline only look at the model."""
+        """Return the number of forwards that a step of a pass is worth: passes beside the headline
+        only look at the model.
+        """
         return self.forwards if name in self.headline else 1
 
 

@@ -1,6 +1,8 @@
-"""Four-way questions of subjects, asked after answered examples: from rows to prompts, and made ones.
+"""Four-way questions of subjects, asked after answered examples: from rows to prompts, and made
+ones.
 
-A task of such questions says how its rows are read; `prepare` does the rest. `tasks.choices` has what a record keeps.
+A task of such questions says how its rows are read; `prepare` does the rest. `tasks.choices` has
+what a record keeps.
 """
 
 import random
@@ -15,7 +17,14 @@ from steelyard.errors import RequestError
 from steelyard.schema import Frozen, canonical
 from steelyard.tasks import choices
 from steelyard.tasks.choices import LETTERS
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
+from steelyard.tasks.task import (
+    Asked,
+    DataFacts,
+    Prepared,
+    TokenizerFacts,
+    fingerprint_of,
+    is_published,
+)
 
 McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answer's letter
 
@@ -61,11 +70,14 @@ class QuestionFields(Frozen):
 
 
 def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}") -> Prepared:
-    """Make prompts of what is asked of the questions. `label` names where they came from; `place` says where those of a
-    subject stand."""
+    """Make prompts of what is asked of the questions. `label` names where they came from; `place`
+    says where those of a subject stand."""
     fields: QuestionFields = asked.data
     if fields.context > asked.positions:
-        raise RequestError(f"question.data.context={fields.context} is more than the model's {asked.positions} positions")
+        raise RequestError(
+            f"question.data.context={fields.context} is more than the model's {asked.positions}"
+            " positions"
+        )
     tokenizer = asked.tokenizer()
     pool = select(subjects, asked.subjects, asked.rows)
     prompts = encode(subjects, fields, tokenizer, asked.sample, asked.seed, pool, place)
@@ -81,7 +93,9 @@ def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}"
         published=is_published(digest, fields.fingerprint),
         tokenizer=TokenizerFacts.of(tokenizer),
     )
-    common = choices.outputs(prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters)
+    common = choices.outputs(
+        prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters
+    )
     return Prepared(prompts, facts, common)
 
 
@@ -92,7 +106,9 @@ def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
 
 def text(row: McqRow) -> str:
     """A question with its choices, up to the place of the answer."""
-    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True))
+    choices = "".join(
+        f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True)
+    )
     return f"{row[0]}{choices}\nAnswer:"
 
 
@@ -104,11 +120,15 @@ def header(subject: str) -> str:
 
 def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
     """A question after its examples, the first `dropped` of them left out."""
-    examples = "".join(f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots])
+    examples = "".join(
+        f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots]
+    )
     return header(subject.name) + examples + text(row)
 
 
-def select(subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None) -> list[int] | None:
+def select(
+    subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None
+) -> list[int] | None:
     """The questions that were named, by their places in the whole set; None: all."""
     places, begin = {}, 0
     for subject in subjects:
@@ -128,8 +148,9 @@ def encode(
     pool: list[int] | None = None,
     place: str = "{}",
 ) -> Prompts:
-    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading examples are dropped until a
-    prompt fits the context. `place` says where the questions of a subject stand."""
+    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading
+    examples are dropped until a prompt fits the context. `place` says where the questions of a
+    subject stand."""
     every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
     index = chosen(len(every), sample, seed, pool=pool)
     pairs = [every[i] for i in index]
@@ -137,7 +158,15 @@ def encode(
     rows: list[list[int]] = [[] for _ in pairs]
     todo = list(range(len(pairs)))
     while todo:
-        texts = [prompt(subjects[pairs[i][0]], subjects[pairs[i][0]].test[pairs[i][1]], data.shots, dropped[i]) for i in todo]
+        texts = [
+            prompt(
+                subjects[pairs[i][0]],
+                subjects[pairs[i][0]].test[pairs[i][1]],
+                data.shots,
+                dropped[i],
+            )
+            for i in todo
+        ]
         for i, ids in zip(todo, tokenizer.encode(texts), strict=True):
             rows[i] = ids
         todo = [i for i in todo if len(rows[i]) > data.context]
@@ -146,8 +175,8 @@ def encode(
             if dropped[i] > data.shots:
                 s, q = pairs[i]
                 raise RequestError(
-                    f"{place.format(subjects[s].name)}: row {q + 1} alone has {len(rows[i])} tokens; "
-                    f"the context is {data.context}"
+                    f"{place.format(subjects[s].name)}: row {q + 1} alone has {len(rows[i])}"
+                    f" tokens; the context is {data.context}"
                 )
     return Prompts(
         rows=rows,
@@ -172,12 +201,28 @@ def answer_tokens(tokenizer: Tokenizer) -> list[int]:
     out = []
     for letter, ids in zip(LETTERS, after, strict=True):
         if ids[: len(before)] != before or len(ids) != len(before) + 1:
-            raise RequestError(f"tokenizer {tokenizer.source}: the answer ' {letter}' is not one token; it cannot be scored")
+            raise RequestError(
+                f"tokenizer {tokenizer.source}: the answer ' {letter}' is not one token; it cannot"
+                " be scored"
+            )
         out.append(ids[-1])
     return out
 
 
-_NOUNS = ("lake", "river", "hill", "stone", "cloud", "field", "tower", "garden", "harbour", "forest", "island", "valley")
+_NOUNS = (
+    "lake",
+    "river",
+    "hill",
+    "stone",
+    "cloud",
+    "field",
+    "tower",
+    "garden",
+    "harbour",
+    "forest",
+    "island",
+    "valley",
+)
 _VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds", "guards")
 _MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
 
@@ -196,7 +241,17 @@ def make(task: str, made: MadeQuestions, shots: int) -> list[Subject]:
 def _made_row(rng: random.Random) -> McqRow:
     things = rng.sample(_NOUNS, 5)
     verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
-    question = f"The {things[4]} {verb} the {things[0]} near {filler or 'nothing'}. What does the {things[4]} {verb[:-1]}?"
+    question = (
+        f"The {things[4]} {verb} the {things[0]} near {filler or 'nothing'}. What does the"
+        f" {things[4]} {verb[:-1]}?"
+    )
     choices = things[:4]
     rng.shuffle(choices)
-    return (question, choices[0], choices[1], choices[2], choices[3], LETTERS[choices.index(things[0])])
+    return (
+        question,
+        choices[0],
+        choices[1],
+        choices[2],
+        choices[3],
+        LETTERS[choices.index(things[0])],
+    )

@@ -1,7 +1,8 @@
 """What a task is: one row that says how data are read, asked, answered and scored.
 
-A worker prepares a task's inputs and checks the answers that an engine gives; the parent merges the ranks' answers into
-outputs and scores them, again on every verification. Nothing here needs a framework.
+A worker prepares a task's inputs and checks the answers that an engine gives; the parent merges the
+ranks' answers into outputs and scores them, again on every verification. Nothing here needs a
+framework.
 """
 
 import hashlib
@@ -40,7 +41,9 @@ class Sources:
     weights: Path | None
 
     def tokenizer_places(self) -> list[Path]:
-        """Where a tokenizer is looked for: where it was named, else beside the weights and beside the data."""
+        """Where a tokenizer is looked for: where it was named, else beside the weights and beside
+        the data.
+        """
         if self.tokenizer is not None:
             return [self.tokenizer]
         beside = self.data.parent if self.data is not None and not self.data.is_dir() else self.data
@@ -66,11 +69,16 @@ class Selected:
         spans = [] if self.rows is None else selection.spans(self.rows)
         if not spans or not all(span.group for span in spans):
             return None
-        return {group: sum(len(span) for span in spans if span.group == group) for group in {span.group for span in spans}}
+        return {
+            group: sum(len(span) for span in spans if span.group == group)
+            for group in {span.group for span in spans}
+        }
 
     @property
     def places(self) -> list[int] | None:
-        """Where the named rows stand in the whole set; None where an id names a group, of which the data alone know."""
+        """Where the named rows stand in the whole set; None where an id names a group, of which the
+        data alone know.
+        """
         spans = [] if self.rows is None else selection.spans(self.rows)
         if not spans or any(span.group for span in spans):
             return None
@@ -79,7 +87,9 @@ class Selected:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a task is told of a question. `length` and `batch` (the global batch) are those of training."""
+    """What a task is told of a question. `length` and `batch` (the global batch) are those of
+    training.
+    """
 
     data: Any  # the task's own fields
     vocab: int
@@ -91,12 +101,15 @@ class Asked:
     sample: int | None
     sources: Sources
     pack: bool = True  # several samples to a row, where a task has rows
-    published: Mapping[str, int] = field(default_factory=dict)  # what is known of the published data set
+    # what is known of the published data set
+    published: Mapping[str, int] = field(default_factory=dict)
     subjects: tuple[str, ...] | None = None  # of tasks that select by them: see Task.selects
     rows: tuple[str, ...] | None = None  # ids, as data.selection spells them
 
     def tokenizer(self) -> Tokenizer:
-        """The named tokenizer, or the one beside the weights or the data; made data come with their own."""
+        """The named tokenizer, or the one beside the weights or the data; made data come with their
+        own.
+        """
         if self.sources.data is None:
             return tokenizers.MadeTokenizer(self.vocab)
         found = tokenizers.load(self.sources.tokenizer_places())
@@ -106,7 +119,10 @@ class Asked:
     def step_batch(self) -> int:
         """How much of a global batch a step takes: all, or the sample that was asked for."""
         if self.sample is not None and self.sample > self.batch:
-            raise RequestError(f"--sample {self.sample}: the global batch is {self.batch}; allowed: 1 to {self.batch}")
+            raise RequestError(
+                f"--sample {self.sample}: the global batch is {self.batch}; allowed: 1 to"
+                f" {self.batch}"
+            )
         return self.sample or self.batch
 
 
@@ -121,8 +137,8 @@ class TokenizerFacts(OpenTable):
 
 
 class DataFacts(OpenTable):
-    """What a record says of the data that were read; a task adds its own counts. `published`: whether they are the published
-    set, None where nobody has told what that is."""
+    """What a record says of the data that were read; a task adds its own counts. `published`:
+    whether they are the published set, None where nobody has told what that is."""
 
     source: str
     rows: int
@@ -153,7 +169,9 @@ class Stopped(OpenTable):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs for an engine, facts on the data for the record, and the part of the outputs that no pass changes."""
+    """Inputs for an engine, facts on the data for the record, and the part of the outputs that no
+    pass changes.
+    """
 
     inputs: Any  # what the kind of work takes: data.texts, data.rows or data.cloze
     facts: DataFacts
@@ -172,9 +190,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Differences:
-    """Two runs' answers to the same items: how many both answered, of how many of these the answers differ, the largest
-    difference of a number that is kept of every item, and of how many the likeliest tokens of the whole vocabulary differ.
-    None where that is not kept of both."""
+    """Two runs' answers to the same items: how many both answered, of how many of these the answers
+    differ, the largest difference of a number that is kept of every item, and of how many the
+    likeliest tokens of the whole vocabulary differ. None where that is not kept of both."""
 
     items: int
     other: int
@@ -184,7 +202,9 @@ class Differences:
 
 @dataclass(frozen=True)
 class Score:
-    """A quality metric of a task: which value of `Task.score`, of which pass (None: the headline one), and what it means."""
+    """A quality metric of a task: which value of `Task.score`, of which pass (None: the headline
+    one), and what it means.
+    """
 
     name: str
     value: str
@@ -198,7 +218,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A table of a record's outputs for its page. A cell is text, a count (int) or a share (float); None is unknown."""
+    """A table of a record's outputs for its page. A cell is text, a count (int) or a share (float);
+    None is unknown.
+    """
 
     title: Meaning  # in English and in Chinese, as all words here
     columns: tuple[Meaning, ...]
@@ -217,25 +239,31 @@ class Task:
     outputs: type[Frozen]  # what a record keeps of the answers
     reader: str  # `module:function` from Asked to Prepared; loaded by workers only
     check: Callable[[Any, Any], dict[str, Any]]  # an engine's answers, if they fit the outputs
-    merge: Callable[[Any, str, list[dict[str, Any]]], Any]  # outputs, pass, every rank's answers → outputs
+    # outputs, pass, every rank's answers → outputs
+    merge: Callable[[Any, str, list[dict[str, Any]]], Any]
     score: Callable[[Any, str], dict[str, float]]  # outputs, pass → values by name
     tally: Callable[[Any, str], Tally | None]  # None: the pass has no items to cover
     scores: tuple[Score, ...]
     quality: str  # the metric that stands for quality where a case has no gate
     passes: tuple[str, ...]  # of a run that names none
     agreement: Callable[[Any, str, str], float | None] | None = None  # of two passes
-    differences: Callable[[Any, Any, str], Differences | None] | None = None  # of two runs' outputs, in a pass
+    # of two runs' outputs, in a pass
+    differences: Callable[[Any, Any, str], Differences | None] | None = None
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
     stopped: Callable[[Any], Stopped | None] = lambda outputs: None
-    held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None  # None: the pass has no such loss
+    # None: the pass has no such loss
+    held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None
     batch_unit: BatchUnit = "samples"  # what the global batch counts
     packs: bool = False  # several samples to a row, unless a tune says otherwise
-    rates_in_samples: bool = False  # also where every token is computed: how the published rows count
+    # also where every token is computed: how the published rows count
+    rates_in_samples: bool = False
     starts_trained: bool = False  # training begins with a trained model
-    padded_rates: bool = False  # published rows count every sample as long as the model has positions
+    # published rows count every sample as long as the model has positions
+    padded_rates: bool = False
     published_facts: tuple[str, ...] = ()  # names of a case's `published` table
     selects: tuple[Selector, ...] = ()  # what a user may name of its data, beside a sample
-    off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None  # why outputs are not of a selection
+    # why outputs are not of a selection
+    off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None
     spelling: str = ""  # in questions, records and keys, where that is another
     data_check: str = ""  # `module:function` of a path: see check_data
 
@@ -263,21 +291,7 @@ class Task:
 
 
 ACCURACY = (
-    Score(
-        "acc",
-        "acc",
-        *meaning("score.acc"),
-    ),
-    Score(
-        "acc_val",
-        "acc",
-        *meaning("score.acc_val"),
-        of="val",
-    ),
-    Score(
-        "acc_se",
-        "se",
-        *meaning("score.acc_se"),
-        better="",
-    ),
+    Score("acc", "acc", *meaning("score.acc")),
+    Score("acc_val", "acc", *meaning("score.acc_val"), of="val"),
+    Score("acc_se", "se", *meaning("score.acc_se"), better=""),
 )

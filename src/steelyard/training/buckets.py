@@ -1,7 +1,9 @@
-"""Micro-batches of a cloze filled up to a few sizes, so that what is recorded for one of them serves many.
+"""Micro-batches of a cloze filled up to a few sizes, so that what is recorded for one of them
+serves many.
 
-What fills up a micro-batch is a context of its own that no candidate sees and no loss reads: its gradients are exactly zero. It
-is counted as padding. Rows of no tokens, and logits of a token that no candidate has, fill up the rest.
+What fills up a micro-batch is a context of its own that no candidate sees and no loss reads: its
+gradients are exactly zero. It is counted as padding. Rows of no tokens, and logits of a token that
+no candidate has, fill up the rest.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +15,9 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.models.glm_attention import Room
 
 GRAIN = 128  # tokens: matmul kernels work in tiles
-LARGE = 49152  # tokens of a micro-batch, beyond which a device takes much longer than the host needs to launch: about 0.1 s
+# tokens of a micro-batch, beyond which a device takes much longer than the host needs to launch:
+# about 0.1 s
+LARGE = 49152
 MOST = 40  # numbers of tokens that a pass is recorded for, each some tenths of a second
 ROW = 128  # tokens of a context that is padding, at most
 
@@ -39,13 +43,26 @@ def size_of(rows: ClozeRows, key: int) -> Size:
     alone = rows.division == "closed"  # a candidate has its context
     beside, contexts = (max(spans), len(spans)) if alone else (sum(spans), 1)
     longest = len(one.context), beside, max(spans)
-    return Size(rows.size(key, held=False), sum(spans), contexts, len(spans), 1, len(spans), longest, len(one.context) + beside)
+    return Size(
+        rows.size(key, held=False),
+        sum(spans),
+        contexts,
+        len(spans),
+        1,
+        len(spans),
+        longest,
+        len(one.context) + beside,
+    )
 
 
 def together(sizes: Iterable[Size], of: Callable[[Iterable[int]], int] = sum) -> Size:
-    """Return the size of all these samples in one micro-batch; with `of=max`, the most of each that any of them has."""
+    """Return the size of all these samples in one micro-batch; with `of=max`, the most of each that
+    any of them has.
+    """
     every = list(sizes)
-    context, beside, span = (max(part) for part in zip(*(one.longest for one in every), strict=True))
+    context, beside, span = (
+        max(part) for part in zip(*(one.longest for one in every), strict=True)
+    )
     return Size(
         tokens=of(one.tokens for one in every),
         logits=of(one.logits for one in every),
@@ -81,7 +98,9 @@ class FilledPack:
 
 
 class Buckets:
-    """Of the micro-batches of a pass. They have everything in common but the numbers of tokens and of samples."""
+    """Of the micro-batches of a pass. They have everything in common but the numbers of tokens and
+    of samples.
+    """
 
     def __init__(self, sizes: Iterable[Size]) -> None:
         every = list(sizes)
@@ -90,7 +109,13 @@ class Buckets:
             self.grain *= 2
         most = together(every, of=max)
         fillers = -(-self.grain // min(ROW, most.longest[0]))
-        self.room = Room(-(-most.logits // GRAIN) * GRAIN, most.contexts + fillers, most.spans, most.longest, most.row)
+        self.room = Room(
+            -(-most.logits // GRAIN) * GRAIN,
+            most.contexts + fillers,
+            most.spans,
+            most.longest,
+            most.row,
+        )
         self.candidates = most.candidates
 
     def _tokens(self, size: Size) -> int:
@@ -109,10 +134,13 @@ def fill(pack: Pack, bucket: Bucket) -> Pack:
     lengths = [min(row, max(0, missing - i * row)) for i in range(free)]
     no_spans = room.spans - len(pack.spans)
     if sum(lengths) != missing or no_spans < 0 or len(pack.targets) > room.logits:
-        raise ValueError(f"no room for {len(pack.contexts)} contexts and {len(pack.spans)} spans in {bucket}")
+        raise ValueError(
+            f"no room for {len(pack.contexts)} contexts and {len(pack.spans)} spans in {bucket}"
+        )
     nothing = np.zeros(missing, dtype=np.int64)
     tokens, positions, blocks = (
-        np.concatenate((row[:n], nothing, row[n:])) for row in (pack.tokens, pack.positions, pack.blocks)
+        np.concatenate((row[:n], nothing, row[n:]))
+        for row in (pack.tokens, pack.positions, pack.blocks)
     )
     return replace(
         pack,

@@ -1,7 +1,8 @@
-"""Where PyTorch's distributed checkpoint puts its tensors: plain bytes, and one JSON table of what lies where.
+"""Where PyTorch's distributed checkpoint puts its tensors: plain bytes, and one JSON table of what
+lies where.
 
-Its own storage keeps that table as a pickle, and reading one calls whatever the file names. The planner, which divides and
-reassembles tensors between any two plans, is PyTorch's.
+Its own storage keeps that table as a pickle, and reading one calls whatever the file names. The
+planner, which divides and reassembles tensors between any two plans, is PyTorch's.
 """
 
 import os
@@ -45,12 +46,19 @@ from steelyard.errors import RequestError
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Chunk, State, StoredTensor, Tensors
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Part(Tensor):
-    """What this rank holds of a tensor: the planner is told how large the whole is, and where in it this begins."""
+    """What this rank holds of a tensor: the planner is told how large the whole is, and where in it
+    this begins.
+    """
 
     whole: torch.Size
     offset: torch.Size
@@ -109,7 +117,11 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
             dcp_load(tensors, storage_reader=reader)
     except CheckpointException as error:
         cause = _cause(error)
-        text = str(cause) if isinstance(cause, RequestError) else f"checkpoint {path} cannot be loaded: {cause}"
+        text = (
+            str(cause)
+            if isinstance(cause, RequestError)
+            else f"checkpoint {path} cannot be loaded: {cause}"
+        )
         raise RequestError(text) from error
 
 
@@ -122,7 +134,11 @@ def _cause(error: CheckpointException) -> BaseException:
 def _not_written(step: int, cause: BaseException) -> OSError:
     """With the number of the cause: a full disk is told by it."""
     told = f"the checkpoint after step {step} was not written: "
-    return OSError(cause.errno, f"{told}{cause.strerror}") if isinstance(cause, OSError) else OSError(f"{told}{cause}")
+    return (
+        OSError(cause.errno, f"{told}{cause.strerror}")
+        if isinstance(cause, OSError)
+        else OSError(f"{told}{cause}")
+    )
 
 
 def _meet() -> None:
@@ -166,9 +182,20 @@ class CheckpointWriter(StorageWriter):
                 raw = tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data
                 file.write(raw)
                 sizes = list(tensor.shape)
-                offset = list(item.index.offset) if item.index.offset is not None else [0] * len(sizes)
-                chunk = Chunk(offset=offset, sizes=sizes, file=name, at=at, length=raw.nbytes, crc32=zlib.crc32(raw))
-                results.append(WriteResult(index=item.index, size_in_bytes=raw.nbytes, storage_data=chunk))
+                offset = (
+                    list(item.index.offset) if item.index.offset is not None else [0] * len(sizes)
+                )
+                chunk = Chunk(
+                    offset=offset,
+                    sizes=sizes,
+                    file=name,
+                    at=at,
+                    length=raw.nbytes,
+                    crc32=zlib.crc32(raw),
+                )
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=raw.nbytes, storage_data=chunk)
+                )
                 at += raw.nbytes
             file.flush()
             os.fsync(file.fileno())
@@ -187,7 +214,9 @@ class CheckpointWriter(StorageWriter):
         for name, known in metadata.state_dict_metadata.items():
             if not isinstance(known, TensorStorageMetadata):
                 raise TypeError(f"{name} is no tensor")
-            tensors[name] = StoredTensor(dtype=NAMES[known.properties.dtype], size=list(known.size), chunks=chunks[name])
+            tensors[name] = StoredTensor(
+                dtype=NAMES[known.properties.dtype], size=list(known.size), chunks=chunks[name]
+            )
         checkpoints.write(self.place / checkpoints.TENSORS, Tensors(files=files, tensors=tensors))
 
     @classmethod
@@ -205,10 +234,16 @@ class CheckpointReader(StorageReader):
         """That what is wanted is there, in the same shape and precision."""
         for name, tensor in tensors.items():
             stored = self.table.tensors.get(name)
-            if stored is None or stored.size != list(tensor.size()) or stored.dtype != NAMES.get(tensor.dtype):
+            if (
+                stored is None
+                or stored.size != list(tensor.size())
+                or stored.dtype != NAMES.get(tensor.dtype)
+            ):
                 there = "missing" if stored is None else f"{stored.dtype} of {stored.size}"
                 here = f"{NAMES.get(tensor.dtype)} of {list(tensor.size())}"
-                raise RequestError(f"checkpoint {self.path}: {name} is {there}; the model has {here}")
+                raise RequestError(
+                    f"checkpoint {self.path}: {name} is {there}; the model has {here}"
+                )
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -218,16 +253,29 @@ class CheckpointReader(StorageReader):
         for name, stored in self.table.tensors.items():
             dtype = DTYPES.get(stored.dtype)
             if dtype is None:
-                raise RequestError(f"checkpoint {self.path}: {name} is of {stored.dtype}; allowed: {', '.join(DTYPES)}")
-            chunks = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.sizes)) for one in stored.chunks]
-            described[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(stored.size), chunks)
+                raise RequestError(
+                    f"checkpoint {self.path}: {name} is of {stored.dtype}; allowed:"
+                    f" {', '.join(DTYPES)}"
+                )
+            chunks = [
+                ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.sizes))
+                for one in stored.chunks
+            ]
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=dtype), torch.Size(stored.size), chunks
+            )
             for one in stored.chunks:
                 if one.length != prod(one.sizes) * dtype.itemsize:
-                    raise RequestError(f"checkpoint {self.path}: a part of {name} of {one.sizes} has {one.length} bytes")
+                    raise RequestError(
+                        f"checkpoint {self.path}: a part of {name} of {one.sizes} has {one.length}"
+                        " bytes"
+                    )
                 self.found[MetadataIndex(name, one.offset)] = one, dtype
         return Metadata(described, storage_data=self.found)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         self.found = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -239,7 +287,9 @@ class CheckpointReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             part = self._part(*self.found[item.storage_index])
-            for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            for dim, (begin, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
                 part = part.narrow(dim, begin, length)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
@@ -254,10 +304,14 @@ class CheckpointReader(StorageReader):
             raw = bytearray(file.read(chunk.length))
         if len(raw) != chunk.length or zlib.crc32(raw) != chunk.crc32:
             raise RequestError(
-                f"{self.path / chunk.file}: bytes {chunk.at} to {chunk.at + chunk.length} are damaged; "
-                "move this checkpoint away, and resume from the one before"
+                f"{self.path / chunk.file}: bytes {chunk.at} to {chunk.at + chunk.length} are"
+                " damaged; move this checkpoint away, and resume from the one before"
             )
-        return torch.frombuffer(raw, dtype=dtype).view(chunk.sizes) if raw else torch.empty(chunk.sizes, dtype=dtype)
+        return (
+            torch.frombuffer(raw, dtype=dtype).view(chunk.sizes)
+            if raw
+            else torch.empty(chunk.sizes, dtype=dtype)
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -1,12 +1,13 @@
-"""Checkpoints of a training run: what lies in their folder, which of them is whole, and what may go on from it.
+"""Checkpoints of a training run: what lies in their folder, which of them is whole, and what may go
+on from it.
 
     FOLDER/run.json               the question that is being trained on
     FOLDER/before-N.json          what replica N found on held-out data before the first step
     FOLDER/step-00000050/         everything after 50 steps: `state.json`, `tensors.json`, `rank-N.bin`
     FOLDER/step-00000100.part/    one that is being written, or was when its run died
 
-A checkpoint is written under its second name, brought to disk, and renamed: what has the first name is whole. Every number
-is in JSON and every tensor is plain bytes. Nothing here needs torch.
+A checkpoint is written under its second name, brought to disk, and renamed: what has the first name
+is whole. Every number is in JSON and every tensor is plain bytes. Nothing here needs torch.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.schema import Frozen, canonical, first_problem
 
-KEPT = 2  # whole checkpoints of a run: should the last one turn out to be damaged, there is one before
+# whole checkpoints of a run: should the last one turn out to be damaged, there is one before
+KEPT = 2
 MAX_JSON_BYTES = 256 << 20
 MAX_PARTS = 4096  # of a tensor
 RUN, STATE, TENSORS = "run.json", "state.json", "tensors.json"
@@ -48,7 +50,9 @@ class CheckpointRun(Frozen):
 
 
 class Numbers(Frozen):
-    """What an optimiser keeps beside tensors: its updates, and of scaled losses the scale and how long it has held."""
+    """What an optimiser keeps beside tensors: its updates, and of scaled losses the scale and how
+    long it has held.
+    """
 
     updates: float = Field(ge=0, le=2**53)
     scale: float | None = Field(None, gt=0)
@@ -59,7 +63,9 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class State(Frozen):
-    """Where a run stood: `step` steps were taken, with these losses, from these weights. `reached` says that a target was."""
+    """Where a run stood: `step` steps were taken, with these losses, from these weights. `reached`
+    says that a target was.
+    """
 
     step: int = Field(ge=1, le=10**8)
     losses: list[Loss | None]
@@ -105,15 +111,22 @@ def name_of(step: int) -> str:
 
 def whole(folder: Path) -> list[Path]:
     """The checkpoints of a folder that were finished, the last one first."""
-    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name) and path.is_dir()] if folder.is_dir() else []
+    found = (
+        [path for path in folder.iterdir() if STEP.fullmatch(path.name) and path.is_dir()]
+        if folder.is_dir()
+        else []
+    )
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
 def last(folder: Path) -> tuple[Path, State, list[str]]:
-    """The last checkpoint whose files are all there and as long as they were, and the names of those that were passed over."""
+    """The last checkpoint whose files are all there and as long as they were, and the names of
+    those that were passed over.
+    """
     if not (folder / RUN).is_file():
         raise RequestError(
-            f"--resume {str(folder)!r}: no folder of checkpoints (no {RUN} in it); give a record, or its folder in checkpoints/"
+            f"--resume {str(folder)!r}: no folder of checkpoints (no {RUN} in it); give a record,"
+            " or its folder in checkpoints/"
         )
     wrong: dict[str, str] = {}
     for path in whole(folder):
@@ -132,10 +145,15 @@ def check_files(path: Path) -> Tensors:
     for name, size in table.files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
-            raise RequestError(f"{path / name}: {'missing' if found is None else f'{found} bytes'}; it was written with {size}")
+            raise RequestError(
+                f"{path / name}: {'missing' if found is None else f'{found} bytes'}; it was written"
+                f" with {size}"
+            )
     for name, stored in table.tensors.items():
         _check_boxes(path / TENSORS, name, stored)
-        if any(chunk.at + chunk.length > table.files.get(chunk.file, -1) for chunk in stored.chunks):
+        if any(
+            chunk.at + chunk.length > table.files.get(chunk.file, -1) for chunk in stored.chunks
+        ):
             raise RequestError(f"{path / TENSORS}: {name} lies beyond the end of its file")
     return table
 
@@ -143,7 +161,9 @@ def check_files(path: Path) -> Tensors:
 def _check_boxes(table: Path, name: str, stored: StoredTensor) -> None:
     """That the parts of a tensor lie inside of it, and have every number of it once."""
     boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
-    shaped = all(len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks)
+    shaped = all(
+        len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks
+    )
     inside = shaped and all(_inside(box, stored.size) for box in boxes)
     numbers = sum(prod(chunk.sizes) for chunk in stored.chunks)
     if not inside or numbers != prod(stored.size) or len(boxes) > MAX_PARTS or _overlap(boxes):
@@ -151,12 +171,16 @@ def _check_boxes(table: Path, name: str, stored: StoredTensor) -> None:
 
 
 def _inside(box: list[tuple[int, int]], whole: list[int]) -> bool:
-    return all(begin >= 0 and size >= 0 and begin + size <= most for (begin, size), most in zip(box, whole, strict=True))
+    return all(
+        begin >= 0 and size >= 0 and begin + size <= most
+        for (begin, size), most in zip(box, whole, strict=True)
+    )
 
 
 def _overlap(boxes: list[list[tuple[int, int]]]) -> bool:
     return any(
-        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True)) for one, other in combinations(boxes, 2)
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True))
+        for one, other in combinations(boxes, 2)
     )
 
 
@@ -183,7 +207,9 @@ def write(path: Path, table: Frozen) -> None:
 
 
 def _checked(path: Path, told: Any) -> Any:
-    """A table without its checksum, which must be right. Older checkpoints have none, and are read as they are."""
+    """A table without its checksum, which must be right. Older checkpoints have none, and are read
+    as they are.
+    """
     if not isinstance(told, dict) or CHECKSUM not in told:
         return told
     rest = {name: value for name, value in told.items() if name != CHECKSUM}
@@ -216,27 +242,37 @@ def finish(place: Path) -> None:
         shutil.rmtree(old)
 
 
-def check_same(run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str) -> None:
+def check_same(
+    run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str
+) -> None:
     """Refuse to go on with another question: everything that decides a loss must be as it was."""
     here, there = _flat(question), _flat(run.question)
     differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
     if differ:
         key = differ[0]
         raise RequestError(
-            f"--resume: the checkpoint is of {run.name} with {key}={canonical(there.get(key))[:60]}, asked is {name} with "
-            f"{key}={canonical(here.get(key))[:60]}; resume the same question"
+            f"--resume: the checkpoint is of {run.name} with"
+            f" {key}={canonical(there.get(key))[:60]}, asked is {name} with"
+            f" {key}={canonical(here.get(key))[:60]}; resume the same question"
         )
     if run.sample != sample:
         was = "without --sample" if run.sample is None else f"with --sample {run.sample}"
-        raise RequestError(f"--resume: the checkpoint was made {was}, which changes the steps; use the same")
+        raise RequestError(
+            f"--resume: the checkpoint was made {was}, which changes the steps; use the same"
+        )
     if run.engine != engine:
         raise RequestError(
-            f"--resume: the checkpoint is of engine {run.engine}, asked is {engine}; resume with --engine {run.engine}"
+            f"--resume: the checkpoint is of engine {run.engine}, asked is {engine}; resume with"
+            f" --engine {run.engine}"
         )
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in table.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        out |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return out

@@ -1,4 +1,6 @@
-"""A cloze in the training loop: samples of candidates instead of rows, evaluated on the way, until a target is reached."""
+"""A cloze in the training loop: samples of candidates instead of rows, evaluated on the way, until
+a target is reached.
+"""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -14,17 +16,28 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.data.rows import Key
 from steelyard.engine.job import Job
 from steelyard.engine.work import Phase, Work
-from steelyard.training.buckets import LARGE, Bucket, Buckets, FilledPack, Size, fill, size_of, together
+from steelyard.training.buckets import (
+    LARGE,
+    Bucket,
+    Buckets,
+    FilledPack,
+    Size,
+    fill,
+    size_of,
+    together,
+)
 from steelyard.training.glm import ClozeMicroBatch, to_device
 from steelyard.training.packing import deal
 from steelyard.training.trainer import Trainer
 
 
 class ClozeBatches:
-    """Samples as a replica's micro-batches. `padding` says how many tokens of it are computed, where there are any; with
-    `filled` micro-batches are filled up to a few sizes."""
+    """Samples as a replica's micro-batches. `padding` says how many tokens of it are computed,
+    where there are any; with `filled` micro-batches are filled up to a few sizes."""
 
-    def __init__(self, job: Job, padding: Callable[[Pack], int] | None = None, filled: bool = False) -> None:
+    def __init__(
+        self, job: Job, padding: Callable[[Pack], int] | None = None, filled: bool = False
+    ) -> None:
         self.job, self.padding, self.filled = job, padding, filled
         self.rows: ClozeRows = job.inputs
         self.device: torch.device = job.device.torch_device
@@ -38,7 +51,11 @@ class ClozeBatches:
     def micro_batches(self) -> list[tuple[list[Key], Size]]:
         """All of this replica in the pass."""
         steps = range(self.job.train.steps if self.job.steps is None else self.job.steps)
-        return [(group, self._size(group)) for step in steps for group in self.groups(self.rows.batch(step))]
+        return [
+            (group, self._size(group))
+            for step in steps
+            for group in self.groups(self.rows.batch(step))
+        ]
 
     @cached_property
     def buckets(self) -> Buckets | None:
@@ -47,7 +64,9 @@ class ClozeBatches:
         return Buckets(sizes) if sizes and max(size.tokens for size in sizes) <= LARGE else None
 
     def first_of_buckets(self) -> list[list[Key]]:
-        """A micro-batch of every bucket of the pass, the largest first: what is recorded later fits in memory that it left."""
+        """A micro-batch of every bucket of the pass, the largest first: what is recorded later fits
+        in memory that it left.
+        """
         found: dict[Bucket, list[Key]] = {}
         if self.buckets is not None:
             for group, size in self.micro_batches:
@@ -56,7 +75,9 @@ class ClozeBatches:
 
     def largest(self) -> list[list[Key]]:
         """The micro-batch of most tokens in the pass; none where this replica has nothing to do."""
-        return [group for group, _ in sorted(self.micro_batches, key=lambda one: -one[1].tokens)[:1]]
+        return [
+            group for group, _ in sorted(self.micro_batches, key=lambda one: -one[1].tokens)[:1]
+        ]
 
     def _size(self, keys: list[Key]) -> Size:
         for key in keys:
@@ -86,8 +107,9 @@ class ClozeBatches:
 
 
 class Accuracy:
-    """Every question's best candidate: before and after training, and whenever another `train.evaluate_every` samples are
-    done. All replicas learn the accuracy, and stop at the same step."""
+    """Every question's best candidate: before and after training, and whenever another
+    `train.evaluate_every` samples are done. All replicas learn the accuracy, and stop at the same
+    step."""
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
         self.job, self.trainer, self.train, gate = job, trainer, job.train, job.case.gate
@@ -128,13 +150,14 @@ class Accuracy:
         self.reached = name == "train" and self.target is not None and share >= self.target
 
     def _held_out(self) -> list[list[int]]:
-        """This replica's questions, in batches of at most `tune.batch_tokens` tokens; as many on every replica, some of them
-        empty."""
+        """This replica's questions, in batches of at most `tune.batch_tokens` tokens; as many on
+        every replica, some of them empty."""
         replica, replicas = self.job.place.dp, self.job.plan.dp
         keys, room = self.rows.held_out(), self.job.case.tune.batch_tokens
         out: list[list[int]] = [[]]
         left = room
-        for i in range(0, len(keys), replicas):  # dealt in turn; the first of a round is its longest
+        # dealt in turn; the first of a round is its longest
+        for i in range(0, len(keys), replicas):
             size = self.rows.size(keys[i], held=True)
             if left < room and size > left:
                 out.append([])
@@ -150,5 +173,7 @@ class Accuracy:
 def _best(scores: Tensor) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """The candidate with the highest score of each sample; -1 where that is no number."""
     highest, best = scores.max(1)
-    chosen: np.ndarray[Any, np.dtype[np.int64]] = torch.where(highest.isfinite(), best, -1).cpu().numpy()
+    chosen: np.ndarray[Any, np.dtype[np.int64]] = (
+        torch.where(highest.isfinite(), best, -1).cpu().numpy()
+    )
     return chosen

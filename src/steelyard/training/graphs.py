@@ -1,9 +1,11 @@
-"""Forward and backward of a micro-batch, recorded once for every size and replayed from then on: the host then launches two
-graphs instead of some thousand kernels, and a device that computes a small model need not wait for it.
+"""Forward and backward of a micro-batch, recorded once for every size and replayed from then on:
+the host then launches two graphs instead of some thousand kernels, and a device that computes a
+small model need not wait for it.
 
-A recorded function reads its inputs where they were when it was recorded, so those of a new micro-batch are copied there. What
-it reads besides (weights, a seed) it finds as it is at the time of the replay. What it adds to without autograd, gradients, it
-adds again. Everything recorded shares one pool of memory: a backward pass is replayed before another forward pass is.
+A recorded function reads its inputs where they were when it was recorded, so those of a new
+micro-batch are copied there. What it reads besides (weights, a seed) it finds as it is at the time
+of the replay. What it adds to without autograd, gradients, it adds again. Everything recorded
+shares one pool of memory: a backward pass is replayed before another forward pass is.
 """
 
 from collections.abc import Callable, Hashable
@@ -20,13 +22,16 @@ class Graph(Protocol):
     def replay(self) -> None: ...
 
 
-Record = Callable[[Callable[[], None]], Graph]  # what a function launches, in a graph; the function is called once
+# what a function launches, in a graph; the function is called once
+Record = Callable[[Callable[[], None]], Graph]
 
 
 class _Pair(Generic[Inputs]):
     """The two graphs of one size, with where they read their inputs and write their loss."""
 
-    def __init__(self, function: Callable[[Inputs], Tensor], inputs: Inputs, loss: Tensor, record: Record) -> None:
+    def __init__(
+        self, function: Callable[[Inputs], Tensor], inputs: Inputs, loss: Tensor, record: Record
+    ) -> None:
         self.inputs = inputs = deepcopy(inputs)
         self.loss, self.grad = torch.empty_like(loss), torch.zeros_like(loss)
         held: list[Tensor] = []
@@ -57,11 +62,13 @@ class _Replay(torch.autograd.Function):
 
 
 class Recorded(Generic[Inputs]):
-    """A function of a micro-batch to its loss, whose `backward` adds to gradients. `tensors` are what it reads of the inputs,
-    and `key` says which inputs have tensors of the same sizes and are the same in all else.
+    """A function of a micro-batch to its loss, whose `backward` adds to gradients. `tensors` are
+    what it reads of the inputs, and `key` says which inputs have tensors of the same sizes and are
+    the same in all else.
 
-    The first micro-batch of a size is computed as it is: kernels are compiled and loaded then, which a recording cannot do. The
-    second is recorded. So let all sizes be met once before one is met again: recordings keep their memory."""
+    The first micro-batch of a size is computed as it is: kernels are compiled and loaded then,
+    which a recording cannot do. The second is recorded. So let all sizes be met once before one is
+    met again: recordings keep their memory."""
 
     def __init__(
         self,

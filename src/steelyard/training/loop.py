@@ -1,8 +1,10 @@
-"""The training loop of every engine: batches, steps, the evaluation around and between them, and when to stop.
+"""The training loop of every engine: batches, steps, the evaluation around and between them, and
+when to stop.
 
-An engine brings a `Learner`, and says how rows become micro-batches and what an evaluation is. The loop decides what is
-computed, never how: the global batch, its order and the normalisation of the loss are the same for every engine and plan.
-It needs no framework: tensors are what a learner says they are, and become numbers by `float`.
+An engine brings a `Learner`, and says how rows become micro-batches and what an evaluation is. The
+loop decides what is computed, never how: the global batch, its order and the normalisation of the
+loss are the same for every engine and plan. It needs no framework: tensors are what a learner says
+they are, and become numbers by `float`.
 """
 
 import math
@@ -25,7 +27,8 @@ LATE = 2  # steps
 COUNTS = ("tokens", "samples", "padded", "logits", "pairs", "square")
 
 Tensor = Any  # of the learner's framework
-Batch = Future[tuple[list[list[Key]], list[Any]]]  # the micro-batches of a step, and the rows they are made of
+# the micro-batches of a step, and the rows they are made of
+Batch = Future[tuple[list[list[Key]], list[Any]]]
 Late = Callable[[], float]  # waits for a number that is on its way from the device
 
 
@@ -43,7 +46,9 @@ class Learner(Protocol):
 
     @property
     def separate(self) -> bool:
-        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange."""
+        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their
+        exchange.
+        """
 
     def prepare(self, part: Part) -> None:
         """Build, load, compile."""
@@ -58,7 +63,9 @@ class Learner(Protocol):
         """A count of this rank, summed over all replicas."""
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
-        """Forward and backward of a step: gradients of Σ loss / targets. Returns this replica's part of that mean loss."""
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns this replica's
+        part of that mean loss.
+        """
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Sum gradients over replicas, and the loss of a step."""
@@ -67,7 +74,9 @@ class Learner(Protocol):
         """Clip, step, zero the gradients. Returns their norm before clipping."""
 
     def fetch(self, loss: Tensor) -> "float | Late":
-        """A loss as a number: at once where nothing is asynchronous, else what waits for its copy, which is under way."""
+        """A loss as a number: at once where nothing is asynchronous, else what waits for its copy,
+        which is under way.
+        """
 
     def details(self) -> dict[str, Any]: ...
 
@@ -87,7 +96,9 @@ class Keeps(Protocol):
 
 
 class Batches(Protocol):
-    """How the rows of a task become a replica's micro-batches. What a micro-batch is, is between this and the model."""
+    """How the rows of a task become a replica's micro-batches. What a micro-batch is, is between
+    this and the model.
+    """
 
     def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
         """The keys of each micro-batch of this replica."""
@@ -105,7 +116,9 @@ class Batches(Protocol):
 
 
 class Evaluation(Protocol):
-    """What passes `before` and `after` do, and `train` between its steps. The weights do not change."""
+    """What passes `before` and `after` do, and `train` between its steps. The weights do not
+    change.
+    """
 
     reached: bool  # a target that ends training
 
@@ -131,8 +144,9 @@ def rate(train: Train, step: int) -> float:
 
 
 class LossWatch:
-    """Losses a few steps late, so that nothing waits for the device; the first that is not finite or too high is kept. Late by
-    a fixed number of steps: every rank sees the same and stops at the same."""
+    """Losses a few steps late, so that nothing waits for the device; the first that is not finite
+    or too high is kept. Late by a fixed number of steps: every rank sees the same and stops at the
+    same."""
 
     def __init__(self, bound: float | None) -> None:
         self.bound = bound
@@ -155,7 +169,11 @@ class LossWatch:
     def _look(self, step: int, loss: float) -> None:
         finite = math.isfinite(loss)
         if self.found is None and (not finite or (self.bound is not None and loss > self.bound)):
-            self.found = {"step": step, "why": "bound" if finite else "nan", "value": loss if finite else None}
+            self.found = {
+                "step": step,
+                "why": "bound" if finite else "nan",
+                "value": loss if finite else None,
+            }
 
 
 class HeldOutLoss:
@@ -174,7 +192,9 @@ class HeldOutLoss:
         return len(self._held_out()) + 1
 
     def _held_out(self) -> list[list[Key]]:
-        """Held-out rows in micro-batches of the size of the first step's, which is known to a compiler."""
+        """Held-out rows in micro-batches of the size of the first step's, which is known to a
+        compiler.
+        """
         groups = self.batches.groups
         return groups(self.texts.held_out(), len(groups(self.texts.batch(0))[0]))
 
@@ -204,7 +224,9 @@ class HeldOutLoss:
 class Loop:
     """An engine that trains: passes `before`, `train` and `after`."""
 
-    def __init__(self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation) -> None:
+    def __init__(
+        self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation
+    ) -> None:
         self.job, self.trainer, self.train = job, trainer, job.train
         self.batches, self.evaluation = batches, evaluation
         self.steps = job.steps if job.steps is not None else self.train.steps
@@ -231,7 +253,10 @@ class Loop:
         state = checkpoints.read(path / checkpoints.STATE, State)
         model = self.trainer.model
         if self.job.weights is not None and model.weights != state.weights:
-            raise RequestError("--resume: the checkpoint began with other weights; give the same, or leave --weights out")
+            raise RequestError(
+                "--resume: the checkpoint began with other weights; give the same, or leave"
+                " --weights out"
+            )
         model.weights = state.weights
         self._keeper().load(path, state.numbers)
         self.begin, self.curve = state.step, [*state.losses]
@@ -270,11 +295,17 @@ class Loop:
     def total(self, name: str) -> int:
         if name != "train":
             return self.evaluation.total()
-        return self.steps - self.begin + sum(self._aside(taken) for taken in range(self.begin + 1, self.steps + 1))
+        return (
+            self.steps
+            - self.begin
+            + sum(self._aside(taken) for taken in range(self.begin + 1, self.steps + 1))
+        )
 
     def _aside(self, taken: int) -> int:
         """How many `Work` items `_between` yields."""
-        return int(self._keeps(taken)) + (self.evaluation.total() if self.evaluation.due(taken) else 0)
+        return int(self._keeps(taken)) + (
+            self.evaluation.total() if self.evaluation.due(taken) else 0
+        )
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         if name == "train":
@@ -295,7 +326,9 @@ class Loop:
                 return
 
     def again(self, name: str) -> Iterator[Phase | Work]:
-        """More steps, without end: nothing is watched, evaluated or kept. Passes that evaluate begin anew by themselves."""
+        """More steps, without end: nothing is watched, evaluated or kept. Passes that evaluate
+        begin anew by themselves.
+        """
         return self._more() if name == "train" else self.work(name)
 
     def _more(self) -> Iterator[Phase | Work]:
@@ -304,9 +337,11 @@ class Loop:
             coming, _, work = yield from self._step(step, coming, following)
             yield work
 
-    def _step(self, step: int, batch: Batch, following: int) -> Generator[Phase, None, tuple[Batch, Tensor, Work]]:
-        """Train one step on a batch that has been fetched. Return the batch of the following step, which is being
-        fetched meanwhile, the loss of this step, and its `Work`."""
+    def _step(
+        self, step: int, batch: Batch, following: int
+    ) -> Generator[Phase, None, tuple[Batch, Tensor, Work]]:
+        """Train one step on a batch that has been fetched. Return the batch of the following step,
+        which is being fetched meanwhile, the loss of this step, and its `Work`."""
         yield Phase("data")
         groups, packs = batch.result()
         coming = self._prefetch(following)
@@ -314,11 +349,16 @@ class Loop:
         loss = yield from self._learn(step, micros, sum(map(self.batches.targets, packs)))
         lr = rate(self.train, step)
         norm = self.trainer.update(lr)
-        return coming, loss, Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups))
+        return (
+            coming,
+            loss,
+            Work(_summed(packs), {"loss": loss, "grad_norm": norm, "lr": lr}, _known(groups)),
+        )
 
     def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
-        """Forward and backward of a step, with marks where ranks wait for one another. Phase `data` ends before they first do,
-        so it is each rank's own under every plan; waiting for another's data is `meet`, which is no compute time."""
+        """Forward and backward of a step, with marks where ranks wait for one another. Phase `data`
+        ends before they first do, so it is each rank's own under every plan; waiting for another's
+        data is `meet`, which is no compute time."""
         separate = self.trainer.separate
         if self.job.world > 1:
             yield Phase("meet")
@@ -366,7 +406,11 @@ class Loop:
         return self.trainer.model.weights
 
     def details(self) -> dict[str, Any]:
-        met = {"exchange": "separate" if self.trainer.separate else "inside"} if self.job.world > 1 else {}
+        met = (
+            {"exchange": "separate" if self.trainer.separate else "inside"}
+            if self.job.world > 1
+            else {}
+        )
         return {**self.trainer.details(), "micro_batches": len(self._groups(0)), **met}
 
 

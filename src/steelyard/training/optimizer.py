@@ -1,10 +1,12 @@
 """AdamW in the precisions of training, with clipping, without waiting for the device.
 
-Kept as it is computed in (`bf16-pure`, `fp32`, `tf32`): one copy of everything. Computed in 16 bit and kept in fp32: the
-model's own parameters are the 16-bit copy, and fp32 master weights, gradients and states stand beside it; a micro-batch's
-16-bit gradients are added to the fp32 ones as soon as they are there, and dropped.
+Kept as it is computed in (`bf16-pure`, `fp32`, `tf32`): one copy of everything. Computed in 16 bit
+and kept in fp32: the model's own parameters are the 16-bit copy, and fp32 master weights, gradients
+and states stand beside it; a micro-batch's 16-bit gradients are added to the fp32 ones as soon as
+they are there, and dropped.
 
-Where Triton runs and gradients stay where they are, an update is one kernel (kernels/adam.py); elsewhere it is torch's own.
+Where Triton runs and gradients stay where they are, an update is one kernel (kernels/adam.py);
+elsewhere it is torch's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +27,8 @@ FIRST_SCALE = 65536.0
 GROWTH_STEPS = 1000
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# The norm of all gradients together; it is told the flags of gradients that overflowed too, where losses are scaled.
+# The norm of all gradients together; it is told the flags of gradients that overflowed too, where
+# losses are scaled.
 Norm = Callable[[list[Tensor], list[Tensor]], Tensor]
 
 
@@ -43,8 +46,9 @@ class Adam:
         precision: Precision,
         norm: Norm = total_norm,
     ) -> None:
-        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy. Those that autograd makes no
-        gradients for are given theirs by whoever makes them, who sets `clear` too: what becomes of them after an update."""
+        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy.
+        Those that autograd makes no gradients for are given theirs by whoever makes them, who sets
+        `clear` too: what becomes of them after an update."""
         self.clip, self.norm = train.clip, norm
         self.parameters: list[Tensor] = list(parameters)
         self.has_master = master is not None
@@ -52,7 +56,9 @@ class Adam:
         self.clear: Callable[[], None] | None = None
         self.updates: list[tuple[dict[str, Any], adam.Update]] | None = None
         self.updated = 0  # how many, where a kernel makes them
-        self.master: list[Tensor] = self.parameters if master is None else [nn.Parameter(one) for one in master]
+        self.master: list[Tensor] = (
+            self.parameters if master is None else [nn.Parameter(one) for one in master]
+        )
         for parameter, one in zip(parameters, self.master, strict=True):
             if self.has_master and parameter.requires_grad:
                 one.grad = torch.zeros_like(one)
@@ -64,7 +70,9 @@ class Adam:
         betas = (train.beta1, train.beta2)
         self.inner = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
         scaled = precision.matmul == "fp16"
-        self.scaler = torch.amp.GradScaler(parameters[0].device.type, FIRST_SCALE, growth_interval=GROWTH_STEPS, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(
+            parameters[0].device.type, FIRST_SCALE, growth_interval=GROWTH_STEPS, enabled=scaled
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to call backward on: fp16's gradients would vanish unscaled."""
@@ -79,7 +87,11 @@ class Adam:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.inner)
         grads = [p.grad for p in self.master if p.grad is not None]
-        found = self.scaler._found_inf_per_device(self.inner).values() if self.scaler.is_enabled() else ()
+        found = (
+            self.scaler._found_inf_per_device(self.inner).values()
+            if self.scaler.is_enabled()
+            else ()
+        )
         norm = self.norm(grads, list(found))
         if self.by_kernel:
             self._by_kernel(norm.float())
@@ -93,12 +105,16 @@ class Adam:
 
     @property
     def by_kernel(self) -> bool:
-        """Gradients that autograd does not make stay where they are, and the kernel is told once where that is."""
+        """Gradients that autograd does not make stay where they are, and the kernel is told once
+        where that is.
+        """
         stay = self.places is not None or self.clear is not None
         return stay and not self.scaler.is_enabled() and jit.serve(self.master[0].device)
 
     def warm(self) -> None:
-        """Compile an update, and make what it needs, once all gradients have a place. Weights and gradients stay."""
+        """Compile an update, and make what it needs, once all gradients have a place. Weights and
+        gradients stay.
+        """
         if self.by_kernel and self.updates is None:
             for group, update in self._updates():
                 update.compile(self._numbers(group), zero=self.clear is None)
@@ -106,16 +122,34 @@ class Adam:
     def _updates(self) -> list[tuple[dict[str, Any], adam.Update]]:
         if self.updates is None:
             pairs = zip(self.master, self.parameters, strict=True)
-            copies = {id(master): local(one) for master, one in pairs if local(one).data_ptr() != local(master).data_ptr()}
+            copies = {
+                id(master): local(one)
+                for master, one in pairs
+                if local(one).data_ptr() != local(master).data_ptr()
+            }
             self.updates = [
-                (group, adam.Update(self._updated(one, copies.get(id(one))) for one in group["params"] if one.grad is not None))
+                (
+                    group,
+                    adam.Update(
+                        self._updated(one, copies.get(id(one)))
+                        for one in group["params"]
+                        if one.grad is not None
+                    ),
+                )
                 for group in self.inner.param_groups
             ]
             self.updated = int(self.numbers().updates)
         return self.updates
 
     def _numbers(self, group: dict[str, Any]) -> adam.Numbers:
-        return adam.Numbers(group["lr"], group["weight_decay"], group["betas"], group["eps"], self.clip, self.updated + 1)
+        return adam.Numbers(
+            group["lr"],
+            group["weight_decay"],
+            group["betas"],
+            group["eps"],
+            self.clip,
+            self.updated + 1,
+        )
 
     def _by_kernel(self, norm: Tensor) -> None:
         for group, update in self._updates():
@@ -134,9 +168,13 @@ class Adam:
         return adam.Updated(local(master.detach()), local(grad), first, second, copy)
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Where the gradient of one of the model's parameters is summed up, for who adds to it without autograd."""
+        """Where the gradient of one of the model's parameters is summed up, for who adds to it
+        without autograd.
+        """
         if self.places is None:
-            self.places = {id(one): master for one, master in zip(self.parameters, self.master, strict=True)}
+            self.places = {
+                id(one): master for one, master in zip(self.parameters, self.master, strict=True)
+            }
         master = self.places[id(parameter)]
         if master.grad is None:
             master.grad = torch.zeros_like(master)
@@ -152,28 +190,41 @@ class Adam:
             self.inner.zero_grad(set_to_none=True)
 
     def copy_to_model(self) -> None:
-        """The master weights, or what this rank holds of them, where the model has others. A fused optimizer raises no
-        version of what it writes; readers of a parameter that keep something made of it must see that it changed."""
+        """The master weights, or what this rank holds of them, where the model has others. A fused
+        optimizer raises no version of what it writes; readers of a parameter that keep something
+        made of it must see that it changed."""
         if self.has_master:
-            pairs = [(local(one), local(master)) for one, master in zip(self.parameters, self.master, strict=True)]
+            pairs = [
+                (local(one), local(master))
+                for one, master in zip(self.parameters, self.master, strict=True)
+            ]
             apart = [(one, master) for one, master in pairs if one.data_ptr() != master.data_ptr()]
             torch._foreach_copy_([one for one, _ in apart], [master for _, master in apart])
         torch.autograd.graph.increment_version(self.parameters)
 
     def moments(self) -> list[Tensor]:
         """What this rank keeps of the states beside the weights; nothing before the first step."""
-        return [local(states[key]) for states in self.inner.state.values() for key in MOMENTS if key in states]
+        return [
+            local(states[key])
+            for states in self.inner.state.values()
+            for key in MOMENTS
+            if key in states
+        ]
 
     def details(self) -> dict[str, Any]:
         """How many numbers this rank really holds, and their types. A gradient has its parameter's."""
-        return holding([local(one) for one in self.parameters], self.master, self.master, self.moments())
+        return holding(
+            [local(one) for one in self.parameters], self.master, self.master, self.moments()
+        )
 
     def state(self, names: list[str]) -> dict[str, Tensor]:
         """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""
         out: dict[str, Tensor] = {}
         for name, master in zip(names, self.master, strict=True):
             states = self._states(master)
-            out |= {f"weights.{name}": master.detach()} | {f"{key}.{name}": states[key] for key in MOMENTS}
+            out |= {f"weights.{name}": master.detach()} | {
+                f"{key}.{name}": states[key] for key in MOMENTS
+            }
         return out
 
     def _states(self, master: Tensor) -> dict[str, Tensor]:
@@ -189,7 +240,9 @@ class Adam:
         if not self.scaler.is_enabled():
             return Numbers(updates=updates)
         scaler = self.scaler.state_dict()
-        return Numbers(updates=updates, scale=float(scaler["scale"]), growth=float(scaler["_growth_tracker"]))
+        return Numbers(
+            updates=updates, scale=float(scaler["scale"]), growth=float(scaler["_growth_tracker"])
+        )
 
     def restore(self, numbers: Numbers) -> None:
         """Go on from tensors that `state` named, and that were filled since."""
@@ -198,16 +251,28 @@ class Adam:
         self.updates = None  # the count of updates is another, and tensors may be
         if self.scaler.is_enabled():
             if numbers.scale is None or numbers.growth is None:
-                raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
+                raise RequestError(
+                    "the checkpoint does not say how losses were scaled, and this precision scales"
+                    " them"
+                )
             scaler = self.scaler.state_dict()
-            self.scaler.load_state_dict({**scaler, "scale": numbers.scale, "_growth_tracker": int(numbers.growth)})
+            self.scaler.load_state_dict(
+                {**scaler, "scale": numbers.scale, "_growth_tracker": int(numbers.growth)}
+            )
         with torch.no_grad():
             self.copy_to_model()
 
 
-def holding(parameters: list[Tensor], main: list[Tensor], gradients: list[Tensor], states: list[Tensor]) -> dict[str, Any]:
+def holding(
+    parameters: list[Tensor], main: list[Tensor], gradients: list[Tensor], states: list[Tensor]
+) -> dict[str, Any]:
     """Return how many numbers a rank holds and their types, for the record."""
-    types = {"parameters": parameters, "main_parameters": main, "gradients": gradients, "states": states}
+    types = {
+        "parameters": parameters,
+        "main_parameters": main,
+        "gradients": gradients,
+        "states": states,
+    }
     return {
         "parameters": sum(one.numel() for one in parameters),
         "optimizer_states": sum(one.numel() for one in states),

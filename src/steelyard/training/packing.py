@@ -1,4 +1,6 @@
-"""Rows as a share of a global batch: which rows a replica computes, and their arrays end to end. Without a framework."""
+"""Rows as a share of a global batch: which rows a replica computes, and their arrays end to end.
+Without a framework.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,24 +54,28 @@ def _real(row: Row) -> tuple[int, ...]:
 
 def empty_row(length: int) -> Row:
     """Padding alone: what fills a micro-batch that has too few rows."""
-    return Row(np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0)
+    return Row(
+        np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0
+    )
 
 
 def without_padding(rows: list[Row], grain: int = GRAIN) -> list[Row]:
-    """The same rows without what fills them up, and less than `grain` tokens that fill up all of them together; of no rows, so
-    many."""
+    """The same rows without what fills them up, and less than `grain` tokens that fill up all of
+    them together; of no rows, so many."""
     short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
     left = -sum(row.real for row in rows) % grain if rows else grain
     return [*short, empty_row(left)] if left else short
 
 
 def _cut(row: Row) -> Row:
-    return replace(row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1])
+    return replace(
+        row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1]
+    )
 
 
 class PackedRows:
-    """Rows of a task as a replica's micro-batches, without what puts them on a device: every row is padded to its length, or
-    none is, and their tokens are a multiple of `grain`."""
+    """Rows of a task as a replica's micro-batches, without what puts them on a device: every row is
+    padded to its length, or none is, and their tokens are a multiple of `grain`."""
 
     def __init__(self, job: Job, length: int, padded: bool = True, grain: int = GRAIN) -> None:
         self.job, self.length, self.padded, self.grain = job, length, padded, grain
@@ -80,8 +86,12 @@ class PackedRows:
     def pack(self, keys: list[Key]) -> Packed:
         texts = self.job.inputs
         if self.padded:
-            return packed([empty_row(self.length) if key is None else texts.row(key) for key in keys])
-        return packed(without_padding([texts.row(key) for key in keys if key is not None], self.grain))
+            return packed(
+                [empty_row(self.length) if key is None else texts.row(key) for key in keys]
+            )
+        return packed(
+            without_padding([texts.row(key) for key in keys if key is not None], self.grain)
+        )
 
     def targets(self, pack: Packed) -> int:
         return len(pack.pick)
@@ -91,8 +101,9 @@ class PackedRows:
 
 
 def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
-    """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of one size, and as many on
-    each replica; or micro-batches of a given size. What is missing at the end is None."""
+    """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of
+    one size, and as many on each replica; or micro-batches of a given size. What is missing at the
+    end is None."""
     replica, replicas = job.place.dp, job.plan.dp
     count = -(-len(keys) // (replicas * (size or job.case.tune.micro_batch)))
     size = size or -(-len(keys) // (replicas * count))

@@ -1,4 +1,6 @@
-"""How a model is placed on devices, as a trainer sees it: here one device, or replicas that each hold everything."""
+"""How a model is placed on devices, as a trainer sees it: here one device, or replicas that each
+hold everything.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +26,8 @@ class Model(ABC):
 
     @abstractmethod
     def build(self) -> list[Tensor] | None:
-        """Make it on the device, with its weights; returns these in the precision they are kept in, where that is another
-        than the one it computes in."""
+        """Make it on the device, with its weights; returns these in the precision they are kept in,
+        where that is another than the one it computes in."""
 
     @abstractmethod
     def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
@@ -40,7 +42,9 @@ class Model(ABC):
         """The summed cross-entropy of a micro-batch, in nats."""
 
     def evaluate(self, micro: Any) -> Tensor:
-        """Return what an evaluation reads of a micro-batch: its summed loss, or what a subclass makes of it."""
+        """Return what an evaluation reads of a micro-batch: its summed loss, or what a subclass
+        makes of it.
+        """
         return self.loss(micro)
 
     def variants(self, micro: Any) -> Iterable[Any]:
@@ -53,11 +57,14 @@ class Model(ABC):
 
 
 class SingleDevice:
-    """A model on one device. Other placements are this one, and say where the ranks of their plan meet in a step."""
+    """A model on one device. Other placements are this one, and say where the ranks of their plan
+    meet in a step.
+    """
 
-    lockstep = True  # replicas have micro-batches of the same sizes, and may meet while they warm up
-    # Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange. Not if they meet inside
-    # forward and backward, nor if there is nobody to meet.
+    # replicas have micro-batches of the same sizes, and may meet while they warm up
+    lockstep = True
+    # Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange.
+    # Not if they meet inside forward and backward, nor if there is nobody to meet.
     separate = False
 
     def attach(self, model: Model, optimizer: Adam) -> None:
@@ -91,13 +98,15 @@ class SingleDevice:
         """Send on what the optimizer has changed on this rank."""
 
     def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what an optimizer keeps, as a checkpoint names it: tensors that know which part they are of a whole."""
+        """Return what an optimizer keeps, as a checkpoint names it: tensors that know which part
+        they are of a whole.
+        """
         return state
 
 
 class Replicated(SingleDevice):
-    """Replicas that each hold everything, and may have nothing to do in a step. One alone is one device. Gradients lie in a
-    few buckets, which are summed over replicas once a step."""
+    """Replicas that each hold everything, and may have nothing to do in a step. One alone is one
+    device. Gradients lie in a few buckets, which are summed over replicas once a step."""
 
     lockstep = False
 
@@ -108,8 +117,10 @@ class Replicated(SingleDevice):
 
     def attach(self, model: Model, optimizer: Adam) -> None:
         self.buckets = bucket_gradients(optimizer.master)
-        optimizer.gradient(optimizer.parameters[0])  # from now on they are set to zero and not dropped
-        optimizer.scale(torch.zeros((), device=self.device))  # a replica without samples in a step needs the scale too
+        # from now on they are set to zero and not dropped
+        optimizer.gradient(optimizer.parameters[0])
+        # a replica without samples in a step needs the scale too
+        optimizer.scale(torch.zeros((), device=self.device))
 
     def no_losses(self) -> list[Tensor]:
         return [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -137,8 +148,12 @@ def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:
         buckets[-1].append(parameter)
     out = []
     for bucket in buckets:
-        flat = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
-        for parameter, grad in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+        flat = torch.zeros(
+            sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device
+        )
+        for parameter, grad in zip(
+            bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True
+        ):
             parameter.grad = grad.view(parameter.shape)
         out.append(flat)
     return out

@@ -1,7 +1,8 @@
 """Replicas that divide by FSDP2 what they hold, and gather it where it is computed with.
 
-The loss of a step is the same function of the same numbers as on one device, and so are its gradients: they are summed over
-replicas, never averaged, because each replica's part of the loss is divided by the targets of all.
+The loss of a step is the same function of the same numbers as on one device, and so are its
+gradients: they are summed over replicas, never averaged, because each replica's part of the loss is
+divided by the targets of all.
 """
 
 from typing import Any
@@ -17,9 +18,15 @@ from steelyard.training.optimizer import Adam, total_norm
 from steelyard.training.placement import Model, SingleDevice, Weigh
 
 
-def shard(modules: list[nn.Module], mesh: DeviceMesh, sharding: int, compute: torch.dtype, kept: torch.dtype) -> None:
-    """Divide modules among replicas, each gathered on its own, a parent after its children. Weights are kept as they are, and
-    gathered in the precision of the matmuls."""
+def shard(
+    modules: list[nn.Module],
+    mesh: DeviceMesh,
+    sharding: int,
+    compute: torch.dtype,
+    kept: torch.dtype,
+) -> None:
+    """Divide modules among replicas, each gathered on its own, a parent after its children. Weights
+    are kept as they are, and gathered in the precision of the matmuls."""
     policy = MixedPrecisionPolicy(compute, kept) if compute != kept else MixedPrecisionPolicy()
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=sharding == 3, mp_policy=policy)
@@ -30,7 +37,9 @@ def shard(modules: list[nn.Module], mesh: DeviceMesh, sharding: int, compute: to
 
 
 def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
-    """What is summed over replicas after a micro-batch, and what after the last one of a step alone."""
+    """What is summed over replicas after a micro-batch, and what after the last one of a step
+    alone.
+    """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
         module.set_requires_gradient_sync(last or sharding > 1)
@@ -41,12 +50,15 @@ def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
 class Sharded(SingleDevice):
     """Replicas that meet inside forward and backward."""
 
-    def __init__(self, group: Any, sharding: int, compute: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, group: Any, sharding: int, compute: torch.dtype, device: torch.device
+    ) -> None:
         self.group, self.sharding, self.device = group, sharding, device
         self.wide = torch.promote_types(compute, torch.float32)
 
     def attach(self, model: Model, optimizer: Adam) -> None:
-        optimizer.scale(torch.zeros((), device=self.device))  # a replica without a loss needs the scale too
+        # a replica without a loss needs the scale too
+        optimizer.scale(torch.zeros((), device=self.device))
 
     def no_losses(self) -> list[Tensor]:
         return [torch.zeros((), dtype=self.wide, device=self.device)]

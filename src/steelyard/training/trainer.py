@@ -22,7 +22,9 @@ class Kept(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before
+        `restore`.
+        """
 
     @abstractmethod
     def restore(self, numbers: Numbers) -> None:
@@ -64,13 +66,17 @@ class Trainer(Kept):
         with part("weights"):
             master = self.model.build()
             parameters = [parameter for _, parameter in self.model.named_parameters()]
-            self.optimizer = Adam(parameters, master, self.job.train, precision, self.placement.norm)
+            self.optimizer = Adam(
+                parameters, master, self.job.train, precision, self.placement.norm
+            )
             self.placement.attach(self.model, self.optimizer)
             self.job.device.synchronize()
         self.model.compile(self.optimizer.gradient)
 
     def warm(self, micro: Any) -> None:
-        """Run everything but the update once, so that nothing is compiled inside a pass. Weights and gradients stay."""
+        """Run everything but the update once, so that nothing is compiled inside a pass. Weights
+        and gradients stay.
+        """
         for one in self.model.variants(micro):
             self.evaluate(one)
             if self.placement.lockstep:
@@ -91,7 +97,9 @@ class Trainer(Kept):
             return self.placement.evaluate(self.model, micro)
 
     def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
-        """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss over all replicas."""
+        """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss
+        over all replicas.
+        """
         return self.reduce(self.backward(micros, targets))
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
@@ -118,12 +126,17 @@ class Trainer(Kept):
 
     def total(self, number: int) -> Tensor:
         """A count of this rank, summed over all replicas, on the device."""
-        count = torch.full((), float(number), device=self.device)  # a copy from the host would wait for the device
+        # a copy from the host would wait for the device
+        count = torch.full((), float(number), device=self.device)
         return self.placement.total(count)
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank keeps from step to step, by name: to be saved, or to be filled before `restore`."""
-        return self.placement.stored(self.optimizer.state([name for name, _ in self.model.named_parameters()]))
+        """What this rank keeps from step to step, by name: to be saved, or to be filled before
+        `restore`.
+        """
+        return self.placement.stored(
+            self.optimizer.state([name for name, _ in self.model.named_parameters()])
+        )
 
     def numbers(self) -> Numbers:
         """The same of what is no tensor, and the same on all ranks."""

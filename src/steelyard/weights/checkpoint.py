@@ -1,8 +1,10 @@
-"""What the tensors of a checkpoint hold, whatever its format: boxes of the whole model's parameters.
+"""What the tensors of a checkpoint hold, whatever its format: boxes of the whole model's
+parameters.
 
-A tensor in a file covers a box of one parameter's logical view (models/placements.py). Loading copies what the boxes of the
-stored tensors have in common with the box of a shard; converting copies what they have in common with the box of a tensor
-of another format. So a format is a table of names and boxes, and one table serves reading and writing.
+A tensor in a file covers a box of one parameter's logical view (models/placements.py). Loading
+copies what the boxes of the stored tensors have in common with the box of a shard; converting
+copies what they have in common with the box of a tensor of another format. So a format is a table
+of names and boxes, and one table serves reading and writing.
 """
 
 import math
@@ -29,10 +31,12 @@ from steelyard.weights.torch_archive import TensorRef
 
 ByteProgress = Callable[[int, int], None]
 
-JOURNAL = "conversion.json"  # in a folder that a conversion writes or has written; see weights/convert.py
+# in a folder that a conversion writes or has written; see weights/convert.py
+JOURNAL = "conversion.json"
 MAX_JOURNAL_BYTES = 64 << 20
 
-# The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without their scales.
+# The dtypes that are weights; integers and 8-bit floats are quantised and mean nothing without
+# their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMED = {dtype: name for name, dtype in DTYPES.items()}
 # What a field of a shape may be in a file, and in words.
@@ -55,8 +59,8 @@ SCALING: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one tensor of a format covers of a parameter's logical view. The tensor's own is larger than its box where rows
-    pad a vocabulary."""
+    """What one tensor of a format covers of a parameter's logical view. The tensor's own is larger
+    than its box where rows pad a vocabulary."""
 
     parameter: str
     box: Box
@@ -69,12 +73,16 @@ class TensorPart:
 
     def inside(self, tensor: Tensor) -> Tensor:
         """A view of the tensor, as large as its box."""
-        return tensor.reshape(self.logical_shape)[tuple(slice(0, end - begin) for begin, end in self.box)]
+        return tensor.reshape(self.logical_shape)[
+            tuple(slice(0, end - begin) for begin, end in self.box)
+        ]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint: where it is, what the file says of it, and its values, mapped when they are asked for."""
+    """A tensor of a checkpoint: where it is, what the file says of it, and its values, mapped when
+    they are asked for.
+    """
 
     path: Path
     name: str
@@ -89,14 +97,18 @@ class Stored:
 def saved_tensor(path: Path, name: str, value: Any) -> Stored:
     """What a file of torch.save holds under a name."""
     if not isinstance(value, TensorRef):
-        raise RequestError(f"{path}: {short_repr(name)} is no tensor; give a checkpoint that is not quantised")
+        raise RequestError(
+            f"{path}: {short_repr(name)} is no tensor; give a checkpoint that is not quantised"
+        )
     dtype = NAMED.get(value.dtype, str(value.dtype).removeprefix("torch."))
     return Stored(path, name, dtype, value.shape, value.open)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor, or a part of one, and the box it covers. `view` turns the tensor into one as large as the box."""
+    """A stored tensor, or a part of one, and the box it covers. `view` turns the tensor into one as
+    large as the box.
+    """
 
     stored: Stored
     parameter: str
@@ -176,7 +188,9 @@ def readable(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RequestError(f"{folder}: cannot be read ({error.strerror}); make it readable, or give another folder") from error
+        raise RequestError(
+            f"{folder}: cannot be read ({error.strerror}); make it readable, or give another folder"
+        ) from error
 
 
 def read_journal(path: Path) -> dict[str, Any]:
@@ -193,9 +207,15 @@ def shape_in(source: Checkpoint) -> LlamaShape:
     config, where, tensors = source.config(), source.headers.folders[0], len(source.headers.tensors)
     missing = [field for field, value in config.items() if value is None and field not in OPTIONAL]
     if missing:
-        raise RequestError(f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model with --case")
+        raise RequestError(
+            f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model"
+            " with --case"
+        )
     if config["layers"] > tensors:  # a number of a stranger, before anything is made of that many
-        raise RequestError(f"{where}: tells of {config['layers']} layers and has {tensors} tensors; download it again")
+        raise RequestError(
+            f"{where}: tells of {config['layers']} layers and has {tensors} tensors; download it"
+            " again"
+        )
     return LlamaShape(**config)
 
 
@@ -209,14 +229,18 @@ def count(source: Checkpoint) -> int:
 def parameters(shape: LlamaShape) -> list[str]:
     """The names of a whole model's parameters; a tied output is none."""
     leaves = [name for name in placements.PLACEMENTS if name not in (*TOP, "output.weight")]
-    layer = [name for name in leaves if name not in OPTIONAL_WEIGHTS or OPTIONAL_WEIGHTS[name](shape)]
+    layer = [
+        name for name in leaves if name not in OPTIONAL_WEIGHTS or OPTIONAL_WEIGHTS[name](shape)
+    ]
     within = [f"layers.{i}.{name}" for i in range(shape.layers) for name in layer]
     return ["embed.weight", *within, "norm.weight", *(() if shape.tied else ("output.weight",))]
 
 
 def elements(shape: LlamaShape) -> int:
     """How many parameters the whole model has."""
-    return sum(math.prod(placements.placement(name).logical_shape(shape)) for name in parameters(shape))
+    return sum(
+        math.prod(placements.placement(name).logical_shape(shape)) for name in parameters(shape)
+    )
 
 
 def overlap(one: Box, other: Box) -> Box | None:
@@ -241,23 +265,36 @@ def copy(piece: Piece, both: Box, place: Tensor, box: Box) -> None:
     target.copy_(found.to(target.device))
 
 
-def check_entries(tensors: Iterable[Stored], parts: dict[str, TensorPart], known: Callable[[str], bool]) -> None:
-    """Every tensor is a part of the model, with its shape and a dtype that is a weight's, or one known to be redundant."""
+def check_entries(
+    tensors: Iterable[Stored], parts: dict[str, TensorPart], known: Callable[[str], bool]
+) -> None:
+    """Every tensor is a part of the model, with its shape and a dtype that is a weight's, or one
+    known to be redundant.
+    """
     for stored in tensors:
         if stored.name not in parts and not known(stored.name):
-            raise RequestError(f"{stored} has no place in this model; give weights of the case's model")
+            raise RequestError(
+                f"{stored} has no place in this model; give weights of the case's model"
+            )
         if stored.dtype not in DTYPES:
-            raise RequestError(f"{stored}: allowed dtypes are {', '.join(DTYPES)}; give weights that are not quantized")
+            raise RequestError(
+                f"{stored}: allowed dtypes are {', '.join(DTYPES)}; give weights that are not"
+                " quantized"
+            )
         if stored.name in parts and stored.shape != parts[stored.name].shape:
             wanted = list(parts[stored.name].shape)
-            raise RequestError(f"{stored}: the shape must be {wanted}; give weights of the case's model")
+            raise RequestError(
+                f"{stored}: the shape must be {wanted}; give weights of the case's model"
+            )
 
 
 def check_missing(where: Path, found: Iterable[str], parts: dict[str, TensorPart]) -> None:
     missing = sorted(parts.keys() - set(found))
     if missing:
         first = f"tensor {missing[0]!r} {list(parts[missing[0]].shape)}"
-        raise RequestError(f"{where}: {first} is missing, {len(missing)} in all; give a complete folder")
+        raise RequestError(
+            f"{where}: {first} is missing, {len(missing)} in all; give a complete folder"
+        )
 
 
 def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
@@ -271,7 +308,10 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         kinds, words = KINDS[field.type]
         wrong = isinstance(value, bool) != (field.type is bool) or not isinstance(value, kinds)
         if value is not None and (wrong or (field.type is not bool and not 0 < value < 2**40)):
-            raise RequestError(f"{path}: {field.name} is {short_repr(value)}, allowed: {words}; download the file again")
+            raise RequestError(
+                f"{path}: {field.name} is {short_repr(value)}, allowed: {words}; download the file"
+                " again"
+            )
         out[field.name] = kinds[0](value) if value is not None else None
     return out
 
@@ -281,13 +321,17 @@ def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
         return None if value is None else SCALING.validate_python(value, strict=True)
     except ValidationError as error:
         raise RequestError(
-            f"{path}: rope_scaling is {short_repr(value)} ({first_problem(error)}); download the file again"
+            f"{path}: rope_scaling is {short_repr(value)} ({first_problem(error)}); download the"
+            " file again"
         ) from error
 
 
 def as_table(shape: LlamaShape) -> dict[str, Any]:
     """A shape as JSON has it, without what it does without."""
-    told = {name: value.model_dump() if isinstance(value, Frozen) else value for name, value in vars(shape).items()}
+    told = {
+        name: value.model_dump() if isinstance(value, Frozen) else value
+        for name, value in vars(shape).items()
+    }
     return {name: value for name, value in told.items() if value or name not in VARIANTS}
 
 
@@ -309,9 +353,15 @@ def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tup
 def family_of(folder: Path) -> str | None:
     """The one family that knows a folder's names; None, if none does."""
     with readable(folder):
-        found = [name for name, row in families.table().items() if row.holds and plugins.load(row.holds)(folder)]
+        found = [
+            name
+            for name, row in families.table().items()
+            if row.holds and plugins.load(row.holds)(folder)
+        ]
     if len(found) > 1:
-        raise RequestError(f"{folder}: holds checkpoints of the families {' and '.join(found)}; move one away")
+        raise RequestError(
+            f"{folder}: holds checkpoints of the families {' and '.join(found)}; move one away"
+        )
     return found[0] if found else None
 
 
@@ -320,6 +370,6 @@ def check_family(folder: Path, family: str) -> None:
     found = family_of(folder)
     if found not in (None, family):
         raise RequestError(
-            f"{folder}: holds a checkpoint of the family {found}, and one of the family {family} is wanted; "
-            "give weights of that family"
+            f"{folder}: holds a checkpoint of the family {found}, and one of the family {family} is"
+            " wanted; give weights of that family"
         )

@@ -1,8 +1,9 @@
 """The same weights in another format or other shards.
 
-A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its target: run again, it
-goes on after the last complete file. The files that make a folder a checkpoint come last, and then the journal says that
-all is finished. It stays, so that the same conversion, run once more, is known to be done.
+A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its
+target: run again, it goes on after the last complete file. The files that make a folder a
+checkpoint come last, and then the journal says that all is finished. It stays, so that the same
+conversion, run once more, is known to be done.
 """
 
 import errno
@@ -29,18 +30,28 @@ from steelyard.models.shapes import LlamaModel
 from steelyard.schema import canonical
 from steelyard.weights import checkpoint, load
 from steelyard.weights import write as writing
-from steelyard.weights.checkpoint import JOURNAL, ByteProgress, Checkpoint, Headers, Piece, TensorPart
+from steelyard.weights.checkpoint import (
+    JOURNAL,
+    ByteProgress,
+    Checkpoint,
+    Headers,
+    Piece,
+    TensorPart,
+)
 from steelyard.weights.write import File, FilePlan, Planned, Planning
 
 LOCK = "conversion.lock"
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # file systems that have none, as some clusters' do
+# file systems that have none, as some clusters' do
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files of a finished conversion, and how many of them an earlier run had finished: all, if it was complete."""
+    """The files of a finished conversion, and how many of them an earlier run had finished: all, if
+    it was complete.
+    """
 
     files: list[tuple[str, int]]
     size_bytes: int
@@ -48,16 +59,23 @@ class Conversion:
 
 
 def convert(
-    source: Path, target: Path, to: str, tp: int, model: LlamaModel | None = None, progress: ByteProgress | None = None
+    source: Path,
+    target: Path,
+    to: str,
+    tp: int,
+    model: LlamaModel | None = None,
+    progress: ByteProgress | None = None,
 ) -> Conversion:
-    """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of tensors that are written,
-    kept ones included, and those in all, after every tensor."""
+    """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of
+    tensors that are written, kept ones included, and those in all, after every tensor."""
     opened = load.open_folder(source)
     shape, headers = _shape(opened, model), opened.headers
     _check_request(to, tp, shape)
     pieces = checkpoint.by_parameter(opened.pieces(shape))
     opened.check_values(shape)
-    plan = writing.PLANS[to](Planning(shape, lambda p: _dtype(p, pieces), headers.iteration, headers.step), tp)
+    plan = writing.PLANS[to](
+        Planning(shape, lambda p: _dtype(p, pieces), headers.iteration, headers.step), tp
+    )
     _check_apart(target, (source, *headers.folders))
     what = {"source": _identity(headers), "to": to, "tp": tp, "shape": checkpoint.as_table(shape)}
     journal = Journal.open(target, what, plan.names)
@@ -65,7 +83,8 @@ def convert(
     if not journal.complete:
         _check_room(target, plan, journal)
         with _locked(target):
-            journal = Journal.open(target, what, plan.names)  # a run that was there until now may have changed it
+            # a run that was there until now may have changed it
+            journal = Journal.open(target, what, plan.names)
             kept = len([name for name in plan.names if journal.finished(name)])
             if not journal.complete:
                 _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
@@ -74,15 +93,17 @@ def convert(
 
 
 def _identity(headers: Headers) -> dict[str, Any]:
-    """What tells a source from another of the same shapes: times of its files, which copies that keep them share, and a
-    sample of their values, for times may be those of an archive."""
+    """What tells a source from another of the same shapes: times of its files, which copies that
+    keep them share, and a sample of their values, for times may be those of an archive."""
     out: list[Any] = []
     for name, size in headers.files:
         path = headers.folders[0] / name
         try:
             out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
         except OSError as error:
-            raise RequestError(f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again") from error
+            raise RequestError(
+                f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again"
+            ) from error
     return {"headers": headers.digest, "files": out}
 
 
@@ -109,23 +130,32 @@ def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
     if to not in writing.PLANS:
         raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANS)}")
     if tp < 1 or (to == "hf" and tp != 1):
-        raise RequestError(f"tensor parallel size {tp} is not possible for {to}; allowed: 1, for megatron more")
+        raise RequestError(
+            f"tensor parallel size {tp} is not possible for {to}; allowed: 1, for megatron more"
+        )
     for what, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % tp:
-            raise RequestError(f"{what} {size} cannot be divided by {tp}; give a tensor parallel size that divides it")
+            raise RequestError(
+                f"{what} {size} cannot be divided by {tp}; give a tensor parallel size that"
+                " divides it"
+            )
 
 
 def _dtype(part: TensorPart, pieces: dict[str, list[Piece]]) -> str:
-    """The dtype of a tensor is that of what it is made of; of all weights', if it is made of nothing."""
+    """The dtype of a tensor is that of what it is made of; of all weights', if it is made of
+    nothing.
+    """
     own = pieces.get(part.parameter, [])
     every = own or [piece for of_one in pieces.values() for piece in of_one]
-    found = Counter(piece.stored.dtype for piece, _ in checkpoint.common(own, lambda name: part.box))
+    found = Counter(
+        piece.stored.dtype for piece, _ in checkpoint.common(own, lambda name: part.box)
+    )
     found = found or Counter(piece.stored.dtype for piece in every)
     if own and len(found) > 1:
         first, *_ = own
         raise RequestError(
-            f"{first.stored}: is to be joined with tensors of another dtype ({', '.join(sorted(found))}); "
-            "save the weights in one dtype"
+            f"{first.stored}: is to be joined with tensors of another dtype"
+            f" ({', '.join(sorted(found))}); save the weights in one dtype"
         )
     return found.most_common(1)[0][0]
 
@@ -139,7 +169,11 @@ def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
 
 
 def _write(
-    target: Path, plan: FilePlan, journal: "Journal", make: Callable[[Planned], Tensor], progress: ByteProgress | None
+    target: Path,
+    plan: FilePlan,
+    journal: "Journal",
+    make: Callable[[Planned], Tensor],
+    progress: ByteProgress | None,
 ) -> None:
     done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
     written = checkpoint.Progress(progress, sum(file.nbytes for file in plan.files), done)
@@ -148,18 +182,22 @@ def _write(
         for left in target.rglob(f"*{files.PART}"):  # by a run that was killed
             left.unlink()
         for file in plan.files:
-            _write_file(target / file.name, file, journal, make, lambda planned: written.add(planned.nbytes))
+            _write_file(
+                target / file.name, file, journal, make, lambda planned: written.add(planned.nbytes)
+            )
         for name, content in plan.last.items():
             files.write(target / name, content)
         journal.finish(plan.names)
     except OSError as error:
         raise LostError(
-            f"{error.filename or target}: cannot be written ({error.strerror}); make room for it, then convert again: "
-            "complete files are kept"
+            f"{error.filename or target}: cannot be written ({error.strerror}); make room for it,"
+            " then convert again: complete files are kept"
         ) from error
 
 
-def _write_file(path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell) -> None:
+def _write_file(
+    path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell
+) -> None:
     if not journal.finished(file.name):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + files.PART)
@@ -170,17 +208,22 @@ def _write_file(path: Path, file: File, journal: "Journal", make: writing.Make, 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone in a folder, which is made. The lock is the kernel's: it ends with a run that is killed, whose file stays."""
+    """Alone in a folder, which is made. The lock is the kernel's: it ends with a run that is
+    killed, whose file stays.
+    """
     path = folder / LOCK
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = _lock(path)
     except BlockingIOError as error:
         raise RequestError(
-            f"target {str(folder)!r}: another conversion is writing there; wait for it, or give another folder"
+            f"target {str(folder)!r}: another conversion is writing there; wait for it, or give"
+            " another folder"
         ) from error
     except OSError as error:
-        raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+        raise RequestError(
+            f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder"
+        ) from error
     try:
         yield
     finally:
@@ -200,7 +243,8 @@ def _lock(path: Path) -> int:
                 return handle
             os.close(handle)
             raise
-        os.close(handle)  # whoever had the lock has removed this file since, and the next may have made another
+        # whoever had the lock has removed this file since, and the next may have made another
+        os.close(handle)
 
 
 def _same(handle: int, path: Path) -> bool:
@@ -215,20 +259,32 @@ def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
     for source in sources:
         here = source.resolve()
         if here.is_relative_to(there) or there.is_relative_to(here):
-            raise RequestError(f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give another folder")
+            raise RequestError(
+                f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give"
+                " another folder"
+            )
 
 
 def _check_room(target: Path, plan: FilePlan, journal: "Journal") -> None:
     need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
-    free = shutil.disk_usage(next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())).free
+    free = shutil.disk_usage(
+        next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())
+    ).free
     if need > free:
-        raise RequestError(f"target {str(target)!r} needs {need} bytes and {free} are free; make room, or give another folder")
+        raise RequestError(
+            f"target {str(target)!r} needs {need} bytes and {free} are free; make room, or give"
+            " another folder"
+        )
 
 
 class Journal:
-    """What a conversion is of, and which files of it are complete, or that all are, in a file of its target."""
+    """What a conversion is of, and which files of it are complete, or that all are, in a file of
+    its target.
+    """
 
-    def __init__(self, folder: Path, what: dict[str, Any], files: dict[str, int], complete: bool) -> None:
+    def __init__(
+        self, folder: Path, what: dict[str, Any], files: dict[str, int], complete: bool
+    ) -> None:
         self.path = folder / JOURNAL
         self.what = what
         self.files = files
@@ -236,8 +292,8 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
-        """That of a conversion of the same kind, interrupted or complete, or a new one in a folder that is absent or
-        empty. `names` are the files of a complete one."""
+        """That of a conversion of the same kind, interrupted or complete, or a new one in a folder
+        that is absent or empty. `names` are the files of a complete one."""
         path = folder / JOURNAL
         try:
             if path.is_file():
@@ -245,7 +301,9 @@ class Journal:
             if folder.exists() and not all(_left(item.name) for item in folder.iterdir()):
                 raise _not_empty(folder)
         except OSError as error:
-            raise RequestError(f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder") from error
+            raise RequestError(
+                f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder"
+            ) from error
         return cls(folder, what, {}, False)
 
     @classmethod
@@ -254,20 +312,24 @@ class Journal:
         found = checkpoint.read_journal(path)
         files, complete = found.get("files"), found.get("finished") is True
         if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
-            raise RequestError(f"{path}: is not the journal of a conversion; give another folder, or empty this one")
+            raise RequestError(
+                f"{path}: is not the journal of a conversion; give another folder, or empty"
+                " this one"
+            )
         differ = sorted(key for key in what if found.get(key) != what[key])
         if differ and complete:
             raise _not_empty(folder)
         if differ:
             raise RequestError(
-                f"{path}: is of another conversion ({', '.join(differ)} differ); give another folder, or empty this one"
+                f"{path}: is of another conversion ({', '.join(differ)} differ); give another"
+                " folder, or empty this one"
             )
         journal = cls(folder, what, files, complete)
         changed = [name for name in names if not journal.finished(name)]
         if complete and changed:
             raise RequestError(
-                f"{path}: says that its folder is complete, and {changed[0]} is not as it was written; "
-                "give another folder, or empty this one"
+                f"{path}: says that its folder is complete, and {changed[0]} is not as it was"
+                " written; give another folder, or empty this one"
             )
         return journal
 
@@ -277,7 +339,9 @@ class Journal:
         try:
             self.write()
         except OSError as error:
-            raise RequestError(f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder") from error
+            raise RequestError(
+                f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder"
+            ) from error
 
     def finished(self, name: str) -> bool:
         path = self.path.parent / name
@@ -303,4 +367,6 @@ def _left(name: str) -> bool:
 
 
 def _not_empty(folder: Path) -> RequestError:
-    return RequestError(f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist")
+    return RequestError(
+        f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist"
+    )

@@ -1,8 +1,10 @@
-"""Checkpoints of a GLM: its authors' format, and the same names in safetensors. Read lazily, without running what they hold.
+"""Checkpoints of a GLM: its authors' format, and the same names in safetensors. Read lazily,
+without running what they hold.
 
-The authors' format is a folder with latest_checkpointed_iteration.txt, whose text names a folder beside it with the file
-mp_rank_00_model_states.pt; the weights are its table `module`, and all else in it is left alone. In safetensors every name may
-begin with `glm.`. The digest covers sizes of files, and the name, dtype and shape of every tensor; not the values.
+The authors' format is a folder with latest_checkpointed_iteration.txt, whose text names a folder
+beside it with the file mp_rank_00_model_states.pt; the weights are its table `module`, and all else
+in it is left alone. In safetensors every name may begin with `glm.`. The digest covers sizes of
+files, and the name, dtype and shape of every tensor; not the values.
 """
 
 import hashlib
@@ -41,7 +43,9 @@ MAX_TRACKER_BYTES = 1000
 Files = list[tuple[str, int]]  # name and size of each
 Notes = tuple[str, ...]
 
-_LAYER = re.compile(r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_value\.weight", re.ASCII)
+_LAYER = re.compile(
+    r"transformer\.layers\.[0-9]{1,6}\.attention\.query_key_value\.weight", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,11 @@ class GlmCheckpoint:
     def _size(self, name: str, dimension: int) -> int | None:
         """A size of a matrix; None if it is not there, or is none."""
         stored = self.parameters.get(name)
-        return stored.shape[dimension] or None if stored is not None and len(stored.shape) == MATRIX else None
+        return (
+            stored.shape[dimension] or None
+            if stored is not None and len(stored.shape) == MATRIX
+            else None
+        )
 
     def count(self) -> int:
         wanted = shapes_of(self._model())
@@ -79,19 +87,33 @@ class GlmCheckpoint:
         config = {field: value for field, value in self.config().items() if field != "heads"}
         missing = [field for field, value in config.items() if value is None]
         if missing:
-            raise RequestError(f"{self.where}: does not tell {', '.join(missing)} of its model; give a complete folder")
+            raise RequestError(
+                f"{self.where}: does not tell {', '.join(missing)} of its model; give a complete"
+                " folder"
+            )
         for field, value in config.items():
             if value > MAX_SIZE:
-                raise RequestError(f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; download it again")
+                raise RequestError(
+                    f"{self.where}: {field} is {value}, allowed: up to {MAX_SIZE}; download it"
+                    " again"
+                )
         return GlmModel(family="glm", heads=1, **config)
 
 
 def _opened(
-    format: str, folder: Path, where: Path, sizes: Files, tensors: dict[str, Stored], iteration: str | None, notes: Notes = ()
+    format: str,
+    folder: Path,
+    where: Path,
+    sizes: Files,
+    tensors: dict[str, Stored],
+    iteration: str | None,
+    notes: Notes = (),
 ) -> GlmCheckpoint:
     told = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
     digest = hashlib.sha256(canonical({"files": sizes, "tensors": told}).encode()).hexdigest()
-    headers = Headers(format, 1, iteration, 0, (folder,), sizes, list(tensors.values()), digest, notes)
+    headers = Headers(
+        format, 1, iteration, 0, (folder,), sizes, list(tensors.values()), digest, notes
+    )
     return GlmCheckpoint(headers, where, tensors)
 
 
@@ -108,12 +130,15 @@ def holds(folder: Path) -> bool:
 
 
 def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict[str, Any]:
-    """Fill a model; returns where the weights came from, for the record. `progress` is told the bytes copied so far and in
-    all, after every tensor. Everything is checked before the first value is copied."""
+    """Fill a model; returns where the weights came from, for the record. `progress` is told the
+    bytes copied so far and in all, after every tensor. Everything is checked before the first value
+    is copied."""
     found = read(folder)
     places = dict(model.named_parameters())
     check(found, {name: tuple(place.shape) for name, place in places.items()})
-    copied = checkpoint.Progress(progress, sum(_bytes(stored) for stored in found.parameters.values()))
+    copied = checkpoint.Progress(
+        progress, sum(_bytes(stored) for stored in found.parameters.values())
+    )
     with torch.no_grad():
         for name, place in places.items():
             stored = found.parameters[name]
@@ -131,16 +156,23 @@ def read(folder: Path) -> GlmCheckpoint:
     """The checkpoint in a folder, of either format, its headers read and its tensors not."""
     if not folder.is_dir():
         what = "is a file, a folder is expected" if folder.is_file() else "does not exist"
-        raise RequestError(f"weights {str(folder)!r}: {what}; give the folder of a GLM checkpoint, or random")
+        raise RequestError(
+            f"weights {str(folder)!r}: {what}; give the folder of a GLM checkpoint, or random"
+        )
     with checkpoint.readable(folder):
         checkpoint.check_family(folder, families.GLM.name)
-        own, safe = (folder / TRACKER).exists() or (folder / FILE).exists(), huggingface.present(folder)
+        own, safe = (
+            (folder / TRACKER).exists() or (folder / FILE).exists(),
+            huggingface.present(folder),
+        )
         if own and safe:
-            raise RequestError(f"{folder}: holds GLM's own checkpoint and one of safetensors; move one away")
+            raise RequestError(
+                f"{folder}: holds GLM's own checkpoint and one of safetensors; move one away"
+            )
         if not own and not safe:
             raise RequestError(
-                f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER} or {FILE}) nor "
-                f"{SINGLE_NAME} or {INDEX_NAME}; give a folder that does"
+                f"{folder.resolve()}: holds no checkpoint, neither GLM's own ({TRACKER} or {FILE})"
+                f" nor {SINGLE_NAME} or {INDEX_NAME}; give a folder that does"
             )
         return _read_safetensors(folder) if safe else _read_own(folder)
 
@@ -150,11 +182,16 @@ def check(found: GlmCheckpoint, wanted: dict[str, tuple[int, ...]]) -> None:
     words = found.parameters.get(WORDS)
     if words is not None and len(words.shape) == 2 and words.shape[0] != wanted[WORDS][0]:
         raise RequestError(
-            f"{words.path}: {short_repr(words.name)} has {words.shape[0]} rows, the case's vocab is {wanted[WORDS][0]}; "
-            "give weights of the case's model, or the case of theirs"
+            f"{words.path}: {short_repr(words.name)} has {words.shape[0]} rows, the case's vocab is"
+            f" {wanted[WORDS][0]}; give weights of the case's model, or the case of theirs"
         )
-    parts = {name: TensorPart(name, tuple((0, size) for size in shape), shape) for name, shape in wanted.items()}
-    spelled = {stored.name: parts[name] for name, stored in found.parameters.items() if name in parts}
+    parts = {
+        name: TensorPart(name, tuple((0, size) for size in shape), shape)
+        for name, shape in wanted.items()
+    }
+    spelled = {
+        stored.name: parts[name] for name, stored in found.parameters.items() if name in parts
+    }
     checkpoint.check_entries(found.parameters.values(), spelled, lambda name: False)
     checkpoint.check_missing(found.where, found.parameters, parts)
 
@@ -164,18 +201,27 @@ def _read_own(folder: Path) -> GlmCheckpoint:
     inside = folder if iteration is None else folder / iteration
     others = sorted(path.name for path in inside.glob(OTHERS) if path.name != FILE)
     if others:
-        raise RequestError(f"{inside / others[0]}: a model divided over ranks is not read; merge it to one {FILE}")
+        raise RequestError(
+            f"{inside / others[0]}: a model divided over ranks is not read; merge it to one {FILE}"
+        )
     path = inside / FILE
     if not path.is_file():
-        raise RequestError(f"{path}: is missing, and {TRACKER} names its folder; fetch it, or give a complete checkpoint")
+        raise RequestError(
+            f"{path}: is missing, and {TRACKER} names its folder; fetch it, or give a complete"
+            " checkpoint"
+        )
     table = read_saved(path)
     module = table.get(MODULE) if isinstance(table, dict) else None
     if not isinstance(module, dict) or not module:
-        raise RequestError(f"{path}: holds no weights, a table {MODULE!r} is expected; give a checkpoint of GLM")
+        raise RequestError(
+            f"{path}: holds no weights, a table {MODULE!r} is expected; give a checkpoint of GLM"
+        )
     own = [(str(path.relative_to(folder)), path.stat().st_size)]
     name = iteration or inside.resolve().name
     tensors = {key: saved_tensor(path, key, value) for key, value in leaves(module)}
-    notes = ("the file holds an optimizer's state too; it is not read",) if "optimizer" in table else ()
+    notes = (
+        ("the file holds an optimizer's state too; it is not read",) if "optimizer" in table else ()
+    )
     return _opened("glm", folder, path, own, tensors, name, notes)
 
 
@@ -184,9 +230,15 @@ def _tracked(path: Path) -> str:
     with files.open_regular(path) as file:
         raw = file.read(MAX_TRACKER_BYTES)
     name = raw.decode("ascii", "replace").strip()
-    if not name.isascii() or not name.isprintable() or set(name) & set("/\\") or name in ("", ".", ".."):
+    if (
+        not name.isascii()
+        or not name.isprintable()
+        or set(name) & set("/\\")
+        or name in ("", ".", "..")
+    ):
         raise RequestError(
-            f"{path}: names {short_repr(name)}, allowed: the plain name of a folder beside it; download it again"
+            f"{path}: names {short_repr(name)}, allowed: the plain name of a folder beside it;"
+            " download it again"
         )
     return name
 
@@ -204,6 +256,10 @@ def write(model: Glm, folder: Path, iteration: int) -> None:
     """A checkpoint in the authors' format. The tracker names it once it is whole."""
     inside = folder / str(iteration)
     inside.mkdir(parents=True, exist_ok=True)
-    module = {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-    files.write(inside / FILE, lambda file: torch.save({MODULE: module, "iteration": iteration}, file))
+    module = {
+        name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()
+    }
+    files.write(
+        inside / FILE, lambda file: torch.save({MODULE: module, "iteration": iteration}, file)
+    )
     files.write(folder / TRACKER, f"{iteration}\n".encode())

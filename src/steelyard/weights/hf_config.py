@@ -1,4 +1,6 @@
-"""What a Hugging Face folder says of itself: config.json, the index of its shards, a digest of their headers. Without torch."""
+"""What a Hugging Face folder says of itself: config.json, the index of its shards, a digest of
+their headers. Without torch.
+"""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -33,7 +35,8 @@ INDEX_NAME = "model.safetensors.index.json"
 REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")  # no default is any model's own
 MAX_HEADER_BYTES = 32 << 20  # 130 a tensor; a model of 70B parameters has 100 KB in all
 
-# What models/llama.py computes of what any model type says: another activation would load and answer wrongly.
+# What models/llama.py computes of what any model type says: another activation would load and
+# answer wrongly.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
@@ -56,7 +59,9 @@ def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
     for key in ROPE_TABLES:
         table = config.get(key) or {}
         if not isinstance(table, dict):
-            raise RequestError(f"{path}: {key} is {short_repr(table)}, not a table; download the file again")
+            raise RequestError(
+                f"{path}: {key} is {short_repr(table)}, not a table; download the file again"
+            )
         out.append(table)
     return out
 
@@ -72,8 +77,8 @@ def family_of(config: Mapping[str, Any]) -> HfFamily | None:
 
 
 def told(path: Path, config: dict[str, Any]) -> list[Told]:
-    """Every field of the model, once for each place that tells it, sizes first; None where nothing does. Of a type that is not
-    known, as a Llama's would be."""
+    """Every field of the model, once for each place that tells it, sizes first; None where nothing
+    does. Of a type that is not known, as a Llama's would be."""
     row = family_of(config) or ROWS["llama"]
     out: list[Told] = []
     fields: dict[str, Any] = {}
@@ -84,10 +89,18 @@ def told(path: Path, config: dict[str, Any]) -> list[Told]:
 
     for setting in row.keys:
         # A rope base may be spelled in several places.
-        tell(setting.key, setting.field, *given(path, config, setting.key) or [setting.absent(config, fields)])
+        tell(
+            setting.key,
+            setting.field,
+            *given(path, config, setting.key) or [setting.absent(config, fields)],
+        )
     for field, value in row.told.items():
         tell(f"{field} of model_type {row.model_type!r}", field, value)
-    tell("max_position_embeddings", "positions", *given(path, config, "max_position_embeddings")[:1] or [row.positions])
+    tell(
+        "max_position_embeddings",
+        "positions",
+        *given(path, config, "max_position_embeddings")[:1] or [row.positions],
+    )
     tell("sliding_window", "window", row.window(config, fields))
     tell("rope_scaling", "rope_scaling", *(_scalings(path, config) or (None,)))
     return out
@@ -103,12 +116,14 @@ def _rope_kinds(table: dict[str, Any]) -> list[str]:
 
 
 def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
-    """Refuse what this program's own model does not compute, the model type first; the row of that type."""
+    """Refuse what this program's own model does not compute, the model type first; the row of that
+    type.
+    """
     row = family_of(config)
     if row is None:
         raise RequestError(
-            f"{path}: model_type is {short_repr(config.get('model_type') or 'absent')}, allowed: {', '.join(map(repr, ROWS))}; "
-            "give weights of one of these types"
+            f"{path}: model_type is {short_repr(config.get('model_type') or 'absent')}, allowed:"
+            f" {', '.join(map(repr, ROWS))}; give weights of one of these types"
         )
     for key, allowed in COMPUTED.items():
         for table in tables(path, config):
@@ -118,10 +133,13 @@ def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
             why = f" ({NOT_SCALED[kind]})" if kind in NOT_SCALED else ""
             others = ", ".join(map(repr, (PLAIN_ROPE, *SCALED)))
             raise RequestError(
-                f"{path}: rope_type is {short_repr(kind)}{why}, allowed: {others}; give weights of another model"
+                f"{path}: rope_type is {short_repr(kind)}{why}, allowed: {others}; give weights of"
+                " another model"
             )
     if mixes(config, first_told(path, config)):
-        raise RequestError(f"{path}: some layers have a sliding window and others none; allowed: all layers alike")
+        raise RequestError(
+            f"{path}: some layers have a sliding window and others none; allowed: all layers alike"
+        )
     return row
 
 
@@ -140,26 +158,36 @@ def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -
         wanted: Any = model[one.field]
         wanted = wanted.model_dump() if isinstance(wanted, Frozen) else wanted
         if one.field == "window" and type(value) is int:
-            value, wanted = real_window(value, model["positions"]), real_window(wanted, model["positions"])
+            value, wanted = (
+                real_window(value, model["positions"]),
+                real_window(wanted, model["positions"]),
+            )
         agree(path, one.key, value, one.field, wanted)
 
 
 def model_of(path: Path, config: dict[str, Any]) -> LlamaModel:
-    """The model that a config.json describes, as a case tells it. Refuses one that is not computed here."""
+    """The model that a config.json describes, as a case tells it. Refuses one that is not computed
+    here.
+    """
     check_computed(path, config)
     fields, keys = first_told(path, config), {one.field: one.key for one in told(path, config)}
     missing = [keys[name] for name in REQUIRED if fields[name] is None]
     if missing:
-        raise RequestError(f"{path}: does not tell {', '.join(missing)}; give a complete config.json")
+        raise RequestError(
+            f"{path}: does not tell {', '.join(missing)}; give a complete config.json"
+        )
     try:
         return LlamaModel.model_validate(fields | {"family": "llama"}, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else None
         if name is None:
-            raise RequestError(f"{path}: {first['msg'].removeprefix('Value error, ')}; download the file again") from error
+            raise RequestError(
+                f"{path}: {first['msg'].removeprefix('Value error, ')}; download the file again"
+            ) from error
         raise RequestError(
-            f"{path}: {keys[name]} is {short_repr(fields[name])}, no {name} that a model has; download the file again"
+            f"{path}: {keys[name]} is {short_repr(fields[name])}, no {name} that a model has;"
+            " download the file again"
         ) from error
 
 
@@ -167,11 +195,18 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = files.parse(files.read(path, MAX_JSON_BYTES))
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder") from error
+        raise RequestError(
+            f"{path}: cannot be read ({error.strerror}); give a complete Hugging Face folder"
+        ) from error
     except files.TooLargeError as error:
-        raise RequestError(f"{path}: is {error}, the most allowed; download the file again") from error
-    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, a number of too many digits
-        raise RequestError(f"{path}: is not JSON ({short_repr(files.reason(error))}); download the file again") from error
+        raise RequestError(
+            f"{path}: is {error}, the most allowed; download the file again"
+        ) from error
+    # ValueError: bad UTF-8, bad JSON, a number of too many digits
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{path}: is not JSON ({short_repr(files.reason(error))}); download the file again"
+        ) from error
     if not isinstance(value, dict):
         raise RequestError(f"{path}: is not a JSON object; download the file again")
     return value
@@ -180,18 +215,25 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
-        raise RequestError(f"{index}: has no table weight_map of tensor name to file name; fetch the index again")
+        raise RequestError(
+            f"{index}: has no table weight_map of tensor name to file name; fetch the index again"
+        )
     for file in where.values():
-        # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is made of such links.
+        # A plain name cannot leave the folder. A link of that name may: Hugging Face's own cache is
+        # made of such links.
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\")
         if not plain or not file.endswith(ending):
             raise RequestError(
-                f"{index}: names the shard {short_repr(file)}, allowed: a plain file name ending in {ending}; "
-                "fetch the index again"
+                f"{index}: names the shard {short_repr(file)}, allowed: a plain file name ending in"
+                f" {ending}; fetch the index again"
             )
     return where
 
 
 def digest(shards: Iterable[tuple[int, str]], tensors: Iterable[tuple[str, str, list[int]]]) -> str:
-    """Of files, by their size and the sha256 of their header, in order of name; and of tensors: name, dtype and shape."""
-    return hashlib.sha256(canonical({"files": list(shards), "tensors": sorted(tensors)}).encode()).hexdigest()
+    """Of files, by their size and the sha256 of their header, in order of name; and of tensors:
+    name, dtype and shape.
+    """
+    return hashlib.sha256(
+        canonical({"files": list(shards), "tensors": sorted(tensors)}).encode()
+    ).hexdigest()

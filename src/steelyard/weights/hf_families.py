@@ -1,5 +1,6 @@
-"""Model types of Hugging Face that models/llama.py computes, one row each: which keys of config.json tell which field of a
-model, what the type itself tells, and what transformers takes where a key is absent. Without torch."""
+"""Model types of Hugging Face that models/llama.py computes, one row each: which keys of
+config.json tell which field of a model, what the type itself tells, and what transformers takes
+where a key is absent. Without torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from steelyard.models.shapes import LinearRope, Llama3Rope, real_window
 Config = Mapping[str, Any]
 Fields = Mapping[str, Any]  # of a model, those told so far
 
-ROPE_TABLES = ("rope_parameters", "rope_scaling")  # the newer and the older place of what rotary positions are told
+# the newer and the older place of what rotary positions are told
+ROPE_TABLES = ("rope_parameters", "rope_scaling")
 ROPE_TYPES = ("rope_type", "type")  # the newer and the older spelling
 SLIDING = "sliding_attention"
 
@@ -32,7 +34,11 @@ def _head_dim(config: Config, fields: Fields) -> int | None:
 def _groups(usual: int | None) -> ConfigKey:
     """Absent, it is the class's; null, or where the class has none, that of the heads."""
     key = "num_key_value_heads"
-    return ConfigKey(key, "kv_heads", lambda config, fields: fields["heads"] if usual is None or key in config else usual)
+    return ConfigKey(
+        key,
+        "kv_heads",
+        lambda config, fields: fields["heads"] if usual is None or key in config else usual,
+    )
 
 
 # Rows whose default is made of others come after them.
@@ -62,7 +68,11 @@ def _every_layer(config: Config, fields: Fields) -> int | None:
 
 def sliding_layers(config: Config, layers: Any) -> int:
     """How many layers of a Qwen have a window."""
-    if not config.get("use_sliding_window") or config.get("sliding_window", 4096) is None or type(layers) is not int:
+    if (
+        not config.get("use_sliding_window")
+        or config.get("sliding_window", 4096) is None
+        or type(layers) is not int
+    ):
         return 0
     types = config.get("layer_types")
     if isinstance(types, list):
@@ -79,14 +89,20 @@ def _some_layers(config: Config, fields: Fields) -> int | None:
 def mixes(config: Config, fields: Fields) -> bool:
     """Whether some layers have a window and others none, and the longest row would show it."""
     layers, window, positions = fields["layers"], fields.get("window"), fields.get("positions")
-    if type(window) is not int or type(positions) is not int or real_window(window, positions) is None:
+    if (
+        type(window) is not int
+        or type(positions) is not int
+        or real_window(window, positions) is None
+    ):
         return False
     return "use_sliding_window" in config and sliding_layers(config, layers) < layers
 
 
 @dataclass(frozen=True)
 class HfFamily:
-    """A model type. `told` are fields that follow from the type alone. A model is written as the last row that `writes` it."""
+    """A model type. `told` are fields that follow from the type alone. A model is written as the
+    last row that `writes` it.
+    """
 
     model_type: str
     architecture: str  # the class in transformers
@@ -94,9 +110,11 @@ class HfFamily:
     positions: int  # where the key is absent
     told: Fields = field(default_factory=dict)
     window: Callable[[Config, Fields], int | None] = _never
-    out_bias: bool = False  # with biases of queries, keys and values comes one of the output projection, which ours has not
+    # with biases of queries, keys and values comes one of the output projection, which ours has not
+    out_bias: bool = False
     writes: Callable[[Any], bool] = lambda shape: False
-    beyond: Callable[[Any], dict[str, Any]] = lambda shape: {}  # what config.json says beyond what all types say
+    # what config.json says beyond what all types say
+    beyond: Callable[[Any], dict[str, Any]] = lambda shape: {}
 
 
 def _qwen_window(shape: Any) -> dict[str, Any]:
@@ -148,7 +166,12 @@ ROWS = {
         HfFamily(
             "qwen3",
             "Qwen3ForCausalLM",
-            (*SIZES, _groups(32), BIAS, ConfigKey("head_dim", "head_dim", lambda config, fields: 128)),
+            (
+                *SIZES,
+                _groups(32),
+                BIAS,
+                ConfigKey("head_dim", "head_dim", lambda config, fields: 128),
+            ),
             32768,
             {"qk_norm": True},
             window=_some_layers,
@@ -166,7 +189,8 @@ def written_as(shape: Any) -> HfFamily:
 
 
 ORIGINAL = "original_max_position_embeddings"
-# Kinds of scaled rotary positions: our name of each number, and that in config.json, for reading and writing.
+# Kinds of scaled rotary positions: our name of each number, and that in config.json, for reading
+# and writing.
 SCALED = {
     "linear": {"factor": "factor"},
     "llama3": {
@@ -181,7 +205,8 @@ SCALED = {
 def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
     """Return scaled rotary positions as a case tells them, from their table and all of
     config.json."""
-    # The newer place of the original positions first; where neither tells, transformers takes those of the model.
+    # The newer place of the original positions first; where neither tells, transformers takes those
+    # of the model.
     told = table.get(ORIGINAL, config.get(ORIGINAL))
     known = {**table, ORIGINAL: config.get("max_position_embeddings") if told is None else told}
     return {"kind": kind, **{ours: known.get(theirs) for ours, theirs in SCALED[kind].items()}}
@@ -189,7 +214,10 @@ def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
 
 def _written_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
     names = SCALED[scaling.kind]
-    return {"rope_type": scaling.kind, **{theirs: getattr(scaling, ours) for ours, theirs in names.items()}}
+    return {
+        "rope_type": scaling.kind,
+        **{theirs: getattr(scaling, ours) for ours, theirs in names.items()},
+    }
 
 
 def written(shape: Any) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Hugging Face folders: config.json and files of weights, read lazily. Names, boxes and settings are tables.
+"""Hugging Face folders: config.json and files of weights, read lazily. Names, boxes and settings
+are tables.
 
-What the digest covers: for every file of weights, in order of name, its size and the sha256 of its header; and the name,
-dtype and shape of every tensor, in order of name. It does not cover the values (hashing all of a large model takes long):
-two trainings of one architecture saved by the same tool have the same digest.
+What the digest covers: for every file of weights, in order of name, its size and the sha256 of its
+header; and the name, dtype and shape of every tensor, in order of name. It does not cover the
+values (hashing all of a large model takes long): two trainings of one architecture saved by the
+same tool have the same digest.
 
-Files of weights are safetensors, or what torch.save writes (`pytorch_model.bin`), which is read without running any of it.
-Where a folder has both, safetensors are taken, as transformers does.
+Files of weights are safetensors, or what torch.save writes (`pytorch_model.bin`), which is read
+without running any of it. Where a folder has both, safetensors are taken, as transformers does.
 """
 
 import hashlib
@@ -39,7 +41,8 @@ from steelyard.weights.hf_config import (
 )
 from steelyard.weights.torch_files import read as read_saved
 
-OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # files that may be weights, under names that nobody agreed on
+# files that may be weights, under names that nobody agreed on
+OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
@@ -71,11 +74,16 @@ def inspect_safetensors(path: Path) -> WeightsFile:
         with files.open_regular(path) as raw:  # nothing is parsed before its length is known
             length = int.from_bytes(raw.read(8), "little")
         if MAX_HEADER_BYTES < length <= path.stat().st_size:
-            raise RequestError(f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
-        with safe_open(path, framework="pt", device="cpu") as file:  # checks the header against the file's size
+            raise RequestError(
+                f"{path}: a header of {length} bytes; at most {MAX_HEADER_BYTES} are read"
+            )
+        # checks the header against the file's size
+        with safe_open(path, framework="pt", device="cpu") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             tensors = {
-                name: Stored(path, name, str(s.get_dtype()), tuple(s.get_shape()), partial(_open, path, name))
+                name: Stored(
+                    path, name, str(s.get_dtype()), tuple(s.get_shape()), partial(_open, path, name)
+                )
                 for name, s in slices.items()
             }
         with files.open_regular(path) as raw:
@@ -83,7 +91,8 @@ def inspect_safetensors(path: Path) -> WeightsFile:
         return WeightsFile(path, path.stat().st_size, hashlib.sha256(header).hexdigest(), tensors)
     except (SafetensorError, OSError) as error:
         raise RequestError(
-            f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again and compare its size"
+            f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again"
+            " and compare its size"
         ) from error
 
 
@@ -93,7 +102,8 @@ def _open(path: Path, name: str) -> Tensor:
             tensor: Tensor = file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise RequestError(
-            f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read, start again"
+            f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read,"
+            " start again"
         ) from error
     return tensor
 
@@ -103,15 +113,25 @@ def inspect_saved(path: Path) -> WeightsFile:
     _check_there(path)
     table = read_saved(path)
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table):
-        raise RequestError(f"{path}: is no table of tensors by name; save the model's state_dict, or give safetensors")
+        raise RequestError(
+            f"{path}: is no table of tensors by name; save the model's state_dict, or give"
+            " safetensors"
+        )
     tensors = {name: saved_tensor(path, name, value) for name, value in table.items()}
-    places = sorted((name, stored.dtype, list(stored.shape), table[name].offset_bytes) for name, stored in tensors.items())
-    return WeightsFile(path, path.stat().st_size, hashlib.sha256(canonical(places).encode()).hexdigest(), tensors)
+    places = sorted(
+        (name, stored.dtype, list(stored.shape), table[name].offset_bytes)
+        for name, stored in tensors.items()
+    )
+    return WeightsFile(
+        path, path.stat().st_size, hashlib.sha256(canonical(places).encode()).hexdigest(), tensors
+    )
 
 
 def _check_there(path: Path) -> None:
     if not path.is_file():
-        raise RequestError(f"{path}: shard is missing; download it again, or give a complete Hugging Face folder")
+        raise RequestError(
+            f"{path}: shard is missing; download it again, or give a complete Hugging Face folder"
+        )
 
 
 FORMATS = (
@@ -147,7 +167,9 @@ def shards_in(folder: Path) -> list[WeightsFile]:
     if others:
         known = " and ".join(one.single for one in FORMATS)
         advice = f"only {known} are read, convert {others[0]!r} with transformers' save_pretrained"
-    raise RequestError(f"weights folder {str(folder)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; {advice}")
+    raise RequestError(
+        f"weights folder {str(folder)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; {advice}"
+    )
 
 
 def _indexed(index: Path, one: Format) -> list[WeightsFile]:
@@ -160,8 +182,8 @@ def _indexed(index: Path, one: Format) -> list[WeightsFile]:
     for name in sorted(where.keys() | found.keys()):
         if found.get(name) != [where.get(name)]:
             raise RequestError(
-                f"{index}: tensor {short_repr(name)} should be in {short_repr(where.get(name))}, it is in "
-                f"{short_repr(found.get(name))}; fetch the index and the shards again"
+                f"{index}: tensor {short_repr(name)} should be in {short_repr(where.get(name))}, it"
+                f" is in {short_repr(found.get(name))}; fetch the index and the shards again"
             )
     return shards
 
@@ -175,7 +197,9 @@ def _queries(shape: LlamaShape) -> int:
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes: a parameter, and the range of its logical view along one dimension; None: all of it."""
+    """Where a tensor goes: a parameter, and the range of its logical view along one dimension;
+    None: all of it.
+    """
 
     parameter: str
     dimension: int = 0
@@ -208,23 +232,28 @@ LAYER = {
 }
 # Those that only some shapes have; the names are the same in all model types.
 OPTIONAL = {
-    f"self_attn.{which}_proj.bias": Slot("qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span) for which in "qkv"
+    f"self_attn.{which}_proj.bias": Slot(
+        "qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span
+    )
+    for which in "qkv"
 } | {f"self_attn.{which}_norm.weight": Slot(f"{which}_norm.weight") for which in "qk"}
 
 
 @dataclass(frozen=True)
 class Redundant:
-    """A tensor without a place in our model, and when it may be left out without changing an answer. `embed` gives the
-    embedding."""
+    """A tensor without a place in our model, and when it may be left out without changing an
+    answer. `embed` gives the embedding."""
 
     harmless: Callable[[Tensor, Callable[[], Tensor]], bool]
     otherwise: str
 
 
 OUT_BIAS = Redundant(
-    lambda found, embed: not bool(found.count_nonzero()), "is not zero, and this model's output projection has no bias"
+    lambda found, embed: not bool(found.count_nonzero()),
+    "is not zero, and this model's output projection has no bias",
 )
-INV_FREQ = Redundant(lambda found, embed: True, "")  # computed from the rope base; old checkpoints store it
+# computed from the rope base; old checkpoints store it
+INV_FREQ = Redundant(lambda found, embed: True, "")
 TIED_HEAD = Redundant(
     lambda found, embed: torch.equal(found.to(embed().dtype), embed()),
     "differs from model.embed_tokens.weight, and this model's output is tied to it",
@@ -232,18 +261,31 @@ TIED_HEAD = Redundant(
 
 
 def parts(shape: LlamaShape) -> dict[str, TensorPart]:
-    """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is covered exactly once."""
-    layer = LAYER | {name: slot for name, slot in OPTIONAL.items() if checkpoint.OPTIONAL_WEIGHTS[slot.parameter](shape)}
-    top = {name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")}
+    """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is
+    covered exactly once.
+    """
+    layer = LAYER | {
+        name: slot
+        for name, slot in OPTIONAL.items()
+        if checkpoint.OPTIONAL_WEIGHTS[slot.parameter](shape)
+    }
+    top = {
+        name: slot for name, slot in TOP.items() if not (shape.tied and name == "lm_head.weight")
+    }
     out = {name: slot.part(shape) for name, slot in top.items()}
     for i in range(shape.layers):
-        out |= {f"model.layers.{i}.{name}": slot.part(shape, f"layers.{i}.") for name, slot in layer.items()}
+        out |= {
+            f"model.layers.{i}.{name}": slot.part(shape, f"layers.{i}.")
+            for name, slot in layer.items()
+        }
     return out
 
 
 def redundant(shape: LlamaShape) -> dict[str, Redundant]:
     """Tensors a checkpoint of this shape may have beside its parts."""
-    out = {"model.rotary_emb.inv_freq": INV_FREQ} | ({"lm_head.weight": TIED_HEAD} if shape.tied else {})
+    out = {"model.rotary_emb.inv_freq": INV_FREQ} | (
+        {"lm_head.weight": TIED_HEAD} if shape.tied else {}
+    )
     for i in range(shape.layers):
         out[f"model.layers.{i}.self_attn.o_proj.bias"] = OUT_BIAS
         out[f"model.layers.{i}.self_attn.rotary_emb.inv_freq"] = INV_FREQ
@@ -273,7 +315,9 @@ class HuggingFace:
         known = redundant(shape)
         every = {stored.name: stored for stored in self.headers.tensors}
         for stored in every.values():
-            if stored.name in known and not known[stored.name].harmless(stored.open(), every[EMBED].open):
+            if stored.name in known and not known[stored.name].harmless(
+                stored.open(), every[EMBED].open
+            ):
                 about = f"{stored.path}: tensor {stored.name!r} {list(stored.shape)}"
                 raise RequestError(f"{about} {known[stored.name].otherwise}; give other weights")
 
@@ -294,4 +338,6 @@ def read(folder: Path) -> HuggingFace:
     tensors = [stored for shard in shards for stored in shard.tensors.values()]
     told = [(stored.name, stored.dtype, list(stored.shape)) for stored in tensors]
     mark = digest([(shard.size_bytes, shard.header_sha256) for shard in shards], told)
-    return HuggingFace(Headers("huggingface", 1, None, 0, (folder,), sizes, tensors, mark), path, settings)
+    return HuggingFace(
+        Headers("huggingface", 1, None, 0, (folder,), sizes, tensors, mark), path, settings
+    )

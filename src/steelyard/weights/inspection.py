@@ -18,7 +18,9 @@ SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not told is None."""
+    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not
+    told is None.
+    """
 
     layout: str  # the format; files that others read have it under this name
     tp: int
@@ -33,8 +35,8 @@ class Inspection:
 
 
 def inspect(folder: Path) -> Inspection:
-    """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no family knows, the reader
-    of Llamas says what is missing."""
+    """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no
+    family knows, the reader of Llamas says what is missing."""
     family = families.row(family_of(folder) or families.LLAMA.name)
     source: Opened = plugins.load(family.checkpoint)(folder)
     headers, config = source.headers, source.config()
@@ -55,7 +57,11 @@ def inspect(folder: Path) -> Inspection:
         parameters=parameters,
         size_bytes=sum(size for _, size in headers.files),
         files=headers.files,
-        shape={field: _plain(value) for field, value in config.items() if field not in VARIANTS or _unusual(config, field)},
+        shape={
+            field: _plain(value)
+            for field, value in config.items()
+            if field not in VARIANTS or _unusual(config, field)
+        },
         notes=notes,
         header_sha256=headers.digest,
     )

@@ -1,10 +1,11 @@
-"""Megatron checkpoints: one file per tensor-parallel shard, read lazily and without running what they hold.
+"""Megatron checkpoints: one file per tensor-parallel shard, read lazily and without running what
+they hold.
 
-File i of n holds the same box of every parameter as shard i of n of the model does, but for its vocabulary, which is padded
-at its end to a size that the file alone tells.
+File i of n holds the same box of every parameter as shard i of n of the model does, but for its
+vocabulary, which is padded at its end to a size that the file alone tells.
 
-What the digest covers: for every shard its size, its iteration and the name, dtype and shape of every tensor of its model.
-It does not cover the values.
+What the digest covers: for every shard its size, its iteration and the name, dtype and shape of
+every tensor of its model. It does not cover the values.
 """
 
 import hashlib
@@ -30,7 +31,8 @@ from steelyard.weights.megatron_args import ROOT, ours, theirs
 from steelyard.weights.torch_files import read as read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"  # in the tracker, and the folder's name, of a checkpoint that was converted and not trained
+# in the tracker, and the folder's name, of a checkpoint that was converted and not trained
+RELEASE = "release"
 BELOW = ("", "ckpts", "checkpoints")  # where a folder may hold its checkpoint
 FILE = "model_optim_rng.pt"
 MAX_DEPTH = 8  # of the tables in a model
@@ -46,7 +48,9 @@ _STAGE = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class Rank:
-    """One shard: `tensors` by our names of the parameters, `optimizer` whether it holds more than the model."""
+    """One shard: `tensors` by our names of the parameters, `optimizer` whether it holds more than
+    the model.
+    """
 
     path: Path
     size_bytes: int
@@ -57,7 +61,9 @@ class Rank:
 
 
 def box_of(name: str, shape: LlamaShape, shard: Shard, rows: int) -> tuple[Box, tuple[int, ...]]:
-    """What a shard's tensor covers, and the shape of its own logical view, which `rows` of a padded vocabulary make larger."""
+    """What a shard's tensor covers, and the shape of its own logical view, which `rows` of a padded
+    vocabulary make larger.
+    """
     box = placements.box(name, shape, shard)
     form = tuple(end - begin for begin, end in box)
     if name not in ("embed.weight", "output.weight"):
@@ -68,7 +74,10 @@ def box_of(name: str, shape: LlamaShape, shard: Shard, rows: int) -> tuple[Box, 
 
 def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
     """Every tensor of a shard by our name of its parameter, and what it covers."""
-    return {name: TensorPart(name, *box_of(name, shape, shard, rows)) for name in checkpoint.parameters(shape)}
+    return {
+        name: TensorPart(name, *box_of(name, shape, shard, rows))
+        for name in checkpoint.parameters(shape)
+    }
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,9 @@ class Megatron:
             _check_tensors(rank, wanted, shape)
             for name, part in wanted.items():
                 if i == 0 or placements.placement(name).split is not None:
-                    out += _pieces(rank.tensors[name], part, rank.args.get("rotary_interleaved_patch") is True)
+                    out += _pieces(
+                        rank.tensors[name], part, rank.args.get("rotary_interleaved_patch") is True
+                    )
         return out
 
     def _rows(self, shape: LlamaShape) -> int:
@@ -106,17 +117,19 @@ class Megatron:
         for what, many in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
             if many % tp:
                 raise RequestError(
-                    f"{first.path}: is one of {tp} shards, and the case's {what} {many} cannot be divided by "
-                    f"{tp}; give weights of the case's model"
+                    f"{first.path}: is one of {tp} shards, and the case's {what} {many} cannot be"
+                    f" divided by {tp}; give weights of the case's model"
                 )
         rows = stored.shape[0] if stored is not None and len(stored.shape) == 2 else 0
         if stored is not None and rows * tp < shape.vocab:
             raise RequestError(
-                f"{stored}: {tp} shards of it hold {rows * tp} rows, the case's vocab is {shape.vocab}; "
-                "give weights of the case's model, or the case of theirs"
+                f"{stored}: {tp} shards of it hold {rows * tp} rows, the case's vocab is"
+                f" {shape.vocab}; give weights of the case's model, or the case of theirs"
             )
         for rank in self.ranks:
-            checkpoint.allow(rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * tp,))
+            checkpoint.allow(
+                rank.path, "padded_vocab_size", rank.args.get("padded_vocab_size"), (rows * tp,)
+            )
         return rows or vocab_rows(shape.vocab, tp)
 
     def check_values(self, shape: LlamaShape) -> None:
@@ -126,15 +139,18 @@ class Megatron:
         for rank in self.ranks:
             for name, stored in rank.tensors.items():
                 if _redundant(name, shape) and bool(stored.open().count_nonzero()):
-                    raise RequestError(f"{stored} is not zero, and this model has no such bias; give other weights")
+                    raise RequestError(
+                        f"{stored} is not zero, and this model has no such bias; give other weights"
+                    )
 
     def _check_whole(self, name: str) -> None:
         first = _bytes(self.ranks[0].tensors[name])
         for rank in self.ranks[1:]:
             if not torch.equal(_bytes(rank.tensors[name]), first):
                 raise RequestError(
-                    f"{rank.tensors[name]} differs from the one in {self.ranks[0].path.parent.name}, and every shard "
-                    "holds all of it; fetch the shards of one checkpoint"
+                    f"{rank.tensors[name]} differs from the one in"
+                    f" {self.ranks[0].path.parent.name}, and every shard holds all of it; fetch the"
+                    " shards of one checkpoint"
                 )
 
     def count(self) -> int:
@@ -143,8 +159,15 @@ class Megatron:
 
 def _tensors(ranks: list[Rank]) -> list[Stored]:
     """Return the tensors of the model, each once for every shard that holds a part of it."""
-    first, *others = ({k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in ranks)
-    split = [s for tensors in others for name, s in tensors.items() if placements.placement(name).split is not None]
+    first, *others = (
+        {k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in ranks
+    )
+    split = [
+        s
+        for tensors in others
+        for name, s in tensors.items()
+        if placements.placement(name).split is not None
+    ]
     biases = [s for rank in ranks for name, s in rank.tensors.items() if name.endswith("qkv.bias")]
     return [*first.values(), *split, *biases]
 
@@ -172,8 +195,12 @@ def _redundant(name: str, shape: LlamaShape) -> bool:
 def _check_tensors(rank: Rank, wanted: dict[str, TensorPart], shape: LlamaShape) -> None:
     spelled = {stored.name: wanted[name] for name, stored in rank.tensors.items() if name in wanted}
     names = {stored.name: name for name, stored in rank.tensors.items()}
-    checkpoint.check_entries(rank.tensors.values(), spelled, lambda name: _redundant(names[name], shape))
-    missing = {ROOT + theirs(name): part for name, part in wanted.items() if name not in rank.tensors}
+    checkpoint.check_entries(
+        rank.tensors.values(), spelled, lambda name: _redundant(names[name], shape)
+    )
+    missing = {
+        ROOT + theirs(name): part for name, part in wanted.items() if name not in rank.tensors
+    }
     checkpoint.check_missing(rank.path, (), missing)
 
 
@@ -185,7 +212,9 @@ def _pieces(stored: Stored, part: TensorPart, patched: bool) -> Iterator[Piece]:
     plain = replace(part, box=(groups, (0, last - 1), *rest))
     yield Piece(stored, part.parameter, plain.box, plain.inside)
     value: Box = (groups, (last - 1, last), *rest)
-    yield Piece(stored, part.parameter, value, lambda tensor: _unpatched(part.inside(tensor)[:, -1:]))
+    yield Piece(
+        stored, part.parameter, value, lambda tensor: _unpatched(part.inside(tensor)[:, -1:])
+    )
 
 
 def _unpatched(value: Tensor) -> Tensor:
@@ -207,10 +236,15 @@ def find(folder: Path) -> Path | None:
         tracker = folder / below / TRACKER
         if tracker.is_file():
             return _tracked(tracker)
-    near = [path for path in folder.iterdir() if _ITERATION.fullmatch(path.name) or path.name == RELEASE]
+    near = [
+        path for path in folder.iterdir() if _ITERATION.fullmatch(path.name) or path.name == RELEASE
+    ]
     loose = sorted(path.name for path in near if path.is_dir() and _holds_shards(path))
     if loose:
-        raise RequestError(f"{folder}: has no {TRACKER} that says which of its checkpoints to take; give {folder / loose[-1]}")
+        raise RequestError(
+            f"{folder}: has no {TRACKER} that says which of its checkpoints to take; give"
+            f" {folder / loose[-1]}"
+        )
     return None
 
 
@@ -223,28 +257,36 @@ def _tracked(tracker: Path) -> Path:
         word = file.read(100).decode("ascii", "replace").strip()
     if word != RELEASE and not re.fullmatch("[0-9]{1,12}", word, re.ASCII):
         raise RequestError(
-            f"{tracker}: says {short_repr(word)}, allowed: a number or {RELEASE}; write the number of an iter_ folder"
+            f"{tracker}: says {short_repr(word)}, allowed: a number or {RELEASE}; write the number"
+            " of an iter_ folder"
         )
     chosen = tracker.parent / (RELEASE if word == RELEASE else f"iter_{int(word):07}")
     if not chosen.is_dir():
-        raise RequestError(f"{tracker}: says {word}, and there is no folder {chosen.name}; fetch it, or give another one")
+        raise RequestError(
+            f"{tracker}: says {word}, and there is no folder {chosen.name}; fetch it, or give"
+            " another one"
+        )
     return chosen
 
 
 def read(folder: Path) -> Megatron:
-    """The checkpoint in a folder of shards, the table of every shard read and compared with the first."""
+    """The checkpoint in a folder of shards, the table of every shard read and compared with the
+    first.
+    """
     folder = folder.resolve() if not folder.name else folder
     names = {path.name for path in folder.iterdir() if _STAGE.fullmatch(path.name)}
     for name in sorted(names):
         if not _RANK.fullmatch(name):
             raise RequestError(
-                f"{folder / name}: is of a checkpoint split over a pipeline, only tensor-parallel ones are read; "
-                "save it with pipeline parallel size 1"
+                f"{folder / name}: is of a checkpoint split over a pipeline, only tensor-parallel"
+                " ones are read; save it with pipeline parallel size 1"
             )
     wanted = [f"mp_rank_{i:02}" for i in range(len(names))]
     lost = sorted(set(wanted) - names)
     if lost:
-        raise RequestError(f"{folder / lost[0]}: shard is missing, there are {len(names)} others; fetch it")
+        raise RequestError(
+            f"{folder / lost[0]}: shard is missing, there are {len(names)} others; fetch it"
+        )
     found = _ITERATION.fullmatch(folder.name)
     ranks = [_rank(folder / name / FILE, int(found[1]) if found else None) for name in wanted]
     _check_count(folder, ranks)
@@ -253,7 +295,11 @@ def read(folder: Path) -> Megatron:
     _check_order(ranks)
     step = ranks[0].iteration
     told = [
-        (rank.size_bytes, rank.iteration, sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()))
+        (
+            rank.size_bytes,
+            rank.iteration,
+            sorted((s.name, s.dtype, list(s.shape)) for s in rank.tensors.values()),
+        )
         for rank in ranks
     ]
     headers = Headers(
@@ -276,25 +322,46 @@ def _rank(path: Path, iteration: int | None) -> Rank:
     table = read_saved(path)
     model = table.get("model") if isinstance(table, dict) else None
     if not isinstance(model, dict) or not model:
-        raise RequestError(f"{path}: holds no model, a table of that name is expected; give a checkpoint of Megatron")
+        raise RequestError(
+            f"{path}: holds no model, a table of that name is expected; give a checkpoint of"
+            " Megatron"
+        )
     version = table.get("checkpoint_version")
     if not isinstance(version, int | float) or not version >= OLDEST:
         told = short_repr(version) if isinstance(version, int | float | None) else "no number"
-        raise RequestError(f"{path}: checkpoint_version is {told}, allowed: {OLDEST} or later; save it with a newer Megatron")
+        raise RequestError(
+            f"{path}: checkpoint_version is {told}, allowed: {OLDEST} or later; save it with a"
+            " newer Megatron"
+        )
     step = table.get("iteration")
     if not (step is None or (isinstance(step, int) and 0 <= step < 2**63)):
         raise RequestError(f"{path}: its iteration is no number of 0 to 2**63; download it again")
     if iteration not in (None, step):
-        raise RequestError(f"{path}: is of iteration {short_repr(step)}, its folder of {iteration}; download it again")
+        raise RequestError(
+            f"{path}: is of iteration {short_repr(step)}, its folder of {iteration}; download it"
+            " again"
+        )
     tensors: dict[str, Stored] = {}
     for stored in (saved_tensor(path, name, value) for name, value in leaves(model)):
         name = ours(stored.name)
         if name is None:
-            raise RequestError(f"{stored} has no place in this model; give weights of a plain Llama")
+            raise RequestError(
+                f"{stored} has no place in this model; give weights of a plain Llama"
+            )
         if name in tensors:
-            raise RequestError(f"{stored} is there already as {short_repr(tensors[name].name)}; save the checkpoint again")
+            raise RequestError(
+                f"{stored} is there already as {short_repr(tensors[name].name)}; save the"
+                " checkpoint again"
+            )
         tensors[name] = stored
-    return Rank(path, path.stat().st_size, step, megatron_args.plain(table.get("args")), tensors, "optimizer" in table)
+    return Rank(
+        path,
+        path.stat().st_size,
+        step,
+        megatron_args.plain(table.get("args")),
+        tensors,
+        "optimizer" in table,
+    )
 
 
 def leaves(table: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -311,31 +378,48 @@ def _check_count(folder: Path, ranks: list[Rank]) -> None:
     told, here = ranks[0].args.get("tensor_model_parallel_size"), len(ranks)
     if not isinstance(told, int) or told < 1 or told == here:
         return
-    about = f"{folder}: {short_repr(told)} shards are told of, {here} are here: mp_rank_{min(told, here):02}"
+    about = (
+        f"{folder}: {short_repr(told)} shards are told of, {here} are here:"
+        f" mp_rank_{min(told, here):02}"
+    )
     if told < here:
         raise RequestError(f"{about} is none of them; move it away")
     more = told - here - 1
-    raise RequestError(about + (f" and {short_repr(more)} more are missing; fetch them" if more else " is missing; fetch it"))
+    raise RequestError(
+        about
+        + (
+            f" and {short_repr(more)} more are missing; fetch them"
+            if more
+            else " is missing; fetch it"
+        )
+    )
 
 
 def _check_order(ranks: list[Rank]) -> None:
-    """Every shard is in the folder of its number, where the files tell it. Megatron keeps the rank in all of a training:
-    the same number, if a training had no more ranks than shards and if not all were written by one process."""
+    """Every shard is in the folder of its number, where the files tell it. Megatron keeps the rank
+    in all of a training: the same number, if a training had no more ranks than shards and if not
+    all were written by one process."""
     numbers = [rank.args.get(megatron_args.RANK) for rank in ranks]
     alone = all(rank.args.get("world_size") == len(ranks) for rank in ranks)
     of_training = [rank.args.get("rank") for rank in ranks]
     if alone and all(i in of_training for i in range(len(ranks))):
-        numbers = [ours if ours is not None else number for ours, number in zip(numbers, of_training, strict=True)]
+        numbers = [
+            ours if ours is not None else number
+            for ours, number in zip(numbers, of_training, strict=True)
+        ]
     for i, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
         if number not in (None, i):
             raise RequestError(
-                f"{rank.path}: is shard {short_repr(number)} of its checkpoint, and its folder is {rank.path.parent.name}; "
-                "put every shard in the folder of its number, or fetch them again"
+                f"{rank.path}: is shard {short_repr(number)} of its checkpoint, and its folder is"
+                f" {rank.path.parent.name}; put every shard in the folder of its number, or fetch"
+                " them again"
             )
 
 
 def _check_alike(rank: Rank, first: Rank) -> None:
-    """All shards of a checkpoint have the same tensors of the same shapes, and are of one iteration."""
+    """All shards of a checkpoint have the same tensors of the same shapes, and are of one
+    iteration.
+    """
     if rank.iteration != first.iteration:
         raise RequestError(
             f"{rank.path}: is of iteration {short_repr(rank.iteration)}, "
@@ -344,12 +428,13 @@ def _check_alike(rank: Rank, first: Rank) -> None:
         )
     for name in sorted(rank.tensors.keys() | first.tensors.keys()):
         here, there = (
-            None if s is None else (s.dtype, list(s.shape)) for s in (rank.tensors.get(name), first.tensors.get(name))
+            None if s is None else (s.dtype, list(s.shape))
+            for s in (rank.tensors.get(name), first.tensors.get(name))
         )
         if here != there:
             stored = rank.tensors.get(name) or first.tensors[name]
             told = ["none" if it is None else f"{it[0]} {it[1]}" for it in (here, there)]
             raise RequestError(
-                f"{rank.path}: tensor {short_repr(stored.name)} is {told[0]}, in {first.path.parent.name} it is {told[1]}; "
-                "fetch the shards of one checkpoint"
+                f"{rank.path}: tensor {short_repr(stored.name)} is {told[0]}, in"
+                f" {first.path.parent.name} it is {told[1]}; fetch the shards of one checkpoint"
             )

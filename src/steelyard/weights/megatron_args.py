@@ -1,4 +1,5 @@
-"""Tables of Megatron's checkpoints: what it calls our parameters, and what the `args` of a training say of a model.
+"""Tables of Megatron's checkpoints: what it calls our parameters, and what the `args` of a training
+say of a model.
 
 Of the names for one parameter the first is the one written.
 """
@@ -16,10 +17,7 @@ from steelyard.weights.torch_files import Stub
 
 ROOT = "language_model."
 STACKS = ("encoder.", "transformer.", "decoder.")
-TOP = {
-    "embedding.word_embeddings.weight": "embed.weight",
-    "output_layer.weight": "output.weight",
-}
+TOP = {"embedding.word_embeddings.weight": "embed.weight", "output_layer.weight": "output.weight"}
 STACK = {"final_layernorm.weight": "norm.weight", "final_norm.weight": "norm.weight"}
 LAYER = {
     "input_layernorm.weight": "attention_norm.weight",
@@ -81,7 +79,9 @@ RANK = "tensor_model_parallel_rank"  # which shard a file is; Megatron does not 
 
 @dataclass(frozen=True)
 class Argument:
-    """The names of an argument, the one that holds if several are told first, and the field of the shape it must equal."""
+    """The names of an argument, the one that holds if several are told first, and the field of the
+    shape it must equal.
+    """
 
     keys: tuple[str, ...]
     field: str
@@ -103,7 +103,8 @@ ARGUMENTS = (
     Argument(("rotary_base",), "rope_base", 10000.0),
     Argument(("add_qkv_bias",), "qkv_bias"),
 )
-POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")  # not compared: no weight depends on it
+# not compared: no weight depends on it
+POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")
 
 # What models/llama.py computes; None, and no word of it, is allowed for each.
 COMPUTED: dict[str, tuple[Any, ...]] = {
@@ -134,12 +135,20 @@ _PLAIN = str | int | float | None
 
 
 def plain(args: Any) -> Args:
-    """A Namespace as a table of numbers, words, None and rows of them. Anything else in it says nothing of the model."""
+    """A Namespace as a table of numbers, words, None and rows of them. Anything else in it says
+    nothing of the model.
+    """
     state = args.state if isinstance(args, Stub) else args
     if not isinstance(state, dict):
         return {}
-    rows = {key: value if isinstance(value, list | tuple) else (value,) for key, value in state.items()}
-    return {key: state[key] for key, row in rows.items() if all(isinstance(value, _PLAIN) for value in row)}
+    rows = {
+        key: value if isinstance(value, list | tuple) else (value,) for key, value in state.items()
+    }
+    return {
+        key: state[key]
+        for key, row in rows.items()
+        if all(isinstance(value, _PLAIN) for value in row)
+    }
 
 
 def _groups(args: Args) -> tuple[str, Any]:
@@ -161,7 +170,9 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
         if value is not None:
             checkpoint.agree(path, key, value, field, getattr(shape, field))
     # The older spelling of rope holds whatever the newer one, which had another default, says.
-    older = {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
+    older = (
+        {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
+    )
     for key, allowed in (COMPUTED | {"tensor_model_parallel_size": (tp,)}).items():
         if key not in older:
             checkpoint.allow(path, key, args.get(key), allowed)
@@ -172,12 +183,15 @@ def check_plain(shape: LlamaShape) -> None:
     for field in ("qk_norm", "window", "rope_scaling"):
         if getattr(shape, field):
             raise RequestError(
-                f"a model with {field} has no Megatron checkpoint here; give or write a Hugging Face folder (--to hf)"
+                f"a model with {field} has no Megatron checkpoint here; give or write a Hugging"
+                " Face folder (--to hf)"
             )
 
 
 def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
-    """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards do."""
+    """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards
+    do.
+    """
     out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
     out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1], "qk_norm": False}
     norm, gate_up = shapes.get("norm.weight", (None,)), shapes.get("layers.0.gate_up.weight", (0,))

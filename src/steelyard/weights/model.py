@@ -1,4 +1,6 @@
-"""A Llama, or a share of one, on a device with its weights: random ones from a seed, or a checkpoint's."""
+"""A Llama, or a share of one, on a device with its weights: random ones from a seed, or a
+checkpoint's.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ def build(
     total: Total = _nothing_to_sum,
     progress: ByteProgress | None = None,
 ) -> tuple[Llama, dict[str, Any]]:
-    """The model and where its weights came from, for the record: the same for every engine. `total` sums over all shares."""
+    """The model and where its weights came from, for the record: the same for every engine. `total`
+    sums over all shares.
+    """
     model = load.build(shape, device, dtype, share)
     if folder is None:
         load.fill_random(model, seed, shape, share)

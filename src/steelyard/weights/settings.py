@@ -9,7 +9,8 @@ from steelyard.errors import RequestError, short_repr
 
 def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
     """Refuse a setting of a file that is not the model's."""
-    both = isinstance(found, float) and isinstance(wanted, float)  # some tools keep 1e-5 as its fp32
+    # some tools keep 1e-5 as its fp32
+    both = isinstance(found, float) and isinstance(wanted, float)
     if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
         raise RequestError(
             f"{path}: {key} is {short_repr(found)}, the case's {field} is {wanted!r}; "
@@ -21,6 +22,7 @@ def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
     """Refuse a setting of a file that changes what a model computes."""
     if found is not None and found not in allowed:
         raise RequestError(
-            f"{path}: {key} is {short_repr(found)}, allowed: {', '.join(map(repr, allowed)) or None}; "
-            "give weights of a plain Llama, or save these in that form"
+            f"{path}: {key} is {short_repr(found)}, allowed:"
+            f" {', '.join(map(repr, allowed)) or None}; give weights of a plain Llama, or save"
+            " these in that form"
         )

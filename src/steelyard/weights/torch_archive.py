@@ -1,4 +1,5 @@
-"""The file that torch.save writes, a zip: where each of its entries lies, and tensors as ranges of its bytes.
+"""The file that torch.save writes, a zip: where each of its entries lies, and tensors as ranges of
+its bytes.
 
 Every index, size and range is checked. The zip's checksums are not: torch may leave them out.
 """
@@ -21,7 +22,8 @@ MAX_ENTRIES = 1_000_000
 MAX_DIRECTORY_BYTES = 128 << 20
 MAX_DIMENSIONS = 64  # torch's own limit
 
-LEGACY = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")  # the magic number with which torch's old format begins
+# the magic number with which torch's old format begins
+LEGACY = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
 STORAGES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -45,8 +47,9 @@ class RefusedError(ValueError):
 
 @dataclass(eq=False, repr=False)
 class Stub:
-    """An object of a type we do not know: its name, and what it was given, as plain data. A global that was not called,
-    a function or a class, has no args. Subclasses of dict have items, those of list and set values."""
+    """An object of a type we do not know: its name, and what it was given, as plain data. A global
+    that was not called, a function or a class, has no args. Subclasses of dict have items, those of
+    list and set values."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -54,7 +57,8 @@ class Stub:
     items: dict[Any, Any] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
 
-    def __repr__(self) -> str:  # without its parts: each may be in it so often that their text is endless
+    # without its parts: each may be in it so often that their text is endless
+    def __repr__(self) -> str:
         return f"Stub({self.name!r})"
 
 
@@ -71,13 +75,22 @@ class TensorRef:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype):
             raise RefusedError("a tensor's dtype is not one")
-        if type(self.shape) is not tuple or type(self.stride) is not tuple or len(self.shape) != len(self.stride):
+        if (
+            type(self.shape) is not tuple
+            or type(self.stride) is not tuple
+            or len(self.shape) != len(self.stride)
+        ):
             raise RefusedError("a tensor's shape and stride are not two tuples of one length")
         if len(self.shape) > MAX_DIMENSIONS:
-            raise RefusedError(f"a tensor has {len(self.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed")
+            raise RefusedError(
+                f"a tensor has {len(self.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
+            )
         for value in (self.offset_bytes, *self.shape, *self.stride):
             if type(value) is not int or not 0 <= value < 1 << 63:
-                raise RefusedError(f"a tensor's offset, shape or stride has {short_repr(value)}, allowed: 0 to 2**63 - 1")
+                raise RefusedError(
+                    f"a tensor's offset, shape or stride has {short_repr(value)}, allowed: 0 to"
+                    " 2**63 - 1"
+                )
         if math.prod(size or 1 for size in self.shape) * self.dtype.itemsize >= 1 << 63:
             raise RefusedError("a tensor is larger than 2**63 bytes")
 
@@ -88,12 +101,15 @@ class TensorRef:
     @property
     def span_bytes(self) -> int:
         """From the first element to the end of the last one in the file."""
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
+        )
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def open(self) -> torch.Tensor:
-        """The tensor on a map of its part of the file: memory is taken only for what is written to it, which the file
-        never sees. The map keeps a file descriptor for as long as the tensor lives: open one after the other."""
+        """The tensor on a map of its part of the file: memory is taken only for what is written to
+        it, which the file never sees. The map keeps a file descriptor for as long as the tensor
+        lives: open one after the other."""
         if not self.span_bytes:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         inset = self.offset_bytes % mmap.ALLOCATIONGRANULARITY
@@ -103,7 +119,8 @@ class TensorRef:
                 mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
         except (OSError, ValueError, OverflowError) as error:
             raise RequestError(
-                f"{self.path}: cannot be mapped ({short_repr(str(error))}); it changed since it was read, start again"
+                f"{self.path}: cannot be mapped ({short_repr(str(error))}); it changed since it was"
+                " read, start again"
             ) from error
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=self.span_bytes, offset=inset)
         if self.offset_bytes % self.dtype.itemsize:  # torch takes elements to be aligned
@@ -130,27 +147,48 @@ class Archive:
         self.entries = {info.filename: info for info in every}
         if len(every) > MAX_ENTRIES or len(every) != len(self.entries):
             raise RefusedError(f"its zip has more than {MAX_ENTRIES} entries, or two of one name")
-        roots = [name[:-9] for name in self.entries if name.endswith("/data.pkl") and name.count("/") == 1]
+        roots = [
+            name[:-9]
+            for name in self.entries
+            if name.endswith("/data.pkl") and name.count("/") == 1
+        ]
         if len(roots) != 1:
             raise RefusedError(f"its zip has {len(roots)} data.pkl, one is expected")
         self.root = roots[0]
-        if any(name.startswith((f"{self.root}/constants.pkl", f"{self.root}/code/")) for name in self.entries):
-            raise RequestError(f"{path}: is a TorchScript archive, not a checkpoint; save its state_dict with torch.save")
-        if f"{self.root}/byteorder" in self.entries and (order := self.content("byteorder", 16)) != b"little":
+        if any(
+            name.startswith((f"{self.root}/constants.pkl", f"{self.root}/code/"))
+            for name in self.entries
+        ):
             raise RequestError(
-                f"{path}: its byte order is {short_repr(order)}, allowed: little; save it again on such a machine"
+                f"{path}: is a TorchScript archive, not a checkpoint; save its state_dict with"
+                " torch.save"
+            )
+        if (
+            f"{self.root}/byteorder" in self.entries
+            and (order := self.content("byteorder", 16)) != b"little"
+        ):
+            raise RequestError(
+                f"{path}: its byte order is {short_repr(order)}, allowed: little; save it again on"
+                " such a machine"
             )
 
     def _directory(self) -> list[zipfile.ZipInfo]:
         self.file.seek(0)
         head = self.file.read(32)
         if LEGACY in head:
-            raise RequestError(f"{self.path}: torch's old format is not read; load it and save it again with a newer torch")
+            raise RequestError(
+                f"{self.path}: torch's old format is not read; load it and save it again with a"
+                " newer torch"
+            )
         try:
             with zipfile.ZipFile(self.file) as archive:
                 return archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-            cut = "its end, the zip directory, is missing or damaged" if head.startswith(b"PK") else "it is no zip"
+            cut = (
+                "its end, the zip directory, is missing or damaged"
+                if head.startswith(b"PK")
+                else "it is no zip"
+            )
             raise RefusedError(cut) from error
 
     def span(self, name: str) -> tuple[int, int]:
@@ -158,8 +196,14 @@ class Archive:
         info = self.entries.get(f"{self.root}/{name}")
         if info is None:
             raise RefusedError(f"{short_repr(name)} is asked for and is not in it")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise RefusedError(f"{short_repr(name)} is compressed or encrypted, torch.save stores it as it is")
+        if (
+            info.compress_type != zipfile.ZIP_STORED
+            or info.flag_bits & 1
+            or info.compress_size != info.file_size
+        ):
+            raise RefusedError(
+                f"{short_repr(name)} is compressed or encrypted, torch.save stores it as it is"
+            )
         self.file.seek(max(info.header_offset, 0))
         header = self.file.read(30)
         if not header.startswith(b"PK\x03\x04") or len(header) < 30:
@@ -178,7 +222,12 @@ class Archive:
 
     def storage(self, pid: Any) -> TensorRef:
         """What torch calls a persistent id: a storage's type, key, device and count of elements."""
-        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or type(pid[2]) is not str:
+        if (
+            type(pid) is not tuple
+            or len(pid) != 5
+            or pid[0] != "storage"
+            or type(pid[2]) is not str
+        ):
             raise RefusedError("an external object is asked for that is not a storage of torch")
         kind, key, count = pid[1], pid[2], pid[4]
         dtype = STORAGES.get(kind.name) if isinstance(kind, Stub) else None
@@ -187,5 +236,7 @@ class Archive:
         start, size = self.span(f"data/{key}")
         whole = TensorRef(self.path, start, dtype, (count,), (1,))
         if whole.nbytes > size:
-            raise RefusedError(f"storage {short_repr(key)} has {size} bytes, {whole.nbytes} are asked for")
+            raise RefusedError(
+                f"storage {short_repr(key)} has {size} bytes, {whole.nbytes} are asked for"
+            )
         return whole

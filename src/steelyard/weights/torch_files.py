@@ -1,9 +1,10 @@
 """What a file of torch.save holds, read without running any of it.
 
-A pickle is a small program. Python's unpickler imports and calls what it names, and in C it can be made to crash the
-process (the hash of a tuple nested a million deep) or to fill memory (a memo slot of index 2**32). So the opcodes, split
-by `pickletools.genops`, are carried out here. A global is never more than its name: the few names of torch that describe
-tensors become a `TensorRef`, a range of bytes of the file that is mapped on demand, every other one a `Stub`.
+A pickle is a small program. Python's unpickler imports and calls what it names, and in C it can be
+made to crash the process (the hash of a tuple nested a million deep) or to fill memory (a memo slot
+of index 2**32). So the opcodes, split by `pickletools.genops`, are carried out here. A global is
+never more than its name: the few names of torch that describe tensors become a `TensorRef`, a range
+of bytes of the file that is mapped on demand, every other one a `Stub`.
 
 Every index, size and range is checked, the count of opcodes, and what may be a key.
 """
@@ -30,50 +31,101 @@ AGAIN = "fetch it again, or save it again with torch.save"
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128"
 INTEGERS = "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
-DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in f"{FLOATS} {INTEGERS}".split()}
+DTYPES: dict[str, torch.dtype] = {
+    f"torch.{name}": getattr(torch, name) for name in f"{FLOATS} {INTEGERS}".split()
+}
 TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
 def read(path: Path) -> Any:
-    """The object in a torch.save file: dicts, lists, tuples, numbers, strings as they are, tensors as TensorRef, the
-    rest as Stub."""
+    """The object in a torch.save file: dicts, lists, tuples, numbers, strings as they are, tensors
+    as TensorRef, the rest as Stub."""
     if not path.is_file():  # opening a pipe would wait for ever
         raise RequestError(f"{path}: is not a file; give a checkpoint written by torch.save")
     try:
         with Bounded(path) as file:
             return _Machine(Archive(path, file)).run()
     except OSError as error:
-        raise RequestError(f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {AGAIN}") from error
-    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, EOFError) as error:
-        what = error if isinstance(error, RefusedError) else short_repr(f"{type(error).__name__} {error}")
-        raise RequestError(f"{path}: is not a whole file written by torch.save ({what}); {AGAIN}") from error
+        raise RequestError(
+            f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {AGAIN}"
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        RecursionError,
+        MemoryError,
+        EOFError,
+    ) as error:
+        what = (
+            error
+            if isinstance(error, RefusedError)
+            else short_repr(f"{type(error).__name__} {error}")
+        )
+        raise RequestError(
+            f"{path}: is not a whole file written by torch.save ({what}); {AGAIN}"
+        ) from error
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any) -> TensorRef:
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any
+) -> TensorRef:
     if not isinstance(storage, TensorRef) or storage.stride != (1,):
         raise RefusedError("a tensor is made of something that is not a storage")
     if metadata:
         raise RefusedError("a tensor is lazily negated or conjugated, which is not read")
     place = TensorRef(storage.path, 0, dtype, size, stride)
-    if type(offset) is not int or not 0 <= offset * dtype.itemsize <= storage.nbytes - place.span_bytes:
-        raise RefusedError(f"a tensor at {short_repr(offset)} reaches beyond its storage of {storage.nbytes} bytes")
+    if (
+        type(offset) is not int
+        or not 0 <= offset * dtype.itemsize <= storage.nbytes - place.span_bytes
+    ):
+        raise RefusedError(
+            f"a tensor at {short_repr(offset)} reaches beyond its storage of {storage.nbytes} bytes"
+        )
     if place.nbytes > max(storage.nbytes, MAX_EXPANDED_BYTES):
-        raise RefusedError(f"a tensor repeats its storage of {storage.nbytes} bytes into {place.nbytes}")
+        raise RefusedError(
+            f"a tensor repeats its storage of {storage.nbytes} bytes into {place.nbytes}"
+        )
     return replace(place, offset_bytes=storage.offset_bytes + offset * dtype.itemsize)
 
 
-def _typed(storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, hooks: Any = None, meta: Any = None) -> Any:
+def _typed(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any = None,
+    hooks: Any = None,
+    meta: Any = None,
+) -> Any:
     return _tensor(storage, offset, size, stride, getattr(storage, "dtype", None), meta)
 
 
-def _untyped(store: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None) -> Any:
+def _untyped(
+    store: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    meta: Any = None,
+) -> Any:
     return _tensor(store, offset, size, stride, dtype, meta)
 
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with attributes, which are left out. A subclass may mean its bytes otherwise: it stays a stub."""
+    """A tensor with attributes, which are left out. A subclass may mean its bytes otherwise: it
+    stays a stub.
+    """
     known = REBUILD.get(make.name) if isinstance(make, Stub) else None
-    if known is None or not isinstance(kind, Stub) or kind.name not in TENSORS or type(args) is not tuple:
+    if (
+        known is None
+        or not isinstance(kind, Stub)
+        or kind.name not in TENSORS
+        or type(args) is not tuple
+    ):
         return Stub("torch._tensor._rebuild_from_type_v2", (make, kind, args, state))
     return known(*args)
 
@@ -88,12 +140,16 @@ KNOWN: dict[str, Callable[..., Any]] = REBUILD | {
     "torch._utils._rebuild_parameter_with_state": lambda data, grad, hooks, state: data,
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch.Size": lambda size=(): size,
-    "collections.OrderedDict": lambda *pairs: Stub("collections.OrderedDict", pairs) if pairs else {},
+    "collections.OrderedDict": lambda *pairs: (
+        Stub("collections.OrderedDict", pairs) if pairs else {}
+    ),
 }
 
 
 class _Machine:
-    """A pickle's stack and memo. A mark sets the stack aside and starts a new one: no opcode reaches below it."""
+    """A pickle's stack and memo. A mark sets the stack aside and starts a new one: no opcode
+    reaches below it.
+    """
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
@@ -146,7 +202,8 @@ class _Machine:
         made, state = self.take(2)
         if isinstance(made, Stub):
             made.state = state
-        elif type(made) is not dict:  # the attributes of an OrderedDict, a state_dict's _metadata, are left out
+        # the attributes of an OrderedDict, a state_dict's _metadata, are left out
+        elif type(made) is not dict:
             raise RefusedError(f"{short_repr(made)} is given a state")
         self.push(made)
 
@@ -155,7 +212,9 @@ class _Machine:
         target = top.items if isinstance(top, Stub) else top
         if type(target) is not dict:
             raise RefusedError(f"{short_repr(top)} is given items")
-        target.update((_key(key), value) for key, value in zip(parts[::2], parts[1::2], strict=True))
+        target.update(
+            (_key(key), value) for key, value in zip(parts[::2], parts[1::2], strict=True)
+        )
 
     def add(self, parts: Sequence[Any]) -> None:
         top = self.stack[-1]
@@ -169,7 +228,9 @@ class _Machine:
 
 
 def _key(key: Any, deep: int = 3) -> Any:
-    """A key of a dict or set. Hashing a tuple goes through its parts in C, however deep and however often the same."""
+    """A key of a dict or set. Hashing a tuple goes through its parts in C, however deep and however
+    often the same.
+    """
     if type(key) is tuple and len(key) <= 16 and deep:
         for part in key:
             _key(part, deep - 1)
@@ -202,13 +263,15 @@ def _pop(machine: _Machine, _: Any) -> None:
 
 
 LITERALS = (
-    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE "
-    "SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING"
+    " UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
 )
 STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
     **dict.fromkeys(LITERALS.split(), _Machine.push),
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, value: None),
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), lambda m, index: m.memo.update({index: m.stack[-1]})),
+    **dict.fromkeys(
+        ("PUT", "BINPUT", "LONG_BINPUT"), lambda m, index: m.memo.update({index: m.stack[-1]})
+    ),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, index: m.push(m.memo[index])),
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.call(*m.take(2))),
     "MEMOIZE": lambda m, _: m.memo.update({len(m.memo): m.stack[-1]}),

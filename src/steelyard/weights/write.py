@@ -46,7 +46,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Planning:
-    """What does not depend on the source's format: the shape, the dtype of each tensor, and where it stands."""
+    """What does not depend on the source's format: the shape, the dtype of each tensor, and where
+    it stands.
+    """
 
     shape: LlamaShape
     dtype_of: DtypeOf
@@ -56,7 +58,9 @@ class Planning:
 
 @dataclass(frozen=True)
 class File:
-    """A file that is to be written; `write` is given its path, how to make a tensor, and whom to tell that it is written."""
+    """A file that is to be written; `write` is given its path, how to make a tensor, and whom to
+    tell that it is written.
+    """
 
     name: str
     tensors: tuple[Planned, ...]
@@ -69,7 +73,9 @@ class File:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """All files of a checkpoint: those with data, and the small ones that make it one, in their order."""
+    """All files of a checkpoint: those with data, and the small ones that make it one, in their
+    order.
+    """
 
     files: tuple[File, ...]
     last: dict[str, bytes]
@@ -96,12 +102,22 @@ def plan_hf(planning: Planning, tp: int) -> FilePlan:
             groups.append([])
         groups[-1].append(planned)
     count = len(groups)
-    names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else [SINGLE_NAME]
-    files = tuple(File(name, tuple(group), _write_safetensors) for name, group in zip(names, groups, strict=True))
+    names = (
+        [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        if count > 1
+        else [SINGLE_NAME]
+    )
+    files = tuple(
+        File(name, tuple(group), _write_safetensors)
+        for name, group in zip(names, groups, strict=True)
+    )
     last = {}
     if count > 1:
         where = {planned.name: file.name for file in files for planned in file.tensors}
-        index = {"metadata": {"total_size": sum(file.nbytes for file in files)}, "weight_map": where}
+        index = {
+            "metadata": {"total_size": sum(file.nbytes for file in files)},
+            "weight_map": where,
+        }
         last[INDEX_NAME] = _json(index)
     config = written(shape) | {"torch_dtype": str(DTYPES[_usual(files)]).removeprefix("torch.")}
     return FilePlan(files, last | {CONFIG_NAME: _json(config)})
@@ -122,13 +138,18 @@ def plan_megatron(planning: Planning, tp: int) -> FilePlan:
     word = planning.iteration or megatron.RELEASE
     folder = word if word == megatron.RELEASE else f"iter_{int(word):07}"
     every = [megatron.parts(shape, Shard(i, tp), rows) for i in range(tp)]
-    shards = [tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in one.items()) for one in every]
+    shards = [
+        tuple(Planned(theirs(name), part, planning.dtype_of(part)) for name, part in one.items())
+        for one in every
+    ]
     dtype = Counter(p.dtype for p in shards[0]).most_common(1)[0][0]
     files: list[File] = []
     for i, shard in enumerate(shards):
         args = argparse.Namespace(**megatron_args.written(shape, Shard(i, tp), rows, dtype))
         around = {"args": args, "checkpoint_version": 3.0, "iteration": planning.step}
-        files.append(File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around)))
+        files.append(
+            File(f"{folder}/mp_rank_{i:02}/{megatron.FILE}", shard, partial(_write_shard, around))
+        )
     return FilePlan(tuple(files), {megatron.TRACKER: f"{word}\n".encode()})
 
 
@@ -144,7 +165,11 @@ def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
     at = 0
     for planned in file.tensors:
         offsets = [at, at + planned.nbytes]
-        header[planned.name] = {"dtype": planned.dtype, "shape": list(planned.part.shape), "data_offsets": offsets}
+        header[planned.name] = {
+            "dtype": planned.dtype,
+            "shape": list(planned.part.shape),
+            "data_offsets": offsets,
+        }
         at = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -170,7 +195,9 @@ def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tel
             place = places[ROOT + planned.name]
             tensor = make(planned)
             if place.nbytes != tensor.nbytes:
-                raise RuntimeError(f"{planned.name} has {tensor.nbytes} bytes, its place {place.nbytes}")
+                raise RuntimeError(
+                    f"{planned.name} has {tensor.nbytes} bytes, its place {place.nbytes}"
+                )
             out.seek(place.offset_bytes)
             _put(out, tensor)
             del tensor  # before the next one is made
@@ -179,11 +206,15 @@ def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tel
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Tables as Megatron's older files have them: the names in the stack are whole, the others are one table a word."""
+    """Tables as Megatron's older files have them: the names in the stack are whole, the others are
+    one table a word.
+    """
     out: dict[str, Any] = {}
     stack = STACKS[0]
     for name, tensor in tensors.items():
-        words = [stack[:-1], name.removeprefix(stack)] if name.startswith(stack) else name.split(".")
+        words = (
+            [stack[:-1], name.removeprefix(stack)] if name.startswith(stack) else name.split(".")
+        )
         table = out
         for word in words[:-1]:
             table = table.setdefault(word, {})

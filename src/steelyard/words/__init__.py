@@ -1,7 +1,9 @@
-"""Every text that is made of a record, in English and in Chinese: one catalogue of templates by code.
+"""Every text that is made of a record, in English and in Chinese: one catalogue of templates by
+code.
 
-Whoever finds something makes a Message: a code and values. A record stores it so, and it becomes text where it is shown.
-Other packages bring the texts of their own codes through the entry-point group `steelyard.words`, one Text each.
+Whoever finds something makes a Message: a code and values. A record stores it so, and it becomes
+text where it is shown. Other packages bring the texts of their own codes through the entry-point
+group `steelyard.words`, one Text each.
 """
 
 from collections.abc import Collection, Iterable
@@ -41,7 +43,8 @@ __all__ = [
 GROUP = "steelyard.words"
 Meaning = tuple[str, str]  # what something is called, and what it means
 SHIPPED = {code: Text(code, english.TEXTS[code], chinese.TEXTS[code]) for code in english.TEXTS}
-WORDINGS = (1, 2, 3)  # 1 and 2 are English sentences, which older records store; from 3 on a record stores messages
+# 1 and 2 are English sentences, which older records store; from 3 on a record stores messages
+WORDINGS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -83,8 +86,9 @@ def _known(code: str) -> Text | None:
 def text(said: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
     """Return a message as a sentence; a sentence, as older records store it, is returned as it is.
 
-    `wording` 1 is the English of older records, where it was another. A message that no template fits (of a package that
-    is not installed, or of a record that was changed by hand) is shown as its code and values."""
+    `wording` 1 is the English of older records, where it was another. A message that no template
+    fits (of a package that is not installed, or of a record that was changed by hand) is shown as
+    its code and values."""
     if isinstance(said, str):
         return said
     values = {name: _shown(value, lang, wording) for name, value in said.values.items()}
@@ -114,15 +118,17 @@ def stored(message: Message, wording: int | None) -> Message | str: ...
 @overload
 def stored(message: Message | None, wording: int | None) -> Message | str | None: ...
 def stored(message: Message | None, wording: int | None) -> Message | str | None:
-    """Return a message as a record of this wording stores it: from 3 on as it is, before as an English sentence."""
+    """Return a message as a record of this wording stores it: from 3 on as it is, before as an
+    English sentence.
+    """
     if message is None or wording == WORDINGS[-1]:
         return message and storable(message)
     return text(message, wording=wording or 1)
 
 
 def storable(message: Message) -> Message:
-    """Return the message with values that a record can hold: any other, such as a number that is not finite or what a
-    damaged rank file has in the place of one, becomes its text."""
+    """Return the message with values that a record can hold: any other, such as a number that is
+    not finite or what a damaged rank file has in the place of one, becomes its text."""
     return Message(message.code, {name: _storable(value) for name, value in message.values.items()})
 
 
@@ -134,7 +140,9 @@ def _storable(value: Value) -> Value:
 
 
 def all_among(told: Iterable[Message | str], every: Collection[Message | str]) -> bool:
-    """Return whether each of the first messages equals one of the others, numbers but for their last bits."""
+    """Return whether each of the first messages equals one of the others, numbers but for their
+    last bits.
+    """
     return all(any(_same(one, other) for other in every) for one in told)
 
 
@@ -163,7 +171,9 @@ def both(*messages: Message | None) -> Message | None:
 
 
 def items(noun: str) -> Message | str:
-    """What a task calls its items, many of them. A package whose noun has no text gets the bare one."""
+    """What a task calls its items, many of them. A package whose noun has no text gets the bare
+    one.
+    """
     code = f"items.{noun}"
     return Message(code) if _known(code) is not None else f"{noun}s"
 
@@ -175,6 +185,6 @@ def unit(name: str, lang: Lang) -> str:
 
 
 def case_text(told: str, lang: Lang) -> str:
-    """A text of a shipped case: its title, what it is about, the source and the note of a published row. Texts of a user's own
-    case file stay as they are."""
+    """A text of a shipped case: its title, what it is about, the source and the note of a published
+    row. Texts of a user's own case file stay as they are."""
     return chinese.CASES.get(told, told) if lang == "zh" else told

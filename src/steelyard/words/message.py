@@ -1,4 +1,6 @@
-"""A text before it has a language: a code and its values. Each language has a template for each code."""
+"""A text before it has a language: a code and its values. Each language has a template for each
+code.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,14 +10,15 @@ from pydantic import ConfigDict
 
 Lang = Literal["en", "zh"]
 LANGS: tuple[Lang, ...] = ("en", "zh")
-Value = Union[str, int, float, "Message", tuple[Union[str, "Message"], ...]]  # a tuple is shown as a list
+# a tuple is shown as a list
+Value = Union[str, int, float, "Message", tuple[Union[str, "Message"], ...]]
 Values = dict[str, Value]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is said, and with which numbers and names. Numbers are not rounded: the template rounds them. A record stores
-    messages in this form, so pydantic reads and writes them."""
+    """What is said, and with which numbers and names. Numbers are not rounded: the template rounds
+    them. A record stores messages in this form, so pydantic reads and writes them."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -25,7 +28,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Text:
-    """A template in both languages, with the same placeholders: what a plug-in brings for each of its codes."""
+    """A template in both languages, with the same placeholders: what a plug-in brings for each of
+    its codes.
+    """
 
     name: str  # the code
     en: str

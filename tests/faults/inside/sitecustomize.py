@@ -1,7 +1,9 @@
-"""What goes wrong inside a process of a run. The fault suite puts this folder on PYTHONPATH, so every Python of a run loads it.
+"""What goes wrong inside a process of a run. The fault suite puts this folder on PYTHONPATH, so
+every Python of a run loads it.
 
-FAULT_WHO (a rank, `agent` or `parent`) and FAULT_PHASE say where, FAULT_ACT what. FAULT_MARK is a file that gets the process
-and its parent just before, so that a test knows when, and whom to do something to.
+FAULT_WHO (a rank, `agent` or `parent`) and FAULT_PHASE say where, FAULT_ACT what. FAULT_MARK is a
+file that gets the process and its parent just before, so that a test knows when, and whom to do
+something to.
 """
 
 import os
@@ -218,7 +220,9 @@ def at_hello() -> None:
 
 
 def in_news() -> None:
-    """When the agent looks at how far its ranks are, and they are in the pass, or have just left it."""
+    """When the agent looks at how far its ranks are, and they are in the pass, or have just left
+    it.
+    """
     from steelyard.run.ranks import Ranks
 
     real = Ranks._progress

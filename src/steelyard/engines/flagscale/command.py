@@ -1,5 +1,5 @@
-"""The command that FlagScale would start, from its dry run: taken apart without a shell, and refused where it is anything but
-one `torchrun` with settings of the environment before it."""
+"""The command that FlagScale would start, from its dry run: taken apart without a shell, and
+refused where it is anything but one `torchrun` with settings of the environment before it."""
 
 import os
 import re
@@ -20,15 +20,29 @@ PATHS = re.compile(r"^export PYTHONPATH=(.*)$", re.MULTILINE)
 SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 OPERATORS = set("();<>|&")
 EXPANDED = set('$`\\"')  # what a shell would put something else for
-LAUNCHERS = (("torchrun",), ("python", "-m", "torch.distributed.run"), ("python3", "-m", "torch.distributed.run"))
+LAUNCHERS = (
+    ("torchrun",),
+    ("python", "-m", "torch.distributed.run"),
+    ("python3", "-m", "torch.distributed.run"),
+)
 # Of the launcher; each takes a value.
 OPTIONS = {
-    *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts", "monitor_interval"),
+    *(
+        "nnodes",
+        "node_rank",
+        "nproc_per_node",
+        "master_addr",
+        "master_port",
+        "max_restarts",
+        "monitor_interval",
+    ),
     *("rdzv_id", "rdzv_backend", "rdzv_endpoint", "log_dir", "redirects", "tee"),
 }
-# Of the program: a run writes nothing that it does not need, above all no checkpoint after its last step.
+# Of the program: a run writes nothing that it does not need, above all no checkpoint after its last
+# step.
 LEFT_OUT = ("--save", "--load", "--tensorboard-dir", "--wandb-save-dir")
-OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")  # of this process, and not the program's
+# of this process, and not the program's
+OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,10 @@ class Command:
 def environment(checkout: Path) -> dict[str, str]:
     """What a user's shell in the checkout would have."""
     kept = {name: value for name, value in os.environ.items() if name not in OWN}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), kept.get("PYTHONPATH"))))}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), kept.get("PYTHONPATH")))),
+    }
 
 
 def dry_run(checkout: Path, config: Path, output: Path) -> str:
@@ -63,21 +80,28 @@ def dry_run(checkout: Path, config: Path, output: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise RequestError(f"engine.checkout {checkout.name}: its dry run does not end within {DRYRUN_S:.0f} s") from error
+        raise RequestError(
+            f"engine.checkout {checkout.name}: its dry run does not end within {DRYRUN_S:.0f} s"
+        ) from error
     if done.returncode:
         last = (done.stdout.strip().splitlines() or ["it says nothing"])[-1]
         raise RequestError(
-            f"engine.checkout {checkout.name}: its dry run ended with exit code {done.returncode}: {last}; "
-            "try it by hand, in the Python that engine.python names"
+            f"engine.checkout {checkout.name}: its dry run ended with exit code {done.returncode}:"
+            f" {last}; try it by hand, in the Python that engine.python names"
         )
     found = sorted(output.rglob(SCRIPT))
     if len(found) != 1:
-        raise RequestError(f"engine.checkout {checkout.name}: its dry run wrote {len(found)} scripts {SCRIPT}; one is asked")
+        raise RequestError(
+            f"engine.checkout {checkout.name}: its dry run wrote {len(found)} scripts {SCRIPT}; one"
+            " is asked"
+        )
     return found[0].read_text("utf-8", "replace")
 
 
 def parse(script: str, checkout: Path, wanted: Mapping[str, str], devices: int) -> Command:
-    """The command of a script. `wanted` are arguments of the program that must be in it, with these values."""
+    """The command of a script. `wanted` are arguments of the program that must be in it, with these
+    values.
+    """
     words = _words(script)
     variables = dict(word.split("=", 1) for word in _settings(words))
     rest = words[len(variables) :]
@@ -89,14 +113,23 @@ def parse(script: str, checkout: Path, wanted: Mapping[str, str], devices: int) 
     _check_program(program, checkout, wanted)
     arguments = [word for key, value in options.items() for word in (f"--{key}", value)]
     return Command(
-        words=[sys.executable, "-m", "torch.distributed.run", *arguments, *_without(program, LEFT_OUT)],
+        words=[
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *arguments,
+            *_without(program, LEFT_OUT),
+        ],
         variables={**environment(checkout), "PYTHONPATH": _paths(script, checkout), **variables},
         folder=checkout,
     )
 
 
 def _refused(why: str) -> RequestError:
-    return RequestError(f"engine.checkout: the dry run's script has no plain torchrun command: {why}; nothing was started")
+    return RequestError(
+        f"engine.checkout: the dry run's script has no plain torchrun command: {why}; nothing was"
+        " started"
+    )
 
 
 def _words(script: str) -> list[str]:
@@ -140,7 +173,11 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 def _check_launch(options: Mapping[str, str], devices: int) -> None:
     """On this host alone, as many processes as devices, and nobody met from outside."""
     address = options.get("rdzv_endpoint", "").rpartition(":")[0]
-    found = {"nnodes": options.get("nnodes"), "nproc_per_node": options.get("nproc_per_node"), "rdzv_endpoint": address}
+    found = {
+        "nnodes": options.get("nnodes"),
+        "nproc_per_node": options.get("nproc_per_node"),
+        "rdzv_endpoint": address,
+    }
     asked = {"nnodes": "1", "nproc_per_node": str(devices), "rdzv_endpoint": LOOPBACK}
     for key, value in asked.items():
         if found[key] != value:
@@ -149,7 +186,11 @@ def _check_launch(options: Mapping[str, str], devices: int) -> None:
 
 def _check_program(program: list[str], checkout: Path, wanted: Mapping[str, str]) -> None:
     script = (checkout / program[0]).resolve() if program else checkout
-    if not script.is_relative_to(checkout.resolve()) or script.suffix != ".py" or not script.is_file():
+    if (
+        not script.is_relative_to(checkout.resolve())
+        or script.suffix != ".py"
+        or not script.is_file()
+    ):
         raise _refused(f"{program[0] if program else 'nothing'!r} is no program of the checkout")
     for key, value in wanted.items():
         at = program.index(key) + 1 if key in program else len(program)
@@ -173,8 +214,14 @@ def _without(program: list[str], names: tuple[str, ...]) -> list[str]:
 def _paths(script: str, checkout: Path) -> str:
     """Where the script has Python look, and then where this process does."""
     found = PATHS.findall(script)
-    named = [one for one in found[-1].split(":") if one and one not in ("$PYTHONPATH", "${PYTHONPATH}")] if found else []
+    named = (
+        [one for one in found[-1].split(":") if one and one not in ("$PYTHONPATH", "${PYTHONPATH}")]
+        if found
+        else []
+    )
     for one in named:
         if EXPANDED & set(one) or not Path(one).resolve().is_relative_to(checkout.resolve()):
             raise _refused(f"its PYTHONPATH leads out of the checkout, to {one!r}")
-    return os.pathsep.join(dict.fromkeys(filter(None, (*named, str(checkout), os.environ.get("PYTHONPATH")))))
+    return os.pathsep.join(
+        dict.fromkeys(filter(None, (*named, str(checkout), os.environ.get("PYTHONPATH"))))
+    )

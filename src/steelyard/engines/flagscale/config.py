@@ -1,7 +1,9 @@
-"""What FlagScale is asked for, as its own configuration: model, plan, batch, optimizer, data. Pure but for `write`.
+"""What FlagScale is asked for, as its own configuration: model, plan, batch, optimizer, data. Pure
+but for `write`.
 
-Keys are those of FlagScale's examples and of Megatron-LM's arguments, which they become word for word. Rows hold documents that
-do not see each other: Megatron does that by a mask over all pairs of tokens, which its plain attention alone looks at.
+Keys are those of FlagScale's examples and of Megatron-LM's arguments, which they become word for
+word. Rows hold documents that do not see each other: Megatron does that by a mask over all pairs of
+tokens, which its plain attention alone looks at.
 """
 
 import json
@@ -21,40 +23,71 @@ NAME = "train"
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True, "accumulate_allreduce_grads_in_fp32": True},
-    "fp16": {"fp16": True, "accumulate_allreduce_grads_in_fp32": True, "initial_loss_scale": 65536, "loss_scale_window": 1000},
+    "fp16": {
+        "fp16": True,
+        "accumulate_allreduce_grads_in_fp32": True,
+        "initial_loss_scale": 65536,
+        "loss_scale_window": 1000,
+    },
 }
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
 def check(job: Job, rows: int) -> None:
-    """What FlagScale cannot do, or would do otherwise than is asked and not say so. `rows` are those of a global batch."""
+    """What FlagScale cannot do, or would do otherwise than is asked and not say so. `rows` are
+    those of a global batch.
+    """
     case, plan, tune = job.case, job.plan, job.case.tune
     model = case.question.model
     refused = {
-        "--weights": (job.weights is not None, "it begins with random weights of its own; leave it out"),
+        "--weights": (
+            job.weights is not None,
+            "it begins with random weights of its own; leave it out",
+        ),
         "tune.deterministic": (tune.deterministic, "it has no such mode here; leave it out"),
-        "tune.attention": (tune.attention != "auto", "documents are kept apart by its plain attention alone; leave it out"),
-        "tune.sharding": (tune.sharding > 1, "its distributed optimizer divides states alone; allowed: 0, 1"),
-        "tune.sharding_degree": (tune.sharding_degree not in (None, plan.dp), f"all replicas divide; allowed: {plan.dp}"),
-        "--parallel": (plan.pp > 2, "inner stages of a pipeline are not told where documents end; allowed: PP1, PP2"),
+        "tune.attention": (
+            tune.attention != "auto",
+            "documents are kept apart by its plain attention alone; leave it out",
+        ),
+        "tune.sharding": (
+            tune.sharding > 1,
+            "its distributed optimizer divides states alone; allowed: 0, 1",
+        ),
+        "tune.sharding_degree": (
+            tune.sharding_degree not in (None, plan.dp),
+            f"all replicas divide; allowed: {plan.dp}",
+        ),
+        "--parallel": (
+            plan.pp > 2,
+            "inner stages of a pipeline are not told where documents end; allowed: PP1, PP2",
+        ),
         "question.model": (
             not isinstance(model, LlamaModel) or model.tied or model.qkv_bias,
             "allowed: untied, without biases",
         ),
         "tune.micro_batch": (
             rows % (plan.dp * tune.micro_batch) > 0,
-            f"{rows} rows do not divide into micro-batches of {tune.micro_batch} on {plan.dp} replicas; change it",
+            (
+                f"{rows} rows do not divide into micro-batches of {tune.micro_batch} on {plan.dp}"
+                " replicas; change it"
+            ),
         ),
     }
     for name, (wrong, why) in refused.items():
         if wrong:
             raise RequestError(f"{name}: engine flagscale: {why}")
     if isinstance(model, LlamaModel) and model.layers % plan.pp:
-        raise RequestError(f"--parallel {plan}: {model.layers} layers do not divide by PP{plan.pp}; change it")
+        raise RequestError(
+            f"--parallel {plan}: {model.layers} layers do not divide by PP{plan.pp}; change it"
+        )
 
 
 def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -> dict[str, Any]:
@@ -79,7 +112,11 @@ def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -
             "envs": {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **case.tune.env},
         },
         "action": "dryrun",
-        "train": {"system": _system(job), "model": _model(case, rows, steps), "data": _data(case, data)},
+        "train": {
+            "system": _system(job),
+            "model": _model(case, rows, steps),
+            "data": _data(case, data),
+        },
         "hydra": {"run": {"dir": str(output / "hydra")}},
     }
 
@@ -91,8 +128,10 @@ def _system(job: Job) -> dict[str, Any]:
         "pipeline_model_parallel_size": plan.pp,
         "use_distributed_optimizer": tune.sharding == 1,
         "disable_bias_linear": True,
-        "no_gradient_accumulation_fusion": True,  # its kernel is Apex's, and Megatron ends where Apex is not installed
-        "no_check_for_nan_in_loss_and_grad": True,  # the lines say it, and a check would wait for the device in every step
+        # its kernel is Apex's, and Megatron ends where Apex is not installed
+        "no_gradient_accumulation_fusion": True,
+        # the lines say it, and a check would wait for the device in every step
+        "no_check_for_nan_in_loss_and_grad": True,
         "precision": PRECISIONS[job.case.question.precision.name],
         "recompute": RECOMPUTE[tune.recompute],
         "logging": {"log_interval": 1},
@@ -105,7 +144,11 @@ def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
     model, train = question.model, question.train
     if not isinstance(model, LlamaModel) or train is None:
         raise ValueError("no training of a Llama")
-    grouped = {"group_query_attention": True, "num_query_groups": model.kv_heads} if model.kv_heads != model.heads else {}
+    grouped = (
+        {"group_query_attention": True, "num_query_groups": model.kv_heads}
+        if model.kv_heads != model.heads
+        else {}
+    )
     return {
         "transformer_impl": "local",
         "no_masked_softmax_fusion": True,  # the fused one takes no mask
@@ -136,7 +179,9 @@ def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
 
 
 def _optimizer(train: Train) -> dict[str, Any]:
-    """Megatron's warm-up begins with `lr_warmup_init` and has no step for its end: one less gives every step of it our rate."""
+    """Megatron's warm-up begins with `lr_warmup_init` and has no step for its end: one less gives
+    every step of it our rate.
+    """
     warmup = max(0, train.warmup_steps - 1)
     return {
         "optimizer": "adam",
@@ -164,7 +209,8 @@ def _data(case: Case, prefix: Path) -> dict[str, Any]:
         "reset_attention_mask": True,
         "eod_mask_loss": True,
         "make_vocab_size_divisible_by": 1,
-        "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": vocab - 1},  # it adds the end of a document
+        # it adds the end of a document
+        "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": vocab - 1},
     }
 
 

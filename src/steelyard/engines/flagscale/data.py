@@ -1,8 +1,9 @@
-"""The training documents as Megatron's indexed data set: tokens end to end in `.bin`, lengths and borders in `.idx`.
+"""The training documents as Megatron's indexed data set: tokens end to end in `.bin`, lengths and
+borders in `.idx`.
 
-Megatron's null tokenizer takes the last number of the vocabulary for the end of a document, and finds documents that must not
-see each other by it. So the token that ends ours and that last number change places: a renumbering, which training from
-random weights does not notice.
+Megatron's null tokenizer takes the last number of the vocabulary for the end of a document, and
+finds documents that must not see each other by it. So the token that ends ours and that last number
+change places: a renumbering, which training from random weights does not notice.
 """
 
 import struct
@@ -28,10 +29,13 @@ def write(rows: CorpusRows, vocab: int, prefix: Path) -> int:
             end = int(document[-1]) if end is None else end
             if int(document[-1]) != end or int(np.count_nonzero(document == end)) > 1:
                 raise RequestError(
-                    f"engine flagscale: document {len(lens)} does not end with its only token {end}, by which FlagScale tells "
-                    "documents apart; pack the texts with steelyard data pack, or take another engine"
+                    f"engine flagscale: document {len(lens)} does not end with its only token"
+                    f" {end}, by which FlagScale tells documents apart; pack the texts with"
+                    " steelyard data pack, or take another engine"
                 )
-            file.write(_renumbered(document, end, vocab - 1).astype(dtype.newbyteorder("<")).tobytes())
+            file.write(
+                _renumbered(document, end, vocab - 1).astype(dtype.newbyteorder("<")).tobytes()
+            )
             lens.append(len(document))
     _write_index(np.array(lens, dtype="<i4"), dtype, prefix.with_suffix(".idx"))
     return sum(lens)
@@ -43,10 +47,14 @@ def _renumbered(document: Ids, end: int, last: int) -> Ids:
     return out
 
 
-def _write_index(lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", dtype: "np.dtype[np.generic]", path: Path) -> None:
+def _write_index(
+    lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", dtype: "np.dtype[np.generic]", path: Path
+) -> None:
     """One sequence a document; borders of documents count sequences."""
     begins = np.zeros(len(lens), dtype="<i8")
     begins[1:] = np.cumsum(lens[:-1], dtype=np.int64) * dtype.itemsize
     with path.open("wb") as file:
         file.write(MAGIC + struct.pack("<QBQQ", VERSION, TYPES[dtype], len(lens), len(lens) + 1))
-        file.write(lens.tobytes() + begins.tobytes() + np.arange(len(lens) + 1, dtype="<i8").tobytes())
+        file.write(
+            lens.tobytes() + begins.tobytes() + np.arange(len(lens) + 1, dtype="<i8").tobytes()
+        )

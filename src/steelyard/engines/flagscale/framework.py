@@ -1,4 +1,6 @@
-"""A framework for external programs: this process drives no device, and all times are those that the program prints."""
+"""A framework for external programs: this process drives no device, and all times are those that
+the program prints.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""What FlagScale prints while it trains: Megatron's line of an iteration, which the last rank prints, and a few others."""
+"""What FlagScale prints while it trains: Megatron's line of an iteration, which the last rank
+prints, and a few others.
+"""
 
 import math
 import re
@@ -6,7 +8,9 @@ from dataclasses import dataclass
 
 BEGIN = "[before the start of training step]"
 ITERATION = re.compile(r"\biteration\s+(\d+)/\s*(\d+) \|(.*)")
-PARAMETERS = re.compile(r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)")
+PARAMETERS = re.compile(
+    r"number of parameters on \(tensor, pipeline\) model parallel rank \(0, 0\): (\d+)"
+)
 NEEDED = {
     "elapsed time per iteration (ms)": "elapsed",
     "consumed samples": "consumed",
@@ -21,7 +25,9 @@ class ProgramError(Exception):
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line. Times have a tenth of a millisecond; a loss that is not above 0, or not a number, is not printed at all."""
+    """One line. Times have a tenth of a millisecond; a loss that is not above 0, or not a number,
+    is not printed at all.
+    """
 
     number: int  # from 1
     of: int
@@ -45,7 +51,11 @@ def parse(text: str) -> Iteration | None:
     found = ITERATION.search(text)
     if found is None:
         return None
-    told = {name.strip(): value.strip() for name, sign, value in (one.rpartition(":") for one in found[3].split("|")) if sign}
+    told = {
+        name.strip(): value.strip()
+        for name, sign, value in (one.rpartition(":") for one in found[3].split("|"))
+        if sign
+    }
     missing = next((name for name in NEEDED if name not in told), None)
     if missing is not None:
         raise ProgramError(f"a line on iteration {found[1]} does not say {missing!r}")
@@ -71,13 +81,17 @@ def _number(text: str | None) -> float | None:
 
 
 def check(line: Iteration, step: int, steps: int, batch: int) -> None:
-    """Whether it is the line that comes next: iterations, their number and their batch are those asked for."""
+    """Whether it is the line that comes next: iterations, their number and their batch are those
+    asked for.
+    """
     if (line.number, line.of) != (step + 1, steps):
-        raise ProgramError(f"iteration {line.number} of {line.of} was told where {step + 1} of {steps} was due")
+        raise ProgramError(
+            f"iteration {line.number} of {line.of} was told where {step + 1} of {steps} was due"
+        )
     if (line.batch, line.consumed) != (batch, (step + 1) * batch):
         raise ProgramError(
-            f"iteration {line.number}: a batch of {line.batch} rows and {line.consumed} in all; asked: {batch} and "
-            f"{(step + 1) * batch}"
+            f"iteration {line.number}: a batch of {line.batch} rows and {line.consumed} in all;"
+            f" asked: {batch} and {(step + 1) * batch}"
         )
     if not (math.isfinite(line.elapsed_s) and line.elapsed_s > 0):
         raise ProgramError(f"iteration {line.number} took {line.elapsed_s} s, as the program says")

@@ -14,14 +14,16 @@ from steelyard.engines.flagscale.lines import ProgramError
 LINE_BYTES = 64 << 10
 GRACE_S = 10.0  # for a launcher to end its ranks
 LAST_S = 60.0  # for ranks to take down what they set up, after the last iteration
-ERROR = re.compile(r"\w(?:Error|Exception): \S")  # the last one is shown: a launcher says much after it
+# the last one is shown: a launcher says much after it
+ERROR = re.compile(r"\w(?:Error|Exception): \S")
 SAID_CHARS = 500
 STARVED = ("OutOfMemoryError", "out of memory")
 
 
 class Program:
     def __init__(self, command: Command) -> None:
-        # It carries the run's mark in its environment, and is a child: whatever becomes of this process, the agent finds it.
+        # It carries the run's mark in its environment, and is a child: whatever becomes of this
+        # process, the agent finds it.
         self._process = subprocess.Popen(
             command.words,
             cwd=command.folder,
@@ -34,7 +36,9 @@ class Program:
         self._last = self._error = ""
 
     def lines(self) -> Iterator[str]:
-        """What it says, a line as soon as it is there. All goes to stderr too, whose end a record keeps of a failure."""
+        """What it says, a line as soon as it is there. All goes to stderr too, whose end a record
+        keeps of a failure.
+        """
         out = self._process.stdout
         while out is not None and (raw := out.readline(LINE_BYTES)):
             self._forward(raw)
@@ -51,11 +55,16 @@ class Program:
         """It said its last word before its work was done."""
         code = self._wait(GRACE_S)
         self.end()
-        text = f"the program ended with exit code {code} {where}; it said: {(self._error or self._last)[:SAID_CHARS]}"
+        text = (
+            f"the program ended with exit code {code} {where}; it said:"
+            f" {(self._error or self._last)[:SAID_CHARS]}"
+        )
         return MemoryError(text) if self._starved else ProgramError(text)
 
     def finish(self) -> int | None:
-        """After its last iteration: let it end by itself. Returns its exit code; None where it had to be ended."""
+        """After its last iteration: let it end by itself. Returns its exit code; None where it had
+        to be ended.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=LAST_S)
             return self._process.returncode

@@ -1,5 +1,6 @@
-"""Engine `flagscale`, training: FlagScale as a program of its own, told what to do by its configuration and watched by its
-lines. One process speaks for all ranks. What a step took is what the program says; nothing of it is measured here."""
+"""Engine `flagscale`, training: FlagScale as a program of its own, told what to do by its
+configuration and watched by its lines. One process speaks for all ranks. What a step took is what
+the program says; nothing of it is measured here."""
 
 import math
 import socket
@@ -26,8 +27,16 @@ class FlagScaleTrain:
         if train is None or job.folder is None or job.checkout is None:
             raise ValueError("no training, or nowhere to start it")
         if not isinstance(job.inputs, CorpusRows):
-            raise RequestError("engine flagscale trains on documents packed end to end; take another engine for other rows")
-        self.job, self.inputs, self.folder, self.checkout = job, job.inputs, job.folder / "flagscale", job.checkout
+            raise RequestError(
+                "engine flagscale trains on documents packed end to end; take another engine for"
+                " other rows"
+            )
+        self.job, self.inputs, self.folder, self.checkout = (
+            job,
+            job.inputs,
+            job.folder / "flagscale",
+            job.checkout,
+        )
         self.rows = len(self.inputs.batch(0))
         self.steps = job.steps if job.steps is not None else train.steps
         self.clock: Reported = job.device
@@ -47,11 +56,15 @@ class FlagScaleTrain:
         with part("data_files"):
             data.write(self.inputs, self.job.case.question.model.vocab, prefix)
         with part("counts"):
-            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(range(self.steps))
+            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(
+                range(self.steps)
+            )
         with part("dry_run"):
             made = config.make(self.job, self.rows, self.steps, prefix, output, _free_port())
             script = command.dry_run(self.checkout, config.write(made, self.folder), output)
-            found = command.parse(script, self.checkout, self._wanted(prefix), self.job.plan.devices)
+            found = command.parse(
+                script, self.checkout, self._wanted(prefix), self.job.plan.devices
+            )
         with part("program"):
             self.program = Program(found)
             self.heard = self.program.lines()
@@ -78,7 +91,9 @@ class FlagScaleTrain:
                 return
             if lines.parse(text) is not None:
                 program.end()
-                raise lines.ProgramError(f"an iteration was told before {lines.BEGIN!r}: nobody knows when it began")
+                raise lines.ProgramError(
+                    f"an iteration was told before {lines.BEGIN!r}: nobody knows when it began"
+                )
         raise program.gone("before it began to train")
 
     def _note(self, text: str) -> None:
@@ -91,7 +106,9 @@ class FlagScaleTrain:
         return self.steps
 
     def work(self, name: str) -> Iterator[Phase | Work]:
-        """A step ends with its line. It counts the rows that the case asks for in it; nobody says which it drew."""
+        """A step ends with its line. It counts the rows that the case asks for in it; nobody says
+        which it drew.
+        """
         program = self.program
         if program is None:
             raise RuntimeError("work before prepare")
@@ -117,8 +134,9 @@ class FlagScaleTrain:
         raise program.gone(f"after {step} of {self.steps} iterations")
 
     def _step(self, step: int, line: Iteration) -> Work:
-        """An iteration that was skipped changed no weights. fp16 looks for its scale so, in every engine, and counts it; in
-        another precision it is no step. A loss that is not printed is none: Megatron prints those above 0."""
+        """An iteration that was skipped changed no weights. fp16 looks for its scale so, in every
+        engine, and counts it; in another precision it is no step. A loss that is not printed is
+        none: Megatron prints those above 0."""
         values = {"grad_norm": math.nan if line.grad_norm is None else line.grad_norm}
         values |= {} if line.lr is None else {"lr": line.lr}
         self.skipped += line.skipped
@@ -156,11 +174,15 @@ def _free_port() -> int:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """Return which program a checkout is, for a record: `commit` and `dirty` are None where git does not know. Where the
-    folder lies is not said."""
+    """Return which program a checkout is, for a record: `commit` and `dirty` are None where git
+    does not know. Where the folder lies is not said."""
     commit = git(folder, "rev-parse", "--verify", "HEAD") if _top(folder) else None
     changes = git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
-    return {"name": folder.name, "commit": commit, "dirty": None if changes is None else changes != ""}
+    return {
+        "name": folder.name,
+        "commit": commit,
+        "dirty": None if changes is None else changes != "",
+    }
 
 
 def _top(folder: Path) -> bool:

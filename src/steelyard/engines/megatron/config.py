@@ -21,7 +21,11 @@ from steelyard.plan.degrees import shard_degree
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 
 
@@ -30,20 +34,22 @@ def check(job: Job) -> None:
     tune, precision, model = job.case.tune, job.case.question.precision, job.case.question.model
     if model.layers % job.plan.pp:
         raise RequestError(
-            f"engine megatron needs equal pipeline stages; PP{job.plan.pp} does not divide {model.layers}; change PP"
+            f"engine megatron needs equal pipeline stages; PP{job.plan.pp} does not divide"
+            f" {model.layers}; change PP"
         )
     if job.case.question.train is None:
         return
     if sharded(job) and (tune.sharding > 1 or shard_degree(job.case, job.plan.dp) != job.plan.dp):
         raise RequestError(
-            "engine megatron's distributed optimizer divides optimiser states among all replicas; allowed: "
-            "tune.sharding=0 or 1, without tune.sharding_degree"
+            "engine megatron's distributed optimizer divides optimiser states among all replicas;"
+            " allowed: tune.sharding=0 or 1, without tune.sharding_degree"
         )
     kept = (precision.weights, precision.gradients, precision.states)
     if kept != ("fp32", "fp32", "fp32"):
         raise RequestError(
-            f"engine megatron keeps weights, gradients and states in fp32, and {precision.name} does not: that takes the "
-            "optimizer of Transformer Engine; allowed: --precision fp32, tf32, fp16 or bf16"
+            f"engine megatron keeps weights, gradients and states in fp32, and {precision.name}"
+            " does not: that takes the optimizer of Transformer Engine; allowed: --precision fp32,"
+            " tf32, fp16 or bf16"
         )
 
 
@@ -61,11 +67,14 @@ def choose_kernel(job: Job) -> str:
 
 
 def make(job: Job, shape: LlamaShape) -> Any:
-    """A TransformerConfig. Weights come from elsewhere, so that its initialisation does nothing; but it must run, for it also
-    marks what is tensor parallel, and gradient norms are wrong without these marks."""
+    """A TransformerConfig. Weights come from elsewhere, so that its initialisation does nothing;
+    but it must run, for it also marks what is tensor parallel, and gradient norms are wrong without
+    these marks."""
     question, tune = job.case.question, job.case.tune
     training = question.train is not None
-    dtype = compute_dtype(question.precision.matmul) if training else DTYPES[question.precision.weights]
+    dtype = (
+        compute_dtype(question.precision.matmul) if training else DTYPES[question.precision.weights]
+    )
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -93,7 +102,8 @@ def make(job: Job, shape: LlamaShape) -> Any:
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        # The loss comes divided by the targets of all replicas: nothing else may divide it, and gradients are summed.
+        # The loss comes divided by the targets of all replicas: nothing else may divide it, and
+        # gradients are summed.
         calculate_per_token_loss=True,
         **_fusions(tune.compile and training, question.precision.matmul),
         **(RECOMPUTE[tune.recompute] if training else {}),
@@ -101,8 +111,9 @@ def make(job: Job, shape: LlamaShape) -> Any:
 
 
 def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
-    """Megatron's own fused functions, which torch.compile makes, where a training is compiled. Others need extensions. The
-    fused loss rounds its gradient to bf16, whatever the logits are: in fp32, gradient norms were off by 4e-4."""
+    """Megatron's own fused functions, which torch.compile makes, where a training is compiled.
+    Others need extensions. The fused loss rounds its gradient to bf16, whatever the logits are: in
+    fp32, gradient norms were off by 4e-4."""
     return {
         "bias_activation_fusion": compiled,
         "bias_dropout_fusion": compiled,
@@ -118,19 +129,23 @@ def _leave(weight: Tensor) -> Tensor:
     return weight
 
 
-ORDER = "tp-cp-ep-pp-dp"  # as ranks stand in a plan: tensor-parallel ones are neighbours, then stages, then replicas
+# as ranks stand in a plan: tensor-parallel ones are neighbours, then stages, then replicas
+ORDER = "tp-cp-ep-pp-dp"
 _dist: Any = dist  # its stores are not in its stubs
 
 
 def initialize_process_groups(job: Job) -> None:
-    """Initialize Megatron's process groups for the plan over the ranks that the framework has joined, replacing earlier ones,
-    and seed its random state. One rank alone is a group too: Megatron always asks for one."""
+    """Initialize Megatron's process groups for the plan over the ranks that the framework has
+    joined, replacing earlier ones, and seed its random state. One rank alone is a group too:
+    Megatron always asks for one."""
     _check_device(job.device.torch_device)
     if not dist.is_initialized():
         dist.init_process_group(job.device.backend, store=_dist.HashStore(), rank=0, world_size=1)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(job.plan.tp, job.plan.pp, order=ORDER, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        job.plan.tp, job.plan.pp, order=ORDER, create_gloo_process_groups=False
+    )
     found = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -138,17 +153,20 @@ def initialize_process_groups(job: Job) -> None:
     )
     if found != (job.place.tp, job.place.pp, job.place.dp):
         raise RuntimeError(f"Megatron puts rank {job.rank} at {found}, the plan at {job.place}")
-    model_parallel_cuda_manual_seed(job.case.question.seed + 1)  # nothing is drawn; its layers fork the state anyway
+    # nothing is drawn; its layers fork the state anyway
+    model_parallel_cuda_manual_seed(job.case.question.seed + 1)
 
 
 def _check_device(device: torch.device) -> None:
-    """Megatron allocates on CUDA's current device, whatever it is asked; so that must be this rank's."""
+    """Megatron allocates on CUDA's current device, whatever it is asked; so that must be this
+    rank's.
+    """
     try:
         current = torch.device(torch.cuda.current_device())
     except (AssertionError, RuntimeError):
         current = None
     if current is None or current.type != device.type:
         raise RequestError(
-            f"engine megatron runs on CUDA devices only; this rank has {device.type}; choose another --accelerator, or "
-            "--engine torch"
+            f"engine megatron runs on CUDA devices only; this rank has {device.type}; choose"
+            " another --accelerator, or --engine torch"
         )

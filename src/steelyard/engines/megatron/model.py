@@ -1,4 +1,6 @@
-"""Megatron's GPTModel as a Llama: its layers from the local spec, with our core attention, and weights by our names."""
+"""Megatron's GPTModel as a Llama: its layers from the local spec, with our core attention, and
+weights by our names.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -79,20 +81,23 @@ def with_kernel(kernel: str) -> type[PackedAttention]:
 
 
 class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Megatron's angles, of the positions that tokens have in their segments. Its own `forward` remembers the answer to a
-    length."""
+    """Megatron's angles, of the positions that tokens have in their segments. Its own `forward`
+    remembers the answer to a length."""
 
     positions: Tensor  # of the batch that is computed next
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
         return torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
         out: Tensor = self.get_emb(max_seq_len, offset)
         return out
 
 
-# Our names of what a layer holds, and Megatron's. QKV stands by key group in both; gate and up are one after the other.
+# Our names of what a layer holds, and Megatron's. QKV stands by key group in both; gate and up are
+# one after the other.
 LAYER = {
     "attention_norm.weight": "input_layernorm.weight",
     "qkv.weight": "self_attention.linear_qkv.weight",
@@ -140,17 +145,27 @@ class MegatronLlama(GPTModel):  # type: ignore[misc]
         return out
 
 
-def run(wrapped: Any, model: MegatronLlama, tokens: Tensor, positions: Tensor, rows: Layout, labels: Tensor | None) -> Tensor:
-    """A stage on tokens that lie end to end, through whatever is around it. The last one gives losses [1, tokens] where there
-    are labels."""
+def run(
+    wrapped: Any,
+    model: MegatronLlama,
+    tokens: Tensor,
+    positions: Tensor,
+    rows: Layout,
+    labels: Tensor | None,
+) -> Tensor:
+    """A stage on tokens that lie end to end, through whatever is around it. The last one gives
+    losses [1, tokens] where there are labels."""
     model.rotary_pos_emb.positions = positions
     out: Tensor = wrapped(tokens[None], None, None, labels=labels, packed_seq_params=packed(rows))
     return out
 
 
-def fill(model: MegatronLlama, into: Mapping[str, Tensor], job: Job, shape: LlamaShape) -> dict[str, Any]:
-    """The same weights as every engine's: random ones from the seed, or a checkpoint's, each rank its part. They are put into
-    tensors as large as the parameters, by Megatron's names. Returns where they came from, for the record."""
+def fill(
+    model: MegatronLlama, into: Mapping[str, Tensor], job: Job, shape: LlamaShape
+) -> dict[str, Any]:
+    """The same weights as every engine's: random ones from the seed, or a checkpoint's, each rank
+    its part. They are put into tensors as large as the parameters, by Megatron's names. Returns
+    where they came from, for the record."""
     question, shard = job.case.question, Shard(job.place.tp, job.plan.tp)
     found = places(model, into, shape, shard)
     with torch.no_grad():
@@ -165,19 +180,30 @@ def fill(model: MegatronLlama, into: Mapping[str, Tensor], job: Job, shape: Llam
             elif place.dim() == 1:
                 place.fill_(1.0)
             else:
-                load.fill_place(name, place, question.seed, shape, shard, DTYPES[question.precision.weights])
+                load.fill_place(
+                    name, place, question.seed, shape, shard, DTYPES[question.precision.weights]
+                )
     return {"source": "random", "seed": question.seed}
 
 
-def places(model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard) -> dict[str, Tensor]:
-    """By our names: views of tensors for this stage's parameters, each as large as the box that the shard holds of it."""
+def places(
+    model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard
+) -> dict[str, Tensor]:
+    """By our names: views of tensors for this stage's parameters, each as large as the box that the
+    shard holds of it.
+    """
     names = {theirs: ours for ours, theirs in TOP.items()}
     for i, layer in enumerate(model.decoder.layers):
-        names |= {f"decoder.layers.{i}.{theirs}": f"layers.{layer.layer_number - 1}.{ours}" for ours, theirs in LAYER.items()}
+        names |= {
+            f"decoder.layers.{i}.{theirs}": f"layers.{layer.layer_number - 1}.{ours}"
+            for ours, theirs in LAYER.items()
+        }
     unknown = sorted(tensors.keys() - names.keys())
     if unknown:
         raise RuntimeError(f"Megatron's parameter {unknown[0]} is none of a Llama's")
-    return {names[name]: _place(names[name], tensor, shape, shard) for name, tensor in tensors.items()}
+    return {
+        names[name]: _place(names[name], tensor, shape, shard) for name, tensor in tensors.items()
+    }
 
 
 def _place(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
@@ -190,6 +216,12 @@ def _place(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor
 
 
 def library() -> str:
-    """What computed, for the record. Megatron takes Transformer Engine's Adam and norms' sums where it finds them."""
-    engine = "with Transformer Engine's optimizer" if "transformer_engine" in sys.modules else "without Transformer Engine"
+    """What computed, for the record. Megatron takes Transformer Engine's Adam and norms' sums where
+    it finds them.
+    """
+    engine = (
+        "with Transformer Engine's optimizer"
+        if "transformer_engine" in sys.modules
+        else "without Transformer Engine"
+    )
     return f"megatron-core {version('megatron-core')}, {engine}"

@@ -48,8 +48,9 @@ class MegatronAdam:
                 group |= {"fused": True, "foreach": False}
 
     def begin(self, parameters: list[Any]) -> None:
-        """Start from the weights that lie where gradients will. Megatron would start its fp32 weights from the parameters,
-        which are rounded: updates below half a step of bf16 then change nothing, and a model learns later than it should."""
+        """Start from the weights that lie where gradients will. Megatron would start its fp32
+        weights from the parameters, which are rounded: updates below half a step of bf16 then
+        change nothing, and a model learns later than it should."""
         with torch.no_grad():
             for parameter in parameters:
                 weights = parameter.main_grad.view(-1)
@@ -71,8 +72,9 @@ class MegatronAdam:
         return scaled
 
     def step(self, lr: float) -> float:
-        """Clip, update, zero the gradients. Returns their norm, infinite where fp16 overflowed and no step was taken. What
-        Megatron's scheduler would set is set here: without it, norms get the weight decay of matrices."""
+        """Clip, update, zero the gradients. Returns their norm, infinite where fp16 overflowed and
+        no step was taken. What Megatron's scheduler would set is set here: without it, norms get
+        the weight decay of matrices."""
         for group in self.inner.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self.decay * group["wd_mult"]
@@ -89,7 +91,9 @@ class MegatronAdam:
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def moments(self) -> list[Tensor]:
-        return [states[key] for states in self.inner.state.values() for key in MOMENTS if key in states]
+        return [
+            states[key] for states in self.inner.state.values() for key in MOMENTS if key in states
+        ]
 
     def state(self) -> dict[str, Tensor]:
         """All that is kept, numbered: it is this rank's alone."""
@@ -98,8 +102,12 @@ class MegatronAdam:
             states = self.inner.state[parameter]
             if not states:  # as the first step would make them
                 moments = {key: torch.zeros_like(parameter.detach()) for key in MOMENTS}
-                states.update(step=torch.zeros((), dtype=torch.float32, device=parameter.device), **moments)
-            out |= {f"weights.{i}": parameter.detach()} | {f"{key}.{i}": states[key] for key in MOMENTS}
+                states.update(
+                    step=torch.zeros((), dtype=torch.float32, device=parameter.device), **moments
+                )
+            out |= {f"weights.{i}": parameter.detach()} | {
+                f"{key}.{i}": states[key] for key in MOMENTS
+            }
         return out
 
     def numbers(self) -> Numbers:
@@ -108,7 +116,9 @@ class MegatronAdam:
         if scaler is None:
             return Numbers(updates=updates)
         told = scaler.state_dict()
-        return Numbers(updates=updates, scale=float(told["scale"]), growth=float(told["growth_tracker"]))
+        return Numbers(
+            updates=updates, scale=float(told["scale"]), growth=float(told["growth_tracker"])
+        )
 
     def restore(self, numbers: Numbers) -> None:
         """Go on from tensors that `state` named, and that were filled since."""
@@ -117,11 +127,15 @@ class MegatronAdam:
         scaler = getattr(self.part, "grad_scaler", None)
         if scaler is not None:
             if numbers.scale is None or numbers.growth is None:
-                raise RequestError("the checkpoint does not say how losses were scaled, and this precision scales them")
+                raise RequestError(
+                    "the checkpoint does not say how losses were scaled, and this precision scales"
+                    " them"
+                )
             told = scaler.state_dict()
             scale = torch.full_like(told["scale"], numbers.scale)
             scaler.load_state_dict({**told, "scale": scale, "growth_tracker": int(numbers.growth)})
-        if hasattr(self.part, "_copy_main_params_to_model_params"):  # parameters are a copy, or a part of one
+        # parameters are a copy, or a part of one
+        if hasattr(self.part, "_copy_main_params_to_model_params"):
             with torch.no_grad():
                 self.part._copy_main_params_to_model_params()
         if self.part.config.use_distributed_optimizer:

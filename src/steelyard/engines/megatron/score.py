@@ -1,4 +1,5 @@
-"""Engine `megatron`, scoring: packed prompts through Megatron's model, logits only where an answer is read.
+"""Engine `megatron`, scoring: packed prompts through Megatron's model, logits only where an answer
+is read.
 
 Both passes run the same code: Megatron has no compiler for a whole layer.
 """
@@ -44,7 +45,8 @@ class MegatronScorer(Scorer):
         model = MegatronLlama(made, shape, self.kernel).to(self.device, made.params_dtype)
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}
         source = fill(model, own, self.job, shape)
-        model.post_process = False  # it ends with its last norm: logits are made of the tokens that are asked alone
+        # it ends with its last norm: logits are made of the tokens that are asked alone
+        model.post_process = False
         self.model = model.eval().requires_grad_(False)
         return source
 
@@ -56,7 +58,11 @@ class MegatronScorer(Scorer):
         return run(self.model, self.model, *inputs, None).squeeze(1)[pick]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        shared = self.model.embedding.word_embeddings.weight if self.job.case.question.model.tied else None
+        shared = (
+            self.model.embedding.word_embeddings.weight
+            if self.job.case.question.model.tied
+            else None
+        )
         out: Tensor = self.model.output_layer(hidden, weight=shared)[0]
         return out
 

@@ -1,7 +1,8 @@
-"""Engine `megatron`, training: Megatron's model, pipeline schedule, data parallelism and optimizer in the loop of all engines.
+"""Engine `megatron`, training: Megatron's model, pipeline schedule, data parallelism and optimizer
+in the loop of all engines.
 
-The loss is read as Megatron reads it: logits of every token, then the losses of those that are learned from. Clipping reads
-the norm back to the host in every step; that is Megatron's own.
+The loss is read as Megatron reads it: logits of every token, then the losses of those that are
+learned from. Clipping reads the norm back to the host in every step; that is Megatron's own.
 """
 
 from collections.abc import Iterator
@@ -10,7 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
@@ -47,7 +52,10 @@ def _check_resume(job: Job) -> None:
         return
     before = checkpoints.read(job.resume / checkpoints.STATE, State).plan
     if str(before) != str(job.plan):
-        raise RequestError(f"--resume: engine megatron goes on under the plan that it began with, {before}; asked: {job.plan}")
+        raise RequestError(
+            f"--resume: engine megatron goes on under the plan that it began with, {before}; asked:"
+            f" {job.plan}"
+        )
 
 
 class StageModel:
@@ -74,13 +82,19 @@ class StageModel:
         self.config.finalize_model_grads_func = _finalize
 
     def fill(self, optimizer: MegatronAdam) -> None:
-        """Weights in fp32, by way of the memory of the gradients, which are as large and not there yet."""
+        """Weights in fp32, by way of the memory of the gradients, which are as large and not there
+        yet.
+        """
         gradients = {name: parameter.main_grad for name, parameter in self.stage.named_parameters()}
-        self.weights = fill(self.stage, gradients, self.job, load.shape_of(self.job.case.question.model))
+        self.weights = fill(
+            self.stage, gradients, self.job, load.shape_of(self.job.case.question.model)
+        )
         optimizer.begin(list(self.stage.parameters()))
 
 
-def _finalize(models: list[Any], targets: Tensor | None, pg_collection: Any, force_all_reduce: bool) -> None:
+def _finalize(
+    models: list[Any], targets: Tensor | None, pg_collection: Any, force_all_reduce: bool
+) -> None:
     """Megatron's, told nothing of targets: losses come divided by those of all replicas."""
     finalize_model_grads(models, None, pg_collection, force_all_reduce)
 
@@ -100,7 +114,9 @@ class MegatronLearner(Kept):
         with part("weights"):
             self.model.build()
             sharded = config.sharded(self.job)
-            self.optimizer = MegatronAdam(self.model.module, self.job.train, self.job.case.question.precision, sharded)
+            self.optimizer = MegatronAdam(
+                self.model.module, self.job.train, self.job.case.question.precision, sharded
+            )
             self.model.config.grad_scale_func = self.optimizer.scale
             self.model.fill(self.optimizer)
             self.job.device.synchronize()
@@ -116,7 +132,8 @@ class MegatronLearner(Kept):
         return self._known(found.double())
 
     def total(self, number: int) -> Tensor:
-        count = torch.full((), float(number), device=self.device)  # a copy from the host would wait for the device
+        # a copy from the host would wait for the device
+        count = torch.full((), float(number), device=self.device)
         if self.job.plan.dp > 1:
             dist.all_reduce(count, group=self.replicas)
         return count
@@ -125,17 +142,26 @@ class MegatronLearner(Kept):
         return self._schedule(micros, targets, forward_only=False)
 
     def _schedule(self, micros: list[MicroBatch], targets: Tensor, forward_only: bool) -> Tensor:
-        """Megatron's schedule over micro-batches of one size; the sum of their losses / targets, on the last stage."""
+        """Megatron's schedule over micro-batches of one size; the sum of their losses / targets, on
+        the last stage.
+        """
 
         def step(iterator: Iterator[MicroBatch], module: Any) -> Any:
             micro = next(iterator)
             labels = torch.zeros_like(micro.tokens).index_copy_(0, micro.pick, micro.targets)
-            out = run(module, self.model.stage, micro.tokens, micro.positions, micro.rows, labels[None])
+            out = run(
+                module, self.model.stage, micro.tokens, micro.positions, micro.rows, labels[None]
+            )
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                 mean = losses.flatten().float()[micro.pick].sum() / targets
-                # A clone: the schedule changes the loss in place where it is told to normalise by itself.
-                return mean, torch.zeros((), dtype=torch.int, device=self.device), mean.detach().clone()
+                # A clone: the schedule changes the loss in place where it is told to normalise by
+                # itself.
+                return (
+                    mean,
+                    torch.zeros((), dtype=torch.int, device=self.device),
+                    mean.detach().clone(),
+                )
 
             return out, loss
 
@@ -165,10 +191,15 @@ class MegatronLearner(Kept):
         return self.optimizer.step(lr)
 
     def state(self) -> dict[str, Tensor]:
-        """Of replicas that divide their states each has its own; others have the same, which is written once."""
+        """Of replicas that divide their states each has its own; others have the same, which is
+        written once.
+        """
         place = self.job.place
         own = f"dp{place.dp}." if config.sharded(self.job) else ""
-        return {f"tp{place.tp}.pp{place.pp}.{own}{name}": one for name, one in self.optimizer.state().items()}
+        return {
+            f"tp{place.tp}.pp{place.pp}.{own}{name}": one
+            for name, one in self.optimizer.state().items()
+        }
 
     def numbers(self) -> Numbers:
         return self.optimizer.numbers()
@@ -182,7 +213,9 @@ class MegatronLearner(Kept):
         gradients = [one.main_grad for one in parameters]
         return {
             "library": library(),
-            "optimizer": f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}",
+            "optimizer": (
+                f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}"
+            ),
             "attention": self.model.kernel,
             **holding(parameters, self.optimizer.kept(), gradients, self.optimizer.moments()),
         }

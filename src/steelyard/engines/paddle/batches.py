@@ -26,10 +26,18 @@ class MicroBatch:
 
 
 def to_device(pack: Packed) -> MicroBatch:
-    """A micro-batch from which nothing is learned has one token whose target is ignored: kernels take no empty tensors."""
-    pick, targets = (pack.pick, pack.targets) if len(pack.pick) else (np.zeros(1, np.int64), np.full(1, IGNORED, np.int64))
+    """A micro-batch from which nothing is learned has one token whose target is ignored: kernels
+    take no empty tensors.
+    """
+    pick, targets = (
+        (pack.pick, pack.targets)
+        if len(pack.pick)
+        else (np.zeros(1, np.int64), np.full(1, IGNORED, np.int64))
+    )
     borders = np.array([0, *accumulate(pack.lens)], np.int32)
-    tensors = [paddle.to_tensor(one) for one in (pack.tokens, pack.positions, borders, pick, targets)]
+    tensors = [
+        paddle.to_tensor(one) for one in (pack.tokens, pack.positions, borders, pick, targets)
+    ]
     return MicroBatch(tensors[0], tensors[1], tuple(pack.lens), *tensors[2:])
 
 

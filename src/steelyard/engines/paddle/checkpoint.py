@@ -1,4 +1,6 @@
-"""Weights of a Hugging Face folder as arrays of the host. Headers and settings are checked before the first tensor is read."""
+"""Weights of a Hugging Face folder as arrays of the host. Headers and settings are checked before
+the first tensor is read.
+"""
 
 import hashlib
 from dataclasses import dataclass
@@ -48,14 +50,17 @@ class HuggingFaceFolder:
         self.folder, self.model = folder, model
         if not (folder / hf_config.CONFIG_NAME).is_file():
             raise RequestError(
-                f"weights {str(folder)!r}: engine paddle reads Hugging Face folders ({hf_config.CONFIG_NAME} and safetensors); "
-                "convert others with steelyard weights convert"
+                f"weights {str(folder)!r}: engine paddle reads Hugging Face folders"
+                f" ({hf_config.CONFIG_NAME} and safetensors); convert others with steelyard weights"
+                " convert"
             )
         path = folder / hf_config.CONFIG_NAME
         fields = model.model_dump() | {"head_dim": model.hidden // model.heads}
         hf_config.check_config(path, hf_config.read_json(path), fields)
         self.files = self._files()
-        self.tensors = {name: stored for file in self.files for name, stored in _header(file).items()}
+        self.tensors = {
+            name: stored for file in self.files for name, stored in _header(file).items()
+        }
         self._check()
 
     def _files(self) -> list[Path]:
@@ -63,7 +68,9 @@ class HuggingFaceFolder:
         if single.is_file():
             return [single]
         if not index.is_file():
-            raise RequestError(f"weights folder {str(self.folder)!r} has neither {single.name} nor {index.name}")
+            raise RequestError(
+                f"weights folder {str(self.folder)!r} has neither {single.name} nor {index.name}"
+            )
         return [self.folder / name for name in sorted(set(hf_config.weight_map(index).values()))]
 
     def sources(self, name: str) -> list[str]:
@@ -90,7 +97,9 @@ class HuggingFaceFolder:
 
     def _check(self) -> None:
         wanted = {
-            source: size for name in self.names() for source, size in zip(self.sources(name), self._shapes(name), strict=True)
+            source: size
+            for name in self.names()
+            for source, size in zip(self.sources(name), self._shapes(name), strict=True)
         }
         spare = {"lm_head.weight"} if self.model.tied else set()  # it is the embedding once more
         for name, stored in self.tensors.items():
@@ -98,12 +107,20 @@ class HuggingFaceFolder:
             if name not in wanted and name not in spare and not name.endswith(COMPUTED):
                 raise RequestError(f"{about} does not belong to this model; give other weights")
             if name in wanted and stored.shape != wanted[name]:
-                raise RequestError(f"{about} has shape {stored.shape}, and the case's model {wanted[name]}; give other weights")
+                raise RequestError(
+                    f"{about} has shape {stored.shape}, and the case's model {wanted[name]}; give"
+                    " other weights"
+                )
             if stored.dtype not in DTYPES:
-                raise RequestError(f"{about} is of {short_repr(stored.dtype)}; allowed: {', '.join(DTYPES)}")
+                raise RequestError(
+                    f"{about} is of {short_repr(stored.dtype)}; allowed: {', '.join(DTYPES)}"
+                )
         missing = sorted(wanted.keys() - self.tensors.keys())
         if missing:
-            raise RequestError(f"{self.folder}: tensor {missing[0]} is missing; give a complete Hugging Face folder")
+            raise RequestError(
+                f"{self.folder}: tensor {missing[0]} is missing; give a complete Hugging Face"
+                " folder"
+            )
 
     def whole(self, name: str) -> Array:
         found = [self._read(source) for source in self.sources(name)]
@@ -111,7 +128,9 @@ class HuggingFaceFolder:
             return found[0] if len(found) == 1 else np.concatenate(found)
         groups, dim = self.model.kv_heads, self.model.hidden // self.model.heads
         rest = found[0].shape[1:]
-        return np.concatenate([one.reshape(groups, -1, dim, *rest) for one in found], axis=1).reshape(-1, *rest)
+        return np.concatenate(
+            [one.reshape(groups, -1, dim, *rest) for one in found], axis=1
+        ).reshape(-1, *rest)
 
     def _read(self, name: str) -> Array:
         path = self.tensors[name].path
@@ -119,7 +138,9 @@ class HuggingFaceFolder:
             with safe_open(path, framework="paddle", device="cpu") as file:
                 found: Array = file.get_tensor(name).astype("float32").numpy()
         except (SafetensorError, OSError) as error:
-            raise RequestError(f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read") from error
+            raise RequestError(
+                f"{path}: cannot be read ({short_repr(str(error))}); it changed since it was read"
+            ) from error
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -129,7 +150,9 @@ class HuggingFaceFolder:
         return {
             "source": "huggingface",
             "files": [{"name": file.name, "bytes": size} for file, size in sizes.items()],
-            "header_sha256": hf_config.digest([(size, _sha256(file)) for file, size in sizes.items()], tensors),
+            "header_sha256": hf_config.digest(
+                [(size, _sha256(file)) for file, size in sizes.items()], tensors
+            ),
             "parameters": sum(prod(whole_shape(name, self.model)) for name in self.names()),
         }
 
@@ -137,12 +160,21 @@ class HuggingFaceFolder:
 def _header(path: Path) -> dict[str, Stored]:
     try:
         if _length(path) > hf_config.MAX_HEADER_BYTES:
-            raise RequestError(f"{path}: a header of {_length(path)} bytes; at most {hf_config.MAX_HEADER_BYTES} are read")
-        with safe_open(path, framework="np", device="cpu") as file:  # checks the header against the file's size
+            raise RequestError(
+                f"{path}: a header of {_length(path)} bytes; at most {hf_config.MAX_HEADER_BYTES}"
+                " are read"
+            )
+        # checks the header against the file's size
+        with safe_open(path, framework="np", device="cpu") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            return {name: Stored(path, str(one.get_dtype()), list(one.get_shape())) for name, one in slices.items()}
+            return {
+                name: Stored(path, str(one.get_dtype()), list(one.get_shape()))
+                for name, one in slices.items()
+            }
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again") from error
+        raise RequestError(
+            f"{path}: is not a whole safetensors file ({short_repr(str(error))}); download it again"
+        ) from error
 
 
 def _length(path: Path) -> int:

@@ -1,4 +1,6 @@
-"""PaddlePaddle as a framework: joins ranks by paddle.distributed, and drives the device that an accelerator names."""
+"""PaddlePaddle as a framework: joins ranks by paddle.distributed, and drives the device that an
+accelerator names.
+"""
 
 import os
 from collections.abc import Callable
@@ -24,13 +26,19 @@ DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_determinist
 class PaddleFramework(DeviceFramework):
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
-            raise RequestError("this accelerator has no device class for paddle; choose another with --accelerator")
+            raise RequestError(
+                "this accelerator has no device class for paddle; choose another with --accelerator"
+            )
         self.device: PaddleDevice = plugins.load(device)(local_rank, clock)
         self.world, self.local_rank = 1, local_rank
 
     def make_deterministic(self) -> None:
-        """Paddle's kernels in their deterministic variants, where its flags have any; a CPU's need none."""
-        known = paddle.get_flags([name for name in DETERMINISTIC if paddle.base.core.globals().is_public(name)])
+        """Paddle's kernels in their deterministic variants, where its flags have any; a CPU's need
+        none.
+        """
+        known = paddle.get_flags(
+            [name for name in DETERMINISTIC if paddle.base.core.globals().is_public(name)]
+        )
         paddle.set_flags({name: DETERMINISTIC[name] for name in known})
 
     def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
@@ -41,7 +49,9 @@ class PaddleFramework(DeviceFramework):
         if meet is None:
             raise ValueError("ranks that are told nowhere to meet")
         host, port = rendezvous.master(meet, rank)
-        os.environ.update(rendezvous.variables(host, port, rank, self.local_rank, world, self.device.backend))
+        os.environ.update(
+            rendezvous.variables(host, port, rank, self.local_rank, world, self.device.backend)
+        )
         dist.init_parallel_env()
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
@@ -77,8 +87,12 @@ class PaddleFramework(DeviceFramework):
         return
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
-        across, down = shape.layout == "tn", shape.layout == "nt"  # which operand is stored transposed
-        sides = ([shape.k, shape.m] if across else [shape.m, shape.k], [shape.n, shape.k] if down else [shape.k, shape.n])
+        # which operand is stored transposed
+        across, down = shape.layout == "tn", shape.layout == "nt"
+        sides = (
+            [shape.k, shape.m] if across else [shape.m, shape.k],
+            [shape.n, shape.k] if down else [shape.k, shape.n],
+        )
         a, b = (paddle.randn(side).astype(DTYPES[precision]) for side in sides)
         return lambda: paddle.matmul(a, b, transpose_x=across, transpose_y=down), shape.flops
 

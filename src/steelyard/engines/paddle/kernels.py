@@ -1,6 +1,8 @@
-"""RMSNorm and attention: Paddle's fused kernels where its build has them and they compute what they should, else plain ones.
+"""RMSNorm and attention: Paddle's fused kernels where its build has them and they compute what they
+should, else plain ones.
 
-A build says which kernels it has by running them: each is tried once, on a few numbers, against its plain meaning.
+A build says which kernels it has by running them: each is tried once, on a few numbers, against its
+plain meaning.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +19,8 @@ from steelyard.errors import RequestError
 Tensor = Any
 ATTENTION = ("plain", "flash")
 NARROW = ("float16", "bfloat16")  # what flash attention computes in
-APART = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}  # how far a kernel may be from its plain meaning
+# how far a kernel may be from its plain meaning
+APART = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,14 @@ class Kernels:
 def choose(asked: str, dtype: str, lacks: Mapping[str, str]) -> Kernels:
     """The kernels for a device and a type; `asked` is `tune.attention`."""
     if asked not in ("auto", *ATTENTION):
-        raise RequestError(f"tune.attention={asked!r} is not supported by engine paddle; allowed: auto, {', '.join(ATTENTION)}")
+        raise RequestError(
+            f"tune.attention={asked!r} is not supported by engine paddle; allowed: auto,"
+            f" {', '.join(ATTENTION)}"
+        )
     if asked == "flash" and ("flash" in lacks or dtype not in NARROW):
-        why = lacks.get("flash", f"flash attention computes in {' and '.join(NARROW)}, not in {dtype}")
+        why = lacks.get(
+            "flash", f"flash attention computes in {' and '.join(NARROW)}, not in {dtype}"
+        )
         raise RequestError(f"tune.attention=flash: {why}; leave it out")
     norm = "fused" if _agrees(fused_rms_norm, plain_rms_norm, *_norm_numbers(dtype)) else "plain"
     flash = asked == "flash" or (asked == "auto" and dtype in NARROW and "flash" not in lacks)
@@ -52,7 +60,13 @@ def _norm_numbers(dtype: str) -> tuple[Tensor, Tensor, float]:
     return x.astype(dtype), (paddle.arange(8, dtype="float32") / 5.0).astype(dtype), 1e-5
 
 
-def _agrees(kernel: Callable[..., Tensor], meaning: Callable[..., Tensor], x: Tensor, weight: Tensor, eps: float) -> bool:
+def _agrees(
+    kernel: Callable[..., Tensor],
+    meaning: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+) -> bool:
     """Whether a build has a kernel, forward and backward, that computes what it means."""
     x.stop_gradient = weight.stop_gradient = False
     found = []
@@ -66,7 +80,9 @@ def _agrees(kernel: Callable[..., Tensor], meaning: Callable[..., Tensor], x: Te
         x.clear_gradient(False)
         weight.clear_gradient(False)
     pairs = ((a.astype("float32"), b.astype("float32")) for a, b in zip(*found, strict=True))
-    return all(float((a - b).abs().max() / b.abs().max()) <= APART[x.dtype.name.lower()] for a, b in pairs)
+    return all(
+        float((a - b).abs().max() / b.abs().max()) <= APART[x.dtype.name.lower()] for a, b in pairs
+    )
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -86,13 +102,19 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tenso
     """[T, heads, D] of packed segments, each causal in itself."""
     k, v = _repeated(q, k, v)
     longest, scale = max(micro.lens), q.shape[-1] ** -0.5
-    return flash_attn_unpadded(q, k, v, micro.borders, micro.borders, longest, longest, scale, 0.0, True)[0]
+    return flash_attn_unpadded(
+        q, k, v, micro.borders, micro.borders, longest, longest, scale, 0.0, True
+    )[0]
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tensor:
     """The same, segment by segment, with all scores of one in memory."""
     k, v = _repeated(q, k, v)
-    parts = [one.split(list(micro.lens)) for one in (q, k, v)] if len(micro.lens) > 1 else [[q], [k], [v]]
+    parts = (
+        [one.split(list(micro.lens)) for one in (q, k, v)]
+        if len(micro.lens) > 1
+        else [[q], [k], [v]]
+    )
     return paddle.concat([_segment(*one) for one in zip(*parts, strict=True)])
 
 

@@ -1,7 +1,8 @@
-"""A Llama in Paddle's own layers: on one device, or a stage of a pipeline with fleet's tensor-parallel layers.
+"""A Llama in Paddle's own layers: on one device, or a stage of a pipeline with fleet's
+tensor-parallel layers.
 
-Tokens are packed: a micro-batch is one long row of tokens whose segments do not see each other. Parameters have the names they
-have in models/llama.py.
+Tokens are packed: a micro-batch is one long row of tokens whose segments do not see each other.
+Parameters have the names they have in models/llama.py.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ IGNORED = -100
 class RMSNorm(nn.Layer):  # type: ignore[misc]
     def __init__(self, model: LlamaModel, kernels: Kernels) -> None:
         super().__init__()
-        self.weight = self.create_parameter([model.hidden], default_initializer=nn.initializer.Constant(1.0))
+        self.weight = self.create_parameter(
+            [model.hidden], default_initializer=nn.initializer.Constant(1.0)
+        )
         self.eps, self.kernels = model.norm_eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,9 +53,15 @@ def rows(tp: int, inputs: int, outputs: int) -> Any:
 class Block(nn.Layer):  # type: ignore[misc]
     def __init__(self, model: LlamaModel, tp: int, kernels: Kernels) -> None:
         super().__init__()
-        self.dim, self.queries, self.kernels = model.hidden // model.heads, model.heads // model.kv_heads, kernels
+        self.dim, self.queries, self.kernels = (
+            model.hidden // model.heads,
+            model.heads // model.kv_heads,
+            kernels,
+        )
         self.attention_norm = RMSNorm(model, kernels)
-        self.qkv = columns(tp, model.hidden, (model.heads + 2 * model.kv_heads) * self.dim, model.qkv_bias)
+        self.qkv = columns(
+            tp, model.hidden, (model.heads + 2 * model.kv_heads) * self.dim, model.qkv_bias
+        )
         self.out = rows(tp, model.hidden, model.hidden)
         self.ffn_norm = RMSNorm(model, kernels)
         self.gate_up = columns(tp, model.hidden, 2 * model.ffn)
@@ -84,11 +93,19 @@ def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Te
 
 
 class Stage(nn.Layer):  # type: ignore[misc]
-    """A stage of a pipeline; without one, the whole model. It takes its micro-batch from `micros`, where its trainer puts all
-    of a step in their order: stages send each other the residual stream and nothing else."""
+    """A stage of a pipeline; without one, the whole model. It takes its micro-batch from `micros`,
+    where its trainer puts all of a step in their order: stages send each other the residual stream
+    and nothing else."""
 
     def __init__(
-        self, model: LlamaModel, index: int, count: int, tp: int, kernels: Kernels, recompute: bool, level: str | None
+        self,
+        model: LlamaModel,
+        index: int,
+        count: int,
+        tp: int,
+        kernels: Kernels,
+        recompute: bool,
+        level: str | None,
     ) -> None:
         """`level` is that of Paddle's mixed precision, None without."""
         super().__init__()
@@ -110,7 +127,9 @@ class Stage(nn.Layer):  # type: ignore[misc]
         self.micros: list[MicroBatch] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after this stage, [T, hidden]; of the last one, the summed cross-entropy of the micro-batch."""
+        """The residual stream after this stage, [T, hidden]; of the last one, the summed
+        cross-entropy of the micro-batch.
+        """
         micro = self.micros.pop(0)
         with self._mixed():
             return self._computed(x, micro)
@@ -119,7 +138,9 @@ class Stage(nn.Layer):  # type: ignore[misc]
         """Around the model alone: it would make 16 bit of what is done with its loss too."""
         if self.level is None:
             return nullcontext()
-        context: AbstractContextManager[Any] = paddle.amp.auto_cast(level=self.level, dtype=self.kernels.dtype)
+        context: AbstractContextManager[Any] = paddle.amp.auto_cast(
+            level=self.level, dtype=self.kernels.dtype
+        )
         return context
 
     def _computed(self, x: Tensor, micro: MicroBatch) -> Tensor:
@@ -127,17 +148,27 @@ class Stage(nn.Layer):  # type: ignore[misc]
             x = self.embed(micro.tokens)
         cos, sin = rotary(micro.positions, self.model, x.dtype)
         for block in self.layers.values():
-            x = self._again(block, x, cos, sin, micro) if self.recompute else block(x, cos, sin, micro)
+            x = (
+                self._again(block, x, cos, sin, micro)
+                if self.recompute
+                else block(x, cos, sin, micro)
+            )
         return self._loss(x, micro) if self.last else x
 
     @staticmethod
     def _again(block: Block, *inputs: Any) -> Tensor:
-        """Computed once more for its backward. Nothing is drawn at random, so no generator's state is kept."""
+        """Computed once more for its backward. Nothing is drawn at random, so no generator's state
+        is kept.
+        """
         return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
     def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
         hidden = self.norm(x.index_select(micro.pick))
-        logits = paddle.matmul(hidden, self.embed.weight, transpose_y=True) if self.tied else self.output(hidden)
+        logits = (
+            paddle.matmul(hidden, self.embed.weight, transpose_y=True)
+            if self.tied
+            else self.output(hidden)
+        )
         self.logits_dtype = logits.dtype.name.lower()
         with paddle.amp.auto_cast(False):
             return self.cross_entropy(logits.astype("float32"), micro.targets.unsqueeze(1)).sum()

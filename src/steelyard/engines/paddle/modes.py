@@ -1,4 +1,5 @@
-"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, mixed precision. Needs no Paddle.
+"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, mixed
+precision. Needs no Paddle.
 
 What nobody here has run yet says so in every record that uses it.
 """
@@ -11,13 +12,16 @@ from steelyard.engine.job import Job
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import shard_degree
 
-# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's documented way, unrun.
+# Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's
+# documented way, unrun.
 TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 
 @dataclass(frozen=True)
 class Modes:
-    """How a model is divided: `shards` replicas divide what `sharding` says, and there are `copies` of those groups."""
+    """How a model is divided: `shards` replicas divide what `sharding` says, and there are `copies`
+    of those groups.
+    """
 
     tp: int
     pp: int
@@ -53,22 +57,36 @@ def of(job: Job) -> Modes:
     """The modes of a run; what engine paddle has not raises RequestError."""
     tune, plan, model = job.case.tune, job.plan, job.case.question.model
     if tune.sharding > 2:
-        raise RequestError(f"tune.sharding={tune.sharding}: engine paddle divides states and gradients; allowed: 0, 1, 2")
+        raise RequestError(
+            f"tune.sharding={tune.sharding}: engine paddle divides states and gradients; allowed:"
+            " 0, 1, 2"
+        )
     if tune.recompute == "selective":
-        raise RequestError("tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full")
+        raise RequestError(
+            "tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full"
+        )
     shards = shard_degree(job.case, plan.dp)
     if plan.pp > 1 and tune.sharding == 2 and shards > 1:
-        raise RequestError("tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1")
+        raise RequestError(
+            "tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1"
+        )
     if model.vocab % plan.tp:
-        raise RequestError(f"TP{plan.tp} does not divide the {model.vocab} tokens of the vocabulary, as engine paddle needs")
-    return Modes(plan.tp, plan.pp, plan.dp // shards, shards, tune.sharding, tune.recompute == "full")
+        raise RequestError(
+            f"TP{plan.tp} does not divide the {model.vocab} tokens of the vocabulary, as engine"
+            " paddle needs"
+        )
+    return Modes(
+        plan.tp, plan.pp, plan.dp // shards, shards, tune.sharding, tune.recompute == "full"
+    )
 
 
 def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
     """What Paddle cannot do on a device, with its reason."""
     for name in modes.names:
         if name in lacks:
-            raise RequestError(f"engine paddle has no {name} on this device: {lacks[name]}; see docs/engines.md")
+            raise RequestError(
+                f"engine paddle has no {name} on this device: {lacks[name]}; see docs/engines.md"
+            )
 
 
 def untried(modes: Modes, device: str, precision: str) -> list[str]:
@@ -76,9 +94,11 @@ def untried(modes: Modes, device: str, precision: str) -> list[str]:
     return [one for one in (device, precision, *modes.names) if one not in TRIED]
 
 
-# Paddle's O2 casts the model's parameters to 16 bit, and with them their gradients; the optimizer keeps fp32 master weights and
-# moments. Where it cannot (a CPU), it leaves all in fp32 and says nothing: so types are looked at, and never taken for granted.
-DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by what matmuls run in
+# Paddle's O2 casts the model's parameters to 16 bit, and with them their gradients; the optimizer
+# keeps fp32 master weights and moments. Where it cannot (a CPU), it leaves all in fp32 and says
+# nothing: so types are looked at, and never taken for granted.
+# by what matmuls run in
+DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FP32 = "float32"
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -94,12 +114,14 @@ def short_names(types: set[str]) -> str:
 
 
 def check_types(precision: Precision, found: Mapping[str, set[str]]) -> None:
-    """Whether tensors have the types that a precision says. `found` holds those of `parameters`, `gradients`, `logits` and
-    `states` (master weights and moments), as Paddle names them; what is not there yet is left out."""
+    """Whether tensors have the types that a precision says. `found` holds those of `parameters`,
+    `gradients`, `logits` and `states` (master weights and moments), as Paddle names them; what is
+    not there yet is left out."""
     computed = DTYPES[precision.matmul]
     wanted = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
     for name, types in found.items():
         if types - {wanted[name]}:
             raise RuntimeError(
-                f"precision {precision.name}: {name} must be {wanted[name]}, and Paddle made them {', '.join(sorted(types))}"
+                f"precision {precision.name}: {name} must be {wanted[name]}, and Paddle made them"
+                f" {', '.join(sorted(types))}"
             )

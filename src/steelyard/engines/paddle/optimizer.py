@@ -1,4 +1,5 @@
-"""AdamW of Paddle with clipping, as a run of one device or fleet's hybrid one needs it, and the norm before clipping.
+"""AdamW of Paddle with clipping, as a run of one device or fleet's hybrid one needs it, and the
+norm before clipping.
 
 Paddle clips inside `step` and keeps the norm to itself: these clips leave it where it can be read.
 """
@@ -7,7 +8,9 @@ from typing import Any
 
 import paddle
 from paddle import nn
-from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelClipGrad
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import (
+    HybridParallelClipGrad,
+)
 
 from steelyard.case.question import Train
 
@@ -22,9 +25,13 @@ class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
     norm: Tensor = None
 
     @paddle.no_grad()  # type: ignore[untyped-decorator]
-    def _dygraph_clip(self, params_grads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def _dygraph_clip(
+        self, params_grads: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
         found = [grad for _, grad in params_grads if grad is not None]
-        self.norm = paddle.stack([grad.astype("float32").square().sum() for grad in found]).sum().sqrt()
+        self.norm = (
+            paddle.stack([grad.astype("float32").square().sum() for grad in found]).sum().sqrt()
+        )
         factor = self.clip_norm / paddle.clip(self.norm, min=self.clip_norm)
         for grad in found:
             grad.multiply_(factor.astype(grad.dtype))
@@ -66,7 +73,9 @@ def innermost(optimizer: Any) -> Any:
 
 
 def readable_clip(optimizer: Any) -> Any:
-    """The clip of an optimizer, whose `norm` can be read after a step: fleet puts its own in the place of ours."""
+    """The clip of an optimizer, whose `norm` can be read after a step: fleet puts its own in the
+    place of ours.
+    """
     adam = innermost(optimizer)
     found = adam._grad_clip
     if isinstance(found, HybridParallelClipGrad):

@@ -17,7 +17,8 @@ from steelyard.engines.paddle.kernels import Kernels
 from steelyard.engines.paddle.layers import Stage
 from steelyard.engines.paddle.modes import DTYPES, Modes, level
 
-# Tensor-parallel neighbours, then the stages of a pipeline, then replicas: as plan/degrees.py counts ranks.
+# Tensor-parallel neighbours, then the stages of a pipeline, then replicas: as plan/degrees.py
+# counts ranks.
 ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
 
 
@@ -53,7 +54,9 @@ def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
     chosen = job.case.question.precision
     if level(chosen) is not None:
         dtype = DTYPES[chosen.matmul]
-        model, adam = paddle.amp.decorate(models=model, optimizers=adam, level="O2", dtype=dtype, master_weight=True)
+        model, adam = paddle.amp.decorate(
+            models=model, optimizers=adam, level="O2", dtype=dtype, master_weight=True
+        )
     scaler = _scaler() if chosen.matmul == "fp16" else None
     net, adam, scaler = _distribute(job, modes, model, adam, scaler)
     return Placed(net, stage, adam, scaler, parameters, source, weight)
@@ -69,13 +72,19 @@ def _init_fleet(modes: Modes) -> None:
         "order": ORDER,
         "mp_configs": {"need_broadcast_data": False},  # every rank of a group reads the same data
     }
-    strategy.pipeline_configs = {"accumulate_steps": 1, "micro_batch_size": 1}  # each step says how many there are
+    # each step says how many there are
+    strategy.pipeline_configs = {"accumulate_steps": 1, "micro_batch_size": 1}
     fleet.init(is_collective=True, strategy=strategy)
 
 
 def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
     model = job.case.question.model
-    shared: dict[str, Any] = {"count": modes.pp, "tp": modes.tp, "kernels": kernels, "recompute": modes.recompute}
+    shared: dict[str, Any] = {
+        "count": modes.pp,
+        "tp": modes.tp,
+        "kernels": kernels,
+        "recompute": modes.recompute,
+    }
     shared["level"] = level(job.case.question.precision)
     if modes.pp == 1:
         return Stage(model, 0, **shared)
@@ -101,7 +110,9 @@ def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, len(parameters), threads):  # no more at once than are being made
             some = parameters[begin : begin + threads]
-            for (name, parameter), whole in zip(some, pool.map(wholes, [name for name, _ in some]), strict=True):
+            for (name, parameter), whole in zip(
+                some, pool.map(wholes, [name for name, _ in some]), strict=True
+            ):
                 own = weights.part(name, whole, job.place.tp, job.plan.tp)
                 parameter.set_value(weights.oriented(name, own))
             if job.loading is not None:
@@ -110,7 +121,9 @@ def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _scaler() -> Any:
-    return paddle.amp.GradScaler(init_loss_scaling=optimizer.FIRST_SCALE, incr_every_n_steps=optimizer.GROWTH_STEPS)
+    return paddle.amp.GradScaler(
+        init_loss_scaling=optimizer.FIRST_SCALE, incr_every_n_steps=optimizer.GROWTH_STEPS
+    )
 
 
 def _distribute(job: Job, modes: Modes, model: Any, adam: Any, scaler: Any) -> tuple[Any, Any, Any]:
@@ -121,7 +134,9 @@ def _distribute(job: Job, modes: Modes, model: Any, adam: Any, scaler: Any) -> t
         copies = groups.get_data_parallel_group() if modes.copies > 1 else None
         net = fleet.distributed_model(model) if modes.tp > 1 else model
         shards = groups.get_sharding_parallel_group()
-        out: tuple[Any, Any, Any] = group_sharded_parallel(net, adam, "os_g", scaler=scaler, group=shards, dp_group=copies)
+        out: tuple[Any, Any, Any] = group_sharded_parallel(
+            net, adam, "os_g", scaler=scaler, group=shards, dp_group=copies
+        )
         return out
     net, adam = fleet.distributed_model(model), fleet.distributed_optimizer(adam)
     return net, adam, None if scaler is None else fleet.distributed_scaler(scaler)

@@ -1,7 +1,8 @@
 """How ranks of Paddle find each other: its variables, from where the run says that they meet.
 
-Paddle's store is a TCP server of rank 0 alone. It listens on every interface, whatever address it is told, and takes no socket
-that is bound already; it holds bytes and unpickles nothing. On one host ranks reach it over loopback.
+Paddle's store is a TCP server of rank 0 alone. It listens on every interface, whatever address it
+is told, and takes no socket that is bound already; it holds bytes and unpickles nothing. On one
+host ranks reach it over loopback.
 """
 
 import os
@@ -13,12 +14,15 @@ from steelyard import files
 from steelyard.engine.framework import Meeting
 
 LOOPBACK = "127.0.0.1"
-MEET_S, LOOK_S = 120.0, 0.05  # for rank 0 to say where; reading a framework from a busy disk takes its time
+# for rank 0 to say where; reading a framework from a busy disk takes its time
+MEET_S, LOOK_S = 120.0, 0.05
 MOST_BYTES = 100
 
 
 def master(meet: Meeting, rank: int) -> tuple[str, int]:
-    """Where rank 0 serves: a free port of its choice that it writes into the file, or the address of the run."""
+    """Where rank 0 serves: a free port of its choice that it writes into the file, or the address
+    of the run.
+    """
     if meet.file is not None:
         return _chosen(meet.file) if rank == 0 else _read(meet.file)
     if meet.address is None or meet.port is None:
@@ -45,8 +49,12 @@ def _read(file: Path) -> tuple[str, int]:
     raise TimeoutError(f"rank 0 did not say within {MEET_S:.0f} s where to meet")
 
 
-def variables(host: str, port: int, rank: int, local_rank: int, world: int, backend: str) -> dict[str, str]:
-    """What Paddle's launcher would set. Its endpoints are names of ranks: nothing listens there but the store."""
+def variables(
+    host: str, port: int, rank: int, local_rank: int, world: int, backend: str
+) -> dict[str, str]:
+    """What Paddle's launcher would set. Its endpoints are names of ranks: nothing listens there but
+    the store.
+    """
     endpoints = [f"{host}:{port + 1 + one}" for one in range(world)]
     told = {
         "PADDLE_TRAINER_ID": str(rank),

@@ -24,9 +24,11 @@ class PaddleTrainer:
         self.job, self.train, self.precision = job, job.train, job.case.question.precision
         self.modes = modes.of(job)
         modes.refuse(self.modes, job.device.lacks)
-        self.kernels = kernels.choose(tune.attention, modes.DTYPES[self.precision.matmul], job.device.lacks)
-        # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's reducer sees parameters
-        # twice, and they are summed afterwards instead.
+        self.kernels = kernels.choose(
+            tune.attention, modes.DTYPES[self.precision.matmul], job.device.lacks
+        )
+        # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's
+        # reducer sees parameters twice, and they are summed afterwards instead.
         self.overlaps = self.modes.data_parallel and not self.modes.recompute
         self.dtypes: dict[str, set[str]] = {}
         self.learns: bool | None = None  # what the last call of a pipeline did
@@ -42,7 +44,11 @@ class PaddleTrainer:
     def prepare(self, part: Part) -> None:
         with part("weights"):
             self.placed = placement.place(self.job, self.modes, self.kernels, self.train)
-            self.net, self.stage, self.adam = self.placed.net, self.placed.stage, self.placed.optimizer
+            self.net, self.stage, self.adam = (
+                self.placed.net,
+                self.placed.stage,
+                self.placed.optimizer,
+            )
             self.scaler = self.placed.scaler
             self.clip = optimizer.readable_clip(self.adam)
             self._found("parameters", [p for _, p in self.placed.parameters])
@@ -58,7 +64,11 @@ class PaddleTrainer:
         with paddle.no_grad():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
-            return self._pipeline([micro], 1.0, False).eval_batch(self._fed([micro]), compute_loss=True).sum()
+            return (
+                self._pipeline([micro], 1.0, False)
+                .eval_batch(self._fed([micro]), compute_loss=True)
+                .sum()
+            )
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
         """Paddle averages gradients over replicas; they must be summed."""
@@ -79,7 +89,9 @@ class PaddleTrainer:
         return nll
 
     def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
-        """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is every stage's."""
+        """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is
+        every stage's.
+        """
         net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
         net.train()
         loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
@@ -87,7 +99,9 @@ class PaddleTrainer:
         return loss.sum() / self.modes.dp
 
     def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
-        """Stages tell each other once what they will send, and whether a gradient comes back: anew where that changes."""
+        """Stages tell each other once what they will send, and whether a gradient comes back: anew
+        where that changes.
+        """
         if learns != self.learns:
             self.net._p2p_helper.clear_meta_cache()
             self.learns = learns
@@ -99,7 +113,9 @@ class PaddleTrainer:
         return self.net
 
     def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
-        """What fleet gives the first stage, and as labels the last; neither reads more of it than its shape."""
+        """What fleet gives the first stage, and as labels the last; neither reads more of it than
+        its shape.
+        """
         tokens = [micro.tokens for micro in micros]
         return [tokens, tokens] if self.stage.first or self.stage.last else None
 
@@ -109,7 +125,11 @@ class PaddleTrainer:
     @contextmanager
     def _apart(self, last: bool) -> Iterator[None]:
         """Without summing over replicas, but in the last micro-batch where that overlaps with it."""
-        with self.net.no_sync() if self.modes.data_parallel and not (last and self.overlaps) else nullcontext():
+        with (
+            self.net.no_sync()
+            if self.modes.data_parallel and not (last and self.overlaps)
+            else nullcontext()
+        ):
             yield
 
     def reduce(self, loss: Tensor) -> Tensor:
@@ -172,7 +192,9 @@ class PaddleTrainer:
             "paddle": paddle.__version__,
             "modes": list(self.modes.names),
             "never_run": modes.untried(self.modes, device, self.precision.name),
-            "dtypes": {name: modes.short_names(types) for name, types in sorted(self.dtypes.items())},
+            "dtypes": {
+                name: modes.short_names(types) for name, types in sorted(self.dtypes.items())
+            },
             "parameters": _elements([p for _, p in self.placed.parameters]),
             "optimizer_states": _elements(optimizer.states(self.adam)),
             "master_weights": _elements(optimizer.masters(self.adam)),
@@ -188,7 +210,8 @@ def _elements(tensors: list[Tensor]) -> int:
 class PaddleTrain(Loop):
     def __init__(self, job: Job) -> None:
         trainer = PaddleTrainer(job)
-        # On one device rows laid end to end need no padding; others must have micro-batches of one size.
+        # On one device rows laid end to end need no padding; others must have micro-batches of one
+        # size.
         padded = not job.case.tune.pack or job.world > 1
         batches = PaddleBatches(job, trainer.train.length, padded)
         super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))

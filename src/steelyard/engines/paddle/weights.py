@@ -1,7 +1,8 @@
-"""Weights as arrays of the host: random ones from a seed, the same that engine torch draws, and what a rank holds of them.
+"""Weights as arrays of the host: random ones from a seed, the same that engine torch draws, and
+what a rank holds of them.
 
-Arrays have the names and the orientation of models/llama.py: a matrix has a row for each output. QKV is stored by key group,
-gate and up one after the other.
+Arrays have the names and the orientation of models/llama.py: a matrix has a row for each output.
+QKV is stored by key group, gate and up one after the other.
 """
 
 import hashlib
@@ -18,7 +19,14 @@ Wholes = Callable[[str], Array]  # a parameter's name → all of it
 CHUNK = 1 << 22  # numbers that are drawn at once
 LANES = 8  # of torch's Box-Muller: 8 uniform numbers for the radius, then 8 for the angle
 ROWS, HALVES, COLUMNS = "rows", "halves", "columns"  # how tensor parallelism divides a matrix
-SPLIT = {"embed": ROWS, "qkv": ROWS, "gate_up": HALVES, "out": COLUMNS, "down": COLUMNS, "output": ROWS}
+SPLIT = {
+    "embed": ROWS,
+    "qkv": ROWS,
+    "gate_up": HALVES,
+    "out": COLUMNS,
+    "down": COLUMNS,
+    "output": ROWS,
+}
 
 
 def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
@@ -39,7 +47,9 @@ def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
 
 
 def random(seed: int, model: LlamaModel) -> Wholes:
-    """As models/llama_init.py fills a model on a CPU: N(0, 1 / columns) in matrices, ones in norms, zeros in biases."""
+    """As models/llama_init.py fills a model on a CPU: N(0, 1 / columns) in matrices, ones in norms,
+    zeros in biases.
+    """
 
     def make(name: str) -> Array:
         size = whole_shape(name, model)
@@ -54,8 +64,9 @@ def random(seed: int, model: LlamaModel) -> Wholes:
 
 
 def normal(seed: int, count: int) -> Array:
-    """Standard normal numbers as torch draws them on a CPU for this seed, up to the last bit of a logarithm and a sine: both
-    have the same Mersenne Twister, of which torch takes 24 bits a number, in blocks of 16. There are 16 or more."""
+    """Standard normal numbers as torch draws them on a CPU for this seed, up to the last bit of a
+    logarithm and a sine: both have the same Mersenne Twister, of which torch takes 24 bits a
+    number, in blocks of 16. There are 16 or more."""
     source = np.random.RandomState(seed & 0xFFFFFFFF)
     out = np.empty(count, np.float32)
     whole = count // (2 * LANES) * (2 * LANES)
@@ -92,5 +103,7 @@ def part(name: str, whole: Array, index: int, count: int) -> Array:
 
 
 def oriented(name: str, array: Array) -> Array:
-    """As Paddle stores it: a linear layer has a column for each output, a table of embeddings a row for each token."""
+    """As Paddle stores it: a linear layer has a column for each output, a table of embeddings a row
+    for each token.
+    """
     return array if name.startswith("embed.") or array.ndim == 1 else np.ascontiguousarray(array.T)

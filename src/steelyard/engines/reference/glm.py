@@ -1,7 +1,9 @@
-"""A GLM trained as its authors' program does, for a baseline: the same numbers as engine `torch`, more slowly.
+"""A GLM trained as its authors' program does, for a baseline: the same numbers as engine `torch`,
+more slowly.
 
-Every candidate is a sequence of its own, padded to all positions of the model; every layer is computed again in the backward
-pass; logits are computed at every position. Nothing is compiled or fused: layers of torch, SDPA with a mask, autograd.
+Every candidate is a sequence of its own, padded to all positions of the model; every layer is
+computed again in the backward pass; logits are computed at every position. Nothing is compiled or
+fused: layers of torch, SDPA with a mask, autograd.
 """
 
 from functools import partial
@@ -17,7 +19,14 @@ from steelyard.engine.job import Job
 from steelyard.models.glm import Glm, GlmBlock
 from steelyard.models.tensors import send
 from steelyard.training.cloze import Accuracy, ClozeBatches
-from steelyard.training.glm import ClozeMicroBatch, Computing, check_recompute, choose_kernel, glm_trainer, shape_of
+from steelyard.training.glm import (
+    ClozeMicroBatch,
+    Computing,
+    check_recompute,
+    choose_kernel,
+    glm_trainer,
+    shape_of,
+)
 from steelyard.training.loop import Loop
 from steelyard.training.trainer import Trainer
 
@@ -40,14 +49,21 @@ def trainer(job: Job) -> Trainer:
 
 def padded(pack: Pack, positions: int) -> int:
     """Tokens of padding in what is computed for a pack."""
-    seen = [length for length, count in zip(pack.contexts, pack.groups, strict=True) for _ in range(count)]
+    seen = [
+        length
+        for length, count in zip(pack.contexts, pack.groups, strict=True)
+        for _ in range(count)
+    ]
     return len(pack.spans) * positions - sum(seen) - sum(pack.spans)
 
 
 def log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Tensor:
     """Log-probabilities of the spans' targets, in the order of a pack."""
     where, mask, picked = sequences(micro, model.shape.positions)
-    ids = (torch.cat((row, row.new_zeros(1)))[where] for row in (micro.tokens, micro.positions, micro.blocks))
+    ids = (
+        torch.cat((row, row.new_zeros(1)))[where]
+        for row in (micro.tokens, micro.positions, micro.blocks)
+    )
     x = F.dropout(model.embed(*ids), dropout)
     for block in model.transformer.layers:
         x = checkpoint(_layer, block, x, mask, dropout, use_reentrant=False)
@@ -67,15 +83,25 @@ def _layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
 
 
 def sequences(micro: ClozeMicroBatch, positions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For every span a sequence of its context and itself: which token of the pack stands where [spans, positions], one more
-    than there are for padding; what each sees [spans, 1, positions, positions]; and where the spans' tokens are among all."""
+    """For every span a sequence of its context and itself: which token of the pack stands where
+    [spans, positions], one more than there are for padding; what each sees [spans, 1, positions,
+    positions]; and where the spans' tokens are among all."""
     contexts, spans, groups = (np.array(part) for part in micro.layout.lengths)
     ends = np.cumsum(spans), np.cumsum(contexts)
-    table = [np.repeat(contexts, groups), np.repeat(ends[1] - contexts, groups), spans, ends[0] - spans]
+    table = [
+        np.repeat(contexts, groups),
+        np.repeat(ends[1] - contexts, groups),
+        spans,
+        ends[0] - spans,
+    ]
     length, start, own, first = send(np.stack(table), micro.tokens.device).unsqueeze(-1)
     n, place = micro.layout.context_tokens, torch.arange(positions, device=micro.tokens.device)
     within = place - length
-    where = torch.where(place < length, start + place, torch.where(within < own, n + first + within, len(micro.tokens)))
+    where = torch.where(
+        place < length,
+        start + place,
+        torch.where(within < own, n + first + within, len(micro.tokens)),
+    )
     mask = (place < length)[:, None, :] | (place <= place[:, None])
     span = micro.span_of_token
     count = torch.arange(len(span), device=span.device)

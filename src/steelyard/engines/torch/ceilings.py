@@ -1,4 +1,6 @@
-"""What torch can show of a device, for `steelyard spec`: matmuls, memory and copies here, attention and exchanges beside it."""
+"""What torch can show of a device, for `steelyard spec`: matmuls, memory and copies here, attention
+and exchanges beside it.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from steelyard.plan.matmuls import Matmul
 
 SAMPLED = 32  # rows and columns of a product that are compared with fp64
 CHUNKS = (1 << 30, 128 * MIB, 16 * MIB)  # in which memory is asked for, until none is had
-FULL_BYTES, QUICK_BYTES = 4096 * MIB, 256 * MIB  # of an array that is read or written; caches have up to some hundred MiB
-COPIED_BYTES = {False: 1024 * MIB, True: 128 * MIB}  # between host and device, by whether it is quick
+# of an array that is read or written; caches have up to some hundred MiB
+FULL_BYTES, QUICK_BYTES = 4096 * MIB, 256 * MIB
+# between host and device, by whether it is quick
+COPIED_BYTES = {False: 1024 * MIB, True: 128 * MIB}
 ARRAYS = 4  # that must fit into what is free, though two are made at most
 
 
@@ -41,15 +45,25 @@ def _plain(dtype: torch.dtype, shape: Matmul, place: torch.device) -> Operands:
 
 
 def _fp8(shape: Matmul, place: torch.device) -> Operands:
-    """E4M3 operands, the second stored by columns as its kernels want it, one scale each; given out in bf16."""
-    a, b = (torch.randn(rows, shape.k, device=place).to(torch.float8_e4m3fn) for rows in (shape.m, shape.n))
+    """E4M3 operands, the second stored by columns as its kernels want it, one scale each; given out
+    in bf16.
+    """
+    a, b = (
+        torch.randn(rows, shape.k, device=place).to(torch.float8_e4m3fn)
+        for rows in (shape.m, shape.n)
+    )
     one = torch.ones((), device=place)
     scaled: Any = torch._scaled_mm
-    return Operands(lambda: scaled(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16), a, b.t())
+    return Operands(
+        lambda: scaled(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16), a, b.t()
+    )
 
 
 def _int8(shape: Matmul, place: torch.device) -> Operands:
-    a, b = (torch.randint(-128, 128, (rows, shape.k), device=place).to(torch.int8) for rows in (shape.m, shape.n))
+    a, b = (
+        torch.randint(-128, 128, (rows, shape.k), device=place).to(torch.int8)
+        for rows in (shape.m, shape.n)
+    )
     multiply: Any = torch._int_mm
     return Operands(lambda: multiply(a, b.t()), a, b.t())
 
@@ -87,7 +101,10 @@ def _spread(size: int, place: torch.device) -> Tensor:
 def apart(told: Tensor, right: Tensor) -> float:
     """The largest difference as a share of the root mean square of what is right."""
     size = right.double().square().mean().sqrt()
-    return float((told.double() - right.double()).abs().max() / size.clamp_min(torch.finfo(torch.float64).tiny))
+    return float(
+        (told.double() - right.double()).abs().max()
+        / size.clamp_min(torch.finfo(torch.float64).tiny)
+    )
 
 
 class TorchCeilings:
@@ -102,7 +119,13 @@ class TorchCeilings:
         yield from self._memory(quick)
         for precision in PRODUCTS:
             for size in ceilings.QUICK_SQUARES if quick else ceilings.SQUARES:
-                shape = Matmul(name="square", layout="nt" if precision in ("fp8", "int8") else "nn", m=size, n=size, k=size)
+                shape = Matmul(
+                    name="square",
+                    layout="nt" if precision in ("fp8", "int8") else "nn",
+                    m=size,
+                    n=size,
+                    k=size,
+                )
                 yield self._matmul(f"square {size}", precision, shape, shrinks=False)
         yield from self._copies(quick)
         yield from ceilings_exchange.rows(self.framework, self.lacks, quick)
@@ -120,8 +143,12 @@ class TorchCeilings:
         self.device.release_memory()
 
     def _case(self, one: CaseShape) -> Row:
-        backward = {"nt": "", "nn": " (input gradient)", "tn": " (weight gradient)"}[one.matmul.layout]
-        return self._matmul(f"{one.case} {one.matmul.name}{backward}", one.precision, one.matmul, shrinks=True)
+        backward = {"nt": "", "nn": " (input gradient)", "tn": " (weight gradient)"}[
+            one.matmul.layout
+        ]
+        return self._matmul(
+            f"{one.case} {one.matmul.name}{backward}", one.precision, one.matmul, shrinks=True
+        )
 
     def _matmul(self, name: str, precision: str, shape: Matmul, shrinks: bool) -> Row:
         def make(budget: Budgeted) -> Made:
@@ -135,7 +162,9 @@ class TorchCeilings:
         return Row("matmul", name, precision, "FLOP/s", make, self.lacks.get(precision))
 
     def _memory(self, quick: bool) -> Iterator[Row]:
-        size = min(QUICK_BYTES if quick else FULL_BYTES, max(MIB, self._free() // ARRAYS // MIB * MIB))
+        size = min(
+            QUICK_BYTES if quick else FULL_BYTES, max(MIB, self._free() // ARRAYS // MIB * MIB)
+        )
 
         def array() -> Tensor:
             return torch.ones(size // 4, device=self.place)
@@ -143,7 +172,12 @@ class TorchCeilings:
         def read(budget: Budgeted) -> Made:
             one = array()
             right = torch.tensor(float(one.numel()), dtype=torch.float64)
-            return Made(one.sum, size, lambda: (apart(one.sum().cpu(), right), BOUNDS["fp32"]), {"bytes": size})
+            return Made(
+                one.sum,
+                size,
+                lambda: (apart(one.sum().cpu(), right), BOUNDS["fp32"]),
+                {"bytes": size},
+            )
 
         def write(budget: Budgeted) -> Made:
             one = array()
@@ -189,7 +223,10 @@ class TorchCeilings:
         held.clear()
         self.release()
         return Made(
-            lambda: None, amount, None, {"how": f"allocated in parts of 1 GiB to {CHUNKS[-1] // MIB} MiB until refused"}
+            lambda: None,
+            amount,
+            None,
+            {"how": f"allocated in parts of 1 GiB to {CHUNKS[-1] // MIB} MiB until refused"},
         )
 
     def _copies(self, quick: bool) -> Iterator[Row]:
@@ -207,7 +244,14 @@ class TorchCeilings:
 
         for down, way in ((False, "host to device"), (True, "device to host")):
             for pinned, kind in ((False, "pageable"), (True, "pinned")):
-                yield Row("copy", f"{way}, {kind}", None, "B/s", partial(make, pinned, down), self.lacks.get("copies"))
+                yield Row(
+                    "copy",
+                    f"{way}, {kind}",
+                    None,
+                    "B/s",
+                    partial(make, pinned, down),
+                    self.lacks.get("copies"),
+                )
 
 
 def _fitting(shape: Matmul, budget: Budgeted, shrinks: bool) -> Matmul:
@@ -220,5 +264,7 @@ def _fitting(shape: Matmul, budget: Budgeted, shrinks: bool) -> Matmul:
     fits = shape.model_copy(update={"m": rows})
     if fits.flops > budget.most:
         least = f" even with {rows} rows" if rows < shape.m else ""
-        raise LacksError(f"not tried: one call{least} would take more than {budget.call_s:g} s here")
+        raise LacksError(
+            f"not tried: one call{least} would take more than {budget.call_s:g} s here"
+        )
     return fits

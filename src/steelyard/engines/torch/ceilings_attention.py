@@ -1,4 +1,6 @@
-"""Attention kernels for `steelyard spec`: forward and backward with the heads of each case, checked against fp64."""
+"""Attention kernels for `steelyard spec`: forward and backward with the heads of each case, checked
+against fp64.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -9,10 +11,18 @@ from torch import Tensor
 
 from steelyard.engine.bench import Budgeted, Made, Row
 from steelyard.models.attention import KERNELS, layout
-from steelyard.plan.ceilings import ATTENTION_BOUND, BACKWARD, GRADIENT_BOUND, LEAST_LENGTH, Heads, case_heads
+from steelyard.plan.ceilings import (
+    ATTENTION_BOUND,
+    BACKWARD,
+    GRADIENT_BOUND,
+    LEAST_LENGTH,
+    Heads,
+    case_heads,
+)
 
 PRECISION = "bf16"  # which every kernel takes
-CHECKED_ROWS = (150, 106)  # tokens of the rows that are compared with fp64: two, so that one that sees the other is seen
+# tokens of the rows that are compared with fp64: two, so that one that sees the other is seen
+CHECKED_ROWS = (150, 106)
 
 
 def rows(place: torch.device, lacks: Mapping[str, str], quick: bool) -> Iterator[Row]:
@@ -22,25 +32,55 @@ def rows(place: torch.device, lacks: Mapping[str, str], quick: bool) -> Iterator
                 way = "backward" if backward else "forward"
                 name = f"{heads.case} {kernel} {way}"
                 make = partial(_make, place, heads, kernel, backward)
-                yield Row("attention", name, PRECISION, "FLOP/s", make, lacks.get(PRECISION), like=f"{kernel} {way}")
+                yield Row(
+                    "attention",
+                    name,
+                    PRECISION,
+                    "FLOP/s",
+                    make,
+                    lacks.get(PRECISION),
+                    like=f"{kernel} {way}",
+                )
 
 
 def _make(place: torch.device, heads: Heads, kernel: str, backward: bool, budget: Budgeted) -> Made:
     count, length, times = heads.rows, heads.length, BACKWARD if backward else 1
-    while budget.most is not None and times * heads.flops(count, length) > budget.most and (count > 1 or length > LEAST_LENGTH):
+    while (
+        budget.most is not None
+        and times * heads.flops(count, length) > budget.most
+        and (count > 1 or length > LEAST_LENGTH)
+    ):
         count, length = (count // 2, length) if count > 1 else (1, max(LEAST_LENGTH, length // 2))
     work = _work(place, heads, kernel, [length] * count, backward)
-    detail = {"heads": heads.heads, "kv_heads": heads.kv_heads, "dim": heads.dim, "rows": count, "tokens": length}
-    return Made(work, times * heads.flops(count, length), partial(_check, place, heads, kernel, backward), detail)
+    detail = {
+        "heads": heads.heads,
+        "kv_heads": heads.kv_heads,
+        "dim": heads.dim,
+        "rows": count,
+        "tokens": length,
+    }
+    return Made(
+        work,
+        times * heads.flops(count, length),
+        partial(_check, place, heads, kernel, backward),
+        detail,
+    )
 
 
 def _inputs(place: torch.device, heads: Heads, lens: list[int], learn: bool) -> list[Tensor]:
     """Queries, keys and values."""
     numbers = (heads.heads, heads.kv_heads, heads.kv_heads)
-    return [torch.randn(sum(lens), n, heads.dim, device=place, dtype=torch.bfloat16).requires_grad_(learn) for n in numbers]
+    return [
+        torch.randn(sum(lens), n, heads.dim, device=place, dtype=torch.bfloat16).requires_grad_(
+            learn
+        )
+        for n in numbers
+    ]
 
 
-def _work(place: torch.device, heads: Heads, kernel: str, lens: list[int], backward: bool) -> Callable[[], Any]:
+def _work(
+    place: torch.device, heads: Heads, kernel: str, lens: list[int], backward: bool
+) -> Callable[[], Any]:
     q, k, v = _inputs(place, heads, lens, backward)
     run = partial(KERNELS[kernel], q, k, v, layout(lens, None, place), None)
     if not backward:
@@ -73,12 +113,14 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor:
         keys, values = b.repeat_interleave(group, 1), c.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", a, keys) * q.shape[-1] ** -0.5
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values))
+        out.append(
+            torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        )
     return torch.cat(out)
 
 
 def _apart(told: Tensor, right: Tensor) -> float:
-    """As a share of each number and the root mean square of all together: a row's first tokens see few keys, and have numbers
-    many times larger than the others."""
+    """As a share of each number and the root mean square of all together: a row's first tokens see
+    few keys, and have numbers many times larger than the others."""
     told, right = told.detach().double(), right.detach()
     return float(((told - right).abs() / (right.abs() + right.square().mean().sqrt())).max())

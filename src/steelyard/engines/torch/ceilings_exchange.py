@@ -1,4 +1,6 @@
-"""What ranks exchange, for `steelyard spec`: copies to the next device, and collectives with their bus bandwidth."""
+"""What ranks exchange, for `steelyard spec`: copies to the next device, and collectives with their
+bus bandwidth.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -10,7 +12,13 @@ from torch import Tensor
 
 from steelyard.engine.bench import Budgeted, Made, Row
 from steelyard.engines.torch.framework import TorchFramework
-from steelyard.plan.ceilings import COLLECTIVE_BYTES, MIB, QUICK_COLLECTIVE_BYTES, Collective, bus_factor
+from steelyard.plan.ceilings import (
+    COLLECTIVE_BYTES,
+    MIB,
+    QUICK_COLLECTIVE_BYTES,
+    Collective,
+    bus_factor,
+)
 
 ALONE = "one device has nobody to exchange with; try --devices 2"
 _dist: Any = dist  # untyped in parts, which parts depends on the version
@@ -25,7 +33,16 @@ def rows(framework: TorchFramework, lacks: Mapping[str, str], quick: bool) -> It
     for one in EXPECTED:
         for size in sizes:
             make = partial(_collective, framework, one, size)
-            yield Row("collective", f"{one} {size // MIB} MiB", None, "B/s", make, alone, like=one, together=True)
+            yield Row(
+                "collective",
+                f"{one} {size // MIB} MiB",
+                None,
+                "B/s",
+                make,
+                alone,
+                like=one,
+                together=True,
+            )
 
 
 def _peer(framework: TorchFramework, size: int, budget: Budgeted) -> Made:
@@ -43,10 +60,16 @@ def copy(source: Tensor, target: Tensor, size_bytes: int, non_blocking: bool) ->
         target.copy_(source)
         return (0.0 if torch.equal(target.cpu(), source.cpu()) else 1.0), 0.0
 
-    return Made(lambda: target.copy_(source, non_blocking=non_blocking), size_bytes, check, {"bytes": size_bytes})
+    return Made(
+        lambda: target.copy_(source, non_blocking=non_blocking),
+        size_bytes,
+        check,
+        {"bytes": size_bytes},
+    )
 
 
-# What each number of a rank's result must be, where rank r brings r + 1 in all its numbers: by the part of the result.
+# What each number of a rank's result must be, where rank r brings r + 1 in all its numbers: by the
+# part of the result.
 EXPECTED: dict[Collective, Callable[[int, int], float]] = {
     "all_reduce": lambda part, world: world * (world + 1) / 2,
     "all_gather": lambda part, world: part + 1,
@@ -64,7 +87,8 @@ def _collective(framework: TorchFramework, name: Collective, size: int, budget: 
     got = torch.empty(few if name == "reduce_scatter" else many, device=place)
 
     def work() -> None:
-        if name == "all_reduce":  # in place: after the check all numbers are 0, or they would grow with every call
+        # in place: after the check all numbers are 0, or they would grow with every call
+        if name == "all_reduce":
             _dist.all_reduce(sent)
         elif name == "all_gather":
             _dist.all_gather_into_tensor(got, sent)
@@ -77,10 +101,14 @@ def _collective(framework: TorchFramework, name: Collective, size: int, budget: 
         work()
         out = sent if name == "all_reduce" else got
         parts = out.view(world, -1) if out.numel() == many else out.view(1, -1)
-        right = torch.tensor([EXPECTED[name](part, world) for part in range(len(parts))], device=place)
+        right = torch.tensor(
+            [EXPECTED[name](part, world) for part in range(len(parts))], device=place
+        )
         wrong = float((parts - right[:, None]).abs().max())
         if name == "all_reduce":
             sent.zero_()
         return wrong, 0.0
 
-    return Made(work, 4 * numbers * bus_factor(name, world), check, {"bytes": 4 * numbers, "ranks": world})
+    return Made(
+        work, 4 * numbers * bus_factor(name, world), check, {"bytes": 4 * numbers, "ranks": world}
+    )

@@ -1,7 +1,7 @@
 """Collectives between the ranks of a plan: issued together for several tensors, without waiting.
 
-On a device they run on a stream of their own. `wait` makes the stream of the computation wait for them, not the host; so what
-is computed between issue and wait overlaps with them.
+On a device they run on a stream of their own. `wait` makes the stream of the computation wait for
+them, not the host; so what is computed between issue and wait overlaps with them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,14 +17,21 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from steelyard.plan.degrees import Plan
 
-# Named reduce_scatter_single and all_gather_single from torch 2.13 on; their older names warn there.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Named reduce_scatter_single and all_gather_single from torch 2.13 on; their older names warn
+# there.
+_reduce_scatter: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+_all_gather: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
 
-REPLICAS = ("copies", "shards")  # the replicas of a plan: copies of groups that divide among them what they hold
+# the replicas of a plan: copies of groups that divide among them what they hold
+REPLICAS = ("copies", "shards")
 DIMS = (*REPLICAS, "stages", "tensor")
 
-Pairs = Sequence[tuple[Tensor, Tensor]]  # the whole and this rank's part of it, which may be a view of it
+# the whole and this rank's part of it, which may be a view of it
+Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Pending(Protocol):
@@ -40,9 +47,11 @@ NOTHING = Nothing()
 
 
 class InTurn:
-    """Collectives of a group that must not overlap with one another: the next is issued when the last is over.
+    """Collectives of a group that must not overlap with one another: the next is issued when the
+    last is over.
 
-    gloo corrupts the heap where several all-gathers and an all-reduce of one group are on their way (torch 2.13)."""
+    gloo corrupts the heap where several all-gathers and an all-reduce of one group are on their way
+    (torch 2.13)."""
 
     def __init__(self) -> None:
         self.last: Pending = NOTHING
@@ -53,7 +62,9 @@ class InTurn:
 
 
 class Once:
-    """What is waited for once, whoever asks: waiting again would copy a result again, over what was made of it."""
+    """What is waited for once, whoever asks: waiting again would copy a result again, over what was
+    made of it.
+    """
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
@@ -65,7 +76,9 @@ class Once:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks along one dimension of a plan, seen from one of them. One alone sends nothing, unless it is forced to."""
+    """Ranks along one dimension of a plan, seen from one of them. One alone sends nothing, unless
+    it is forced to.
+    """
 
     handle: Any = None
     size: int = 1
@@ -82,11 +95,15 @@ class Group:
 
     def reduce_scatter(self, pairs: Pairs) -> Pending:
         """Sum the wholes; each rank gets its part of the sum."""
-        return self._issue([partial(_reduce_scatter, part, whole, group=self.handle) for whole, part in pairs])
+        return self._issue(
+            [partial(_reduce_scatter, part, whole, group=self.handle) for whole, part in pairs]
+        )
 
     def all_gather(self, pairs: Pairs) -> Pending:
         """Fill the wholes with the parts of all ranks."""
-        return self._issue([partial(_all_gather, whole, part, group=self.handle) for whole, part in pairs])
+        return self._issue(
+            [partial(_all_gather, whole, part, group=self.handle) for whole, part in pairs]
+        )
 
     def _issue(self, calls: Sequence[Callable[[], Any]]) -> Pending:
         if not calls:
@@ -123,9 +140,11 @@ class Groups:
         return self.copies, self.shards
 
 
-def form(device: torch.device, backend: str, plan: Plan, degree: int, sharding: int, forced: bool) -> Groups:
-    """The groups of a plan, `degree` of its replicas dividing among them what they hold. All ranks must call it. `forced`: one
-    rank alone sends what several would."""
+def form(
+    device: torch.device, backend: str, plan: Plan, degree: int, sharding: int, forced: bool
+) -> Groups:
+    """The groups of a plan, `degree` of its replicas dividing among them what they hold. All ranks
+    must call it. `forced`: one rank alone sends what several would."""
     if plan.world == 1 and not forced:
         return Groups()
     if not dist.is_initialized():  # one rank alone, whom nobody asked to meet others

@@ -1,4 +1,6 @@
-"""PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an accelerator names."""
+"""PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an
+accelerator names.
+"""
 
 import sys
 from collections.abc import Callable
@@ -37,20 +39,25 @@ class CompileCache:
 
     def counts(self) -> dict[str, int] | None:
         """Both together; None where nothing was compiled."""
-        dynamo = sys.modules.get("torch._dynamo.utils")  # whoever has not compiled has not imported it
+        # whoever has not compiled has not imported it
+        dynamo = sys.modules.get("torch._dynamo.utils")
         graphs = {} if dynamo is None else dynamo.counters["inductor"]
-        both = {name: count + int(graphs.get(GRAPHS[name], 0)) for name, count in self._kernels.items()}
+        both = {
+            name: count + int(graphs.get(GRAPHS[name], 0)) for name, count in self._kernels.items()
+        }
         return both if any(both.values()) else None
 
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
-MEET = timedelta(minutes=2)  # for all ranks to be there; reading a framework from a busy disk takes its time
+# for all ranks to be there; reading a framework from a busy disk takes its time
+MEET = timedelta(minutes=2)
 
 
 def _store(meet: Meeting, rank: int, world: int) -> Any:
-    """What ranks find each other with. No rendezvous of torch's own: it listens on every interface, and unpickles what it is
-    sent. This one holds bytes, in a private file or behind a socket that is bound to one interface."""
+    """What ranks find each other with. No rendezvous of torch's own: it listens on every interface,
+    and unpickles what it is sent. This one holds bytes, in a private file or behind a socket that
+    is bound to one interface."""
     if meet.file is not None:
         return _dist.FileStore(str(meet.file), world)
     if meet.address is None or meet.port is None:
@@ -67,7 +74,9 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
     )
 
 
-def random(rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device) -> torch.Tensor:
+def random(
+    rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device
+) -> torch.Tensor:
     """Return a matrix of random numbers, stored transposed or not."""
     sides = (columns, rows) if transposed else (rows, columns)
     made = torch.randn(*sides, device=place, dtype=dtype)
@@ -77,7 +86,9 @@ def random(rows: int, columns: int, transposed: bool, dtype: torch.dtype, place:
 class TorchFramework(DeviceFramework):
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
-            raise RequestError("this accelerator has no device class for torch; choose another with --accelerator")
+            raise RequestError(
+                "this accelerator has no device class for torch; choose another with --accelerator"
+            )
         self.device: TorchDevice = plugins.load(device)(local_rank, clock)
         if not getattr(self.device, "triton", False):
             jit.disable(self.device.torch_device)
@@ -90,18 +101,24 @@ class TorchFramework(DeviceFramework):
         # Otherwise it costs a pass over memory; nothing here reads any of that.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> tensor_parallel.TensorParallelGroup:
+    def join(
+        self, plan: Plan, rank: int, world: int, meet: Meeting | None
+    ) -> tensor_parallel.TensorParallelGroup:
         self.world = world
         if world == 1:
             return tensor_parallel.TensorParallelGroup()
         if meet is None:
             raise ValueError("ranks that are told nowhere to meet")
-        dist.init_process_group(self.device.backend, store=_store(meet, rank, world), rank=rank, world_size=world)
+        dist.init_process_group(
+            self.device.backend, store=_store(meet, rank, world), rank=rank, world_size=world
+        )
         return tensor_parallel.form(plan, rank, self.device.torch_device)
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Rank r brings r + 1, and nothing it got before."""
-        mine = torch.full((EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device)
+        mine = torch.full(
+            (EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device
+        )
         out = torch.empty_like(mine)
 
         def work() -> None:
@@ -125,7 +142,9 @@ class TorchFramework(DeviceFramework):
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
         size, dtype = self.device.matmul_shape, compute_dtype(precision)
-        a, b = (torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2))
+        a, b = (
+            torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2)
+        )
         if precision == "fp8":
             scaled = fp8.make_rows(a), fp8.make_rows(b)
             return lambda: fp8.product(*scaled), 2 * size**3
@@ -135,12 +154,17 @@ class TorchFramework(DeviceFramework):
         return TorchProfiler(self.device.torch_device)
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
-        """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's stay bf16."""
+        """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's
+        stay bf16.
+        """
         dtype, place = compute_dtype(precision), self.device.torch_device
         try:
             if precision == "fp8" and shape.name != VOCABULARY:
                 inner = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
-                left, right = (fp8.make_rows(random(side, inner, False, dtype, place)) for side in (shape.m, shape.n))
+                left, right = (
+                    fp8.make_rows(random(side, inner, False, dtype, place))
+                    for side in (shape.m, shape.n)
+                )
                 return lambda: fp8.product(left, right), shape.flops
             a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
             b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)

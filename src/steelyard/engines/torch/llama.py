@@ -1,7 +1,8 @@
 """A Llama as engine `torch` trains it, under every plan: what this rank holds of it, and its loss.
 
-Its blocks are fused ones (models/llama_fused.py) over rows without padding. Logits stay in the precision of the matmuls; the
-compiled loss reads them as fp32 inside its kernel, so that no fp32 copy of them is ever there.
+Its blocks are fused ones (models/llama_fused.py) over rows without padding. Logits stay in the
+precision of the matmuls; the compiled loss reads them as fp32 inside its kernel, so that no fp32
+copy of them is ever there.
 """
 
 from collections.abc import Callable
@@ -10,16 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from steelyard.engine.job import Job
 from steelyard.engines.torch.exchange import Groups
 from steelyard.engines.torch.sharded_weights import local_parameters
 from steelyard.engines.torch.shards import Held, Replicas, Unit
-from steelyard.engines.torch.tokens import DividedLosses, Embed, GatherTokens, LossCode, Pick, TokenLinears, apply
+from steelyard.engines.torch.tokens import (
+    DividedLosses,
+    Embed,
+    GatherTokens,
+    LossCode,
+    Pick,
+    TokenLinears,
+    apply,
+)
 from steelyard.models import llama_fp8, placements
 from steelyard.models.llama import Block, LlamaShape, Streams, rotary
-from steelyard.models.llama_fused import Accumulating, AddNorm, BlockKernels, FusedBlock, Gradient, Linears
+from steelyard.models.llama_fused import (
+    Accumulating,
+    AddNorm,
+    BlockKernels,
+    FusedBlock,
+    Gradient,
+    Linears,
+)
 from steelyard.models.placements import Shard
 from steelyard.models.tensors import DTYPES, compute_dtype
 from steelyard.plan.degrees import stage_layers
@@ -28,7 +48,8 @@ from steelyard.training.micro_batches import MicroBatch
 from steelyard.training.placement import Model
 from steelyard.weights import load
 
-# What selective recomputation keeps: the results of matmuls and of attention. All else is computed again.
+# What selective recomputation keeps: the results of matmuls and of attention. All else is computed
+# again.
 KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -39,7 +60,9 @@ KEPT_OPS = {
 
 
 def recomputed(block: Callable[..., Streams], how: str) -> Callable[..., Streams]:
-    """A block whose activations are computed again in the backward pass: all, or all but those of large operations."""
+    """A block whose activations are computed again in the backward pass: all, or all but those of
+    large operations.
+    """
     if how == "none":
         return block
 
@@ -71,10 +94,14 @@ class Stage(nn.Module):
         make: Any = skip_init  # there may be no row
         if self.first:
             self.embed: nn.Embedding = make(nn.Embedding, end - begin, shape.hidden, device="meta")
-        self.layers = nn.ModuleDict({str(i): Block(local) for i in stage_layers(shape.layers, count)[index]})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(local) for i in stage_layers(shape.layers, count)[index]}
+        )
         if self.last:
             self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
-            self.output: nn.Linear = make(nn.Linear, shape.hidden, end - begin, bias=False, device="meta")
+            self.output: nn.Linear = make(
+                nn.Linear, shape.hidden, end - begin, bias=False, device="meta"
+            )
         self.tie()
 
     def tie(self) -> None:
@@ -84,7 +111,9 @@ class Stage(nn.Module):
 
 
 class StageLlama(Model):
-    """A pipeline stage of a tensor-parallel share of a Llama, its parameters divided among replicas as `sharding` says."""
+    """A pipeline stage of a tensor-parallel share of a Llama, its parameters divided among replicas
+    as `sharding` says.
+    """
 
     def __init__(self, job: Job, kernel: str, groups: Groups, sharding: int) -> None:
         self.job, self.kernel, self.groups, self.sharding = job, kernel, groups, sharding
@@ -100,7 +129,9 @@ class StageLlama(Model):
             self.module = Stage(self.shape, place.pp, plan.pp, self.share).train()
         place_in = Shard(self.groups.shards.rank, self.groups.shards.size)
         held: dict[str, Held] = {}
-        self.weights, values = local_parameters(self.module, self.job, self.shape, self.share, self.kept)
+        self.weights, values = local_parameters(
+            self.module, self.job, self.shape, self.share, self.kept
+        )
         for name, value in values:
             shared = placements.placement(name).split is None
             held[name] = Held(name, value, self._read_in(name), self.sharding, place_in, shared)
@@ -111,8 +142,8 @@ class StageLlama(Model):
         return [one.master for one in self.replicas.held] if self.compute != self.kept else None
 
     def _read_in(self, name: str) -> torch.dtype:
-        """What a parameter is held in to compute with. Fp8 is made of what is kept, where that is whole: no 16-bit copy stands
-        between them."""
+        """What a parameter is held in to compute with. Fp8 is made of what is kept, where that is
+        whole: no 16-bit copy stands between them."""
         made = self.fp8 and llama_fp8.is_matrix(name) and self.groups.shards.size == 1
         return self.kept if made else self.compute
 
@@ -120,9 +151,13 @@ class StageLlama(Model):
         """In the order of the forward pass."""
         units = [Unit([held["embed.weight"]], again=False)] if self.module.first else []
         for number in self.module.layers:
-            units.append(Unit([one for name, one in held.items() if name.startswith(f"layers.{number}.")]))
+            units.append(
+                Unit([one for name, one in held.items() if name.startswith(f"layers.{number}.")])
+            )
         if self.module.last:
-            units.append(Unit([held[name] for name in ("norm.weight", "output.weight") if name in held]))
+            units.append(
+                Unit([held[name] for name in ("norm.weight", "output.weight") if name in held])
+            )
         return units
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -141,16 +176,27 @@ class StageLlama(Model):
         offset = [0] * len(whole)
         dim = placements.flat_split(held.name)
         if dim is not None:
-            offset[dim] = self.module.first_token if held.name in placements.VOCABULARY else self.share.index * held.size[dim]
+            offset[dim] = (
+                self.module.first_token
+                if held.name in placements.VOCABULARY
+                else self.share.index * held.size[dim]
+            )
         offset[0] += held.begin
         return whole, tuple(offset)
 
     def compile(self, gradient: Gradient) -> None:
-        """Gradients are summed where replicas exchange them: the optimizer has only this rank's rows."""
+        """Gradients are summed where replicas exchange them: the optimizer has only this rank's
+        rows.
+        """
         tune, module = self.job.case.tune, self.module
-        self.linears, self.kernels = Accumulating(self.replicas.gradient), BlockKernels(tune.compile)
+        self.linears, self.kernels = (
+            Accumulating(self.replicas.gradient),
+            BlockKernels(tune.compile),
+        )
         self.code = LossCode(tune.compile)
-        self.blocks = [recomputed(block, tune.recompute) for block in self._fused(list(module.layers.values()))]
+        self.blocks = [
+            recomputed(block, tune.recompute) for block in self._fused(list(module.layers.values()))
+        ]
 
     def _fused(self, blocks: list[Any]) -> list[Callable[..., Streams]]:
         linears: Linears = self.linears
@@ -162,25 +208,36 @@ class StageLlama(Model):
                 return [llama_fp8.Fp8Block(block, code) for block in blocks]
             linears = llama_fp8.Fp8Linears(code)
         if self.share.count > 1:
-            columns = [layer for block in blocks for name, layer in block.named_children() if name in placements.GATHERED]
+            columns = [
+                layer
+                for block in blocks
+                for name, layer in block.named_children()
+                if name in placements.GATHERED
+            ]
             linears = TokenLinears(linears, self.groups.tensor, columns)
         return [FusedBlock(block, linears, self.kernels) for block in blocks]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
-        """The residual stream after this stage; of the last one, the summed cross-entropy of the micro-batch."""
+        """The residual stream after this stage; of the last one, the summed cross-entropy of the
+        micro-batch.
+        """
         x = self._embed(micro) if x is None else x
         cos, sin = rotary(micro.positions, self.shape, x.dtype)
         delta = torch.zeros_like(x)
         skip = int(self.module.first)
         for i, block in enumerate(self.blocks):
 
-            def run(x: Tensor, delta: Tensor, block: Callable[..., Streams] = block) -> tuple[Tensor, ...]:
+            def run(
+                x: Tensor, delta: Tensor, block: Callable[..., Streams] = block
+            ) -> tuple[Tensor, ...]:
                 return block(x, delta, cos, sin, micro.rows, self.kernel, None)[:2]
 
             x, delta = self.replicas.around(skip + i, run, x, delta)
         if not self.module.last:
             return x + delta
-        [loss] = self.replicas.around(skip + len(self.blocks), lambda x, delta: (self._loss(x, delta, micro),), x, delta)
+        [loss] = self.replicas.around(
+            skip + len(self.blocks), lambda x, delta: (self._loss(x, delta, micro),), x, delta
+        )
         return loss
 
     def _embed(self, micro: MicroBatch) -> Tensor:
@@ -189,16 +246,28 @@ class StageLlama(Model):
 
         table = self.module.embed.weight
         with self.replicas.weights(0):
-            return apply(Embed, table, micro.tokens, self.module.first_token, self.replicas.gradient, self.groups.tensor, done)
+            return apply(
+                Embed,
+                table,
+                micro.tokens,
+                self.module.first_token,
+                self.replicas.gradient,
+                self.groups.tensor,
+                done,
+            )
 
     def _loss(self, x: Tensor, delta: Tensor, micro: MicroBatch) -> Tensor:
         module, tensor = self.module, self.groups.tensor
-        normed: Tensor = AddNorm.apply(x, delta, module.norm.weight, self.shape.norm_eps, self.kernels)[1]  # type: ignore[no-untyped-call]
+        normed: Tensor = AddNorm.apply(
+            x, delta, module.norm.weight, self.shape.norm_eps, self.kernels
+        )[1]  # type: ignore[no-untyped-call]
         if tensor.size > 1:
             normed = apply(GatherTokens, normed, tensor)
         logits = self.linears.linear(apply(Pick, normed, micro.pick), module.output)
         if tensor.size > 1:
-            losses = apply(DividedLosses, logits, micro.targets, module.first_token, tensor, self.code)
+            losses = apply(
+                DividedLosses, logits, micro.targets, module.first_token, tensor, self.code
+            )
         else:
             losses = self.code.losses(logits, micro.targets)
         return losses.sum()
@@ -207,8 +276,12 @@ class StageLlama(Model):
         return self.forward(None, micro)
 
     def details(self) -> dict[str, Any]:
-        """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the prediction of memory reads."""
-        several = {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}
+        """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the
+        prediction of memory reads.
+        """
+        several = (
+            {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}
+        )
         forced = {"distributed": True} if self.job.case.tune.distributed else {}
         made = llama_fp8.details(self.job.device.torch_device) if self.fp8 else {}
         return {"attention": self.kernel, "block": "fused", **several, **forced, **made}

@@ -1,4 +1,6 @@
-"""Torch's profiler as activities of a device: kernels where there are any, else the operators of the CPU."""
+"""Torch's profiler as activities of a device: kernels where there are any, else the operators of
+the CPU.
+"""
 
 import gzip
 import json
@@ -14,19 +16,39 @@ from torch.profiler import ProfilerActivity, profile
 
 from steelyard.engine.profile import Activity, Kind
 
-# The first row whose pattern a name holds says its kind; none: other. Names of cuBLAS (nvjet since 12.8), CUTLASS, cuDNN,
-# torch's flash and memory-efficient attention, Triton's templates, this package's kernels, NCCL and gloo.
+# The first row whose pattern a name holds says its kind; none: other. Names of cuBLAS (nvjet since
+# 12.8), CUTLASS, cuDNN, torch's flash and memory-efficient attention, Triton's templates, this
+# package's kernels, NCCL and gloo.
 PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("bubble", r"(?i)nccl\w*sendrecv|gloo:(send|recv)|c10d::(send|recv_)"),
     ("communication", r"(?i)nccl|gloo:|c10d::|_c10d_functional::"),
-    ("attention", r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|_attend_spans|^_forward$|^_back_(keys|queries)$|^_dot$"),
-    ("matmul", r"(?i)gemm|gemv|nvjet|cublas|cutlass|xmma|triton_tem_fused_(mm|addmm|bmm)|splitk|::_scaled_mm|::_int_mm"),
-    ("matmul", r"^aten::(mm|addmm_?|bmm|baddbmm_?|addbmm_?|dot|mv|addmv)$|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear"),
+    (
+        "attention",
+        r"(?i)flash|fmha|sdpa|scaled_dot_product|attention|_attend_spans|^_forward$|^_back_(keys|queries)$|^_dot$",
+    ),
+    (
+        "matmul",
+        r"(?i)gemm|gemv|nvjet|cublas|cutlass|xmma|triton_tem_fused_(mm|addmm|bmm)|splitk|::_scaled_mm|::_int_mm",
+    ),
+    (
+        "matmul",
+        r"^aten::(mm|addmm_?|bmm|baddbmm_?|addbmm_?|dot|mv|addmv)$|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear",
+    ),
     ("copy", r"^Memcpy|^Memset"),
 )
 KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in PATTERNS)
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace that are the device's own
-BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1, "unsigned char": 1}
+# categories of a trace that are the device's own
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+BYTES = {
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "float": 4,
+    "double": 8,
+    "long int": 8,
+    "int": 4,
+    "bool": 1,
+    "unsigned char": 1,
+}
 MOST_BYTES = 2 << 30  # of a trace that is read back
 
 
@@ -60,18 +82,24 @@ class TorchProfiler:
 
 
 def activities(trace: Mapping[str, Any], on_device: bool) -> Iterator[Activity]:
-    """Of a trace in Chrome's format. On a device its own events; what their calls name is told by the operators that launched
-    them."""
+    """Of a trace in Chrome's format. On a device its own events; what their calls name is told by
+    the operators that launched them."""
     events = [one for one in trace["traceEvents"] if one.get("ph") == "X" and "dur" in one]
     operators = [one for one in events if one.get("cat") == "cpu_op"]
     if not on_device:
         yield from map(_on_cpu, operators)
         return
-    sizes = {one["args"]["External id"]: _size(one) for one in operators if "External id" in one.get("args", {})}
+    sizes = {
+        one["args"]["External id"]: _size(one)
+        for one in operators
+        if "External id" in one.get("args", {})
+    }
     for one in events:
         if one.get("cat") in ON_DEVICE:
             args = one.get("args", {})
-            size = args.get("bytes") if one["cat"] != "kernel" else sizes.get(args.get("External id"))
+            size = (
+                args.get("bytes") if one["cat"] != "kernel" else sizes.get(args.get("External id"))
+            )
             yield _activity(one, f"stream {args.get('stream')}", size)
 
 

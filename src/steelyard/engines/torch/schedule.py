@@ -1,8 +1,10 @@
-"""A pipeline: its stages pass the residual stream on, one micro-batch after the other, forward and backward in turn (1F1B).
+"""A pipeline: its stages pass the residual stream on, one micro-batch after the other, forward and
+backward in turn (1F1B).
 
-Stage s of p has at most p - s micro-batches under way. All stages know the size of every micro-batch, so sizes may differ.
-What a stage sends to a neighbour and what it gets from it are exchanged together, so that neither waits for the other; what
-was sent is kept until the next exchange with the same neighbour.
+Stage s of p has at most p - s micro-batches under way. All stages know the size of every
+micro-batch, so sizes may differ. What a stage sends to a neighbour and what it gets from it are
+exchanged together, so that neither waits for the other; what was sent is kept until the next
+exchange with the same neighbour.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,8 @@ from steelyard.engines.torch.exchange import Group
 from steelyard.training.micro_batches import MicroBatch
 from steelyard.training.placement import Weigh
 
-Before = Callable[[bool, bool], None]  # told before every backward pass whether it is the step's first, and last
+# told before every backward pass whether it is the step's first, and last
+Before = Callable[[bool, bool], None]
 
 
 class Staged(Protocol):
@@ -35,7 +38,9 @@ class Neighbour:
     sent: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
     def exchange(self, give: Tensor | None, take: Tensor | None) -> Tensor | None:
-        """Send one, receive the other, as far as there are any; the received one can be computed with."""
+        """Send one, receive the other, as far as there are any; the received one can be computed
+        with.
+        """
         if not 0 <= self.index < self.group.size:
             return None
         ops = []
@@ -63,14 +68,18 @@ class Neighbour:
 
 class Pipeline:
     def __init__(self, stage: Staged, group: Group, like: Tensor, tp: int, before: Before) -> None:
-        """`like` is of the kind that a stage gives to the next, of whose tokens this rank has one of `tp` parts."""
+        """`like` is of the kind that a stage gives to the next, of whose tokens this rank has one
+        of `tp` parts.
+        """
         self.stage, self.group, self.like, self.tp, self.told = stage, group, like, tp, before
         self.first, self.last = group.rank == 0, group.rank == group.size - 1
         self.before, self.after = Neighbour(group, group.rank - 1), Neighbour(group, group.rank + 1)
         self.under_way: list[tuple[Tensor | None, Tensor]] = []
 
     def learn(self, micros: list[MicroBatch], weigh: Weigh) -> None:
-        """Forward and backward of all micro-batches. The last stage's losses are weighed before the backward pass."""
+        """Forward and backward of all micro-batches. The last stage's losses are weighed before the
+        backward pass.
+        """
         ahead = min(self.group.size - self.group.rank - 1, len(micros))
         x = self._take(micros, 0)
         for i in range(ahead):
@@ -88,7 +97,11 @@ class Pipeline:
         self.after.settle()
 
     def _take(self, micros: list[MicroBatch], number: int) -> Tensor | None:
-        return self.before.exchange(None, self._stream(micros[number])) if number < len(micros) else None
+        return (
+            self.before.exchange(None, self._stream(micros[number]))
+            if number < len(micros)
+            else None
+        )
 
     def _forward(self, x: Tensor | None, micro: MicroBatch, weigh: Weigh) -> Tensor:
         if x is not None:
@@ -114,6 +127,10 @@ class Pipeline:
         out = self.stage.forward(self._take([micro], 0), micro)
         self.after.exchange(None if self.last else out, None)
         self.after.settle()
-        total = out.double().reshape(1) if self.last else torch.zeros(1, dtype=torch.float64, device=self.like.device)
+        total = (
+            out.double().reshape(1)
+            if self.last
+            else torch.zeros(1, dtype=torch.float64, device=self.like.device)
+        )
         dist.broadcast(total, group=self.group.handle, group_src=self.group.size - 1)
         return total[0]

@@ -1,7 +1,9 @@
-"""Engine `torch`, scoring: packed prompts through models/llama.py, logits only where an answer is read.
+"""Engine `torch`, scoring: packed prompts through models/llama.py, logits only where an answer is
+read.
 
-The val pass runs the layers as they are written. The infer pass runs them with a kernel for all that stands between matmuls,
-or, where the device runs no such kernels, compiled: one graph for all layers and batch sizes.
+The val pass runs the layers as they are written. The infer pass runs them with a kernel for all
+that stands between matmuls, or, where the device runs no such kernels, compiled: one graph for all
+layers and batch sizes.
 """
 
 from collections.abc import Callable
@@ -54,8 +56,17 @@ class TorchScorer(Scorer):
         question, group = self.question, self.job.group
         shape, dtype = load.shape_of(question.model), DTYPES[question.precision.weights]
         if self.device.type == "cpu" and group.share.count == 1:
-            shape = GatesApart(**vars(shape))  # SiLU over blocks of eight numbers takes it five times as long
-        given = (self.device, dtype, question.seed, self.job.weights, group.share, group.total, self.job.loading)
+            # SiLU over blocks of eight numbers takes it five times as long
+            shape = GatesApart(**vars(shape))
+        given = (
+            self.device,
+            dtype,
+            question.seed,
+            self.job.weights,
+            group.share,
+            group.total,
+            self.job.loading,
+        )
         self.model, source = build(shape, *given)
         if self.fp8:
             llama_fp8.check_sizes(self.model.shape)
@@ -72,7 +83,8 @@ class TorchScorer(Scorer):
     def _fast_blocks(self) -> Blocks:
         layers: Any = self.model.layers
         if self.fp8:
-            made = Fp8Kernels(fast=jit.serve(self.device))  # where none run, fp8 is emulated, and speed means nothing
+            # where none run, fp8 is emulated, and speed means nothing
+            made = Fp8Kernels(fast=jit.serve(self.device))
             return [Fp8ScoreBlock(block, made) for block in layers]
         if not jit.serve(self.device):
             return [torch.compile(block, dynamic=True) for block in layers]
@@ -88,7 +100,9 @@ class TorchScorer(Scorer):
 
     def hidden(self, inputs: Inputs, pick: Tensor) -> Tensor:
         tokens, positions, rows, keep = inputs
-        return self.model.hidden(tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks, pick)
+        return self.model.hidden(
+            tokens, positions, rows, self.kernel, self.prefix, keep, self.blocks, pick
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.logits(hidden)
@@ -103,7 +117,9 @@ class TorchScorer(Scorer):
 
 
 def choose_kernel(job: Job) -> str:
-    """Return the attention kernel that `tune.attention` names, or the fastest of this device for `auto`."""
+    """Return the attention kernel that `tune.attention` names, or the fastest of this device for
+    `auto`.
+    """
     question, tune = job.case.question, job.case.tune
     shared = question.division == "open"
     kernel = tune.attention
@@ -111,7 +127,8 @@ def choose_kernel(job: Job) -> str:
         kernel = fastest(job.device, question.precision.weights, question.model.dim, shared)
     if shared and kernel == "cudnn":
         raise RequestError(
-            "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, packed, flash, efficient, rows"
+            "tune.attention='cudnn' has no shared prefixes; allowed in division open: auto, packed,"
+            " flash, efficient, rows"
         )
     longest = max(map(len, job.inputs.rows), default=0)
     return with_window(known(kernel, False), question.model.window, longest, tune.attention)

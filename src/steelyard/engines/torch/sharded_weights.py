@@ -1,7 +1,8 @@
-"""Weights of a model that may be divided over devices: one parameter at a time is made or read whole, and each rank keeps its
-part.
+"""Weights of a model that may be divided over devices: one parameter at a time is made or read
+whole, and each rank keeps its part.
 
-So every plan begins with the same numbers, and no rank ever holds more than one parameter beyond its own.
+So every plan begins with the same numbers, and no rank ever holds more than one parameter beyond
+its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +18,16 @@ from steelyard.models.placements import WHOLE, Shard
 from steelyard.weights import checkpoint as layouts
 from steelyard.weights import load
 
-Wholes = Callable[[str, Tensor], Tensor]  # a parameter's name, and an empty tensor of its whole shape to fill
+# a parameter's name, and an empty tensor of its whole shape to fill
+Wholes = Callable[[str, Tensor], Tensor]
 
 
 def local_parameters(
     model: nn.Module, job: Job, shape: LlamaShape, share: Shard, kept: torch.dtype
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """Where weights came from, for the record, and a share's part of every parameter of a model, one after the other."""
+    """Where weights came from, for the record, and a share's part of every parameter of a model,
+    one after the other.
+    """
     names = [name for name, _ in model.named_parameters()]
     if job.weights is None:
         source: dict[str, Any] = {"source": "random", "seed": job.case.question.seed}
@@ -62,10 +66,17 @@ def _random(seed: int, shape: LlamaShape) -> Wholes:
     return make
 
 
-def _read(checkpoint: layouts.Checkpoint, shape: LlamaShape, names: list[str], progress: layouts.ByteProgress | None) -> Wholes:
+def _read(
+    checkpoint: layouts.Checkpoint,
+    shape: LlamaShape,
+    names: list[str],
+    progress: layouts.ByteProgress | None,
+) -> Wholes:
     pieces = layouts.by_parameter(checkpoint.pieces(shape))
     checkpoint.check_values(shape)
-    total = sum(layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name])
+    total = sum(
+        layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name]
+    )
     copied = layouts.Progress(progress, total)
 
     def read(name: str, whole: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
 """What a rank holds of parameters, gradients and states, and when replicas exchange it.
 
-A parameter of n rows is divided among d ranks by its rows: each has ⌈n/d⌉ of them, the last ones fewer or none. What is
-gathered is padded to d times that many, so that every rank's rows are a view of the whole, and nothing is copied.
+A parameter of n rows is divided among d ranks by its rows: each has ⌈n/d⌉ of them, the last ones
+fewer or none. What is gathered is padded to d times that many, so that every rank's rows are a view
+of the whole, and nothing is copied.
 
-A unit (the embedding, a layer, the last norm with the output) is what is exchanged together: gradients as soon as its backward
-pass is over, while that of the unit before it is computed; weights before they are read, while another unit computes.
+A unit (the embedding, a layer, the last norm with the output) is what is exchanged together:
+gradients as soon as its backward pass is over, while that of the unit before it is computed;
+weights before they are read, while another unit computes.
 
     sharding 0   gradients are summed over all copies, after the last micro-batch
     sharding 1   gradients are reduce-scattered in place, after the last micro-batch; weights are gathered after the update
@@ -24,9 +26,19 @@ from steelyard.models.placements import Shard
 
 
 class Held:
-    """A parameter, as this rank holds it. `shared`: the ranks of a tensor-parallel group all have it."""
+    """A parameter, as this rank holds it. `shared`: the ranks of a tensor-parallel group all have
+    it.
+    """
 
-    def __init__(self, name: str, values: Tensor, compute: torch.dtype, sharding: int, place: Shard, shared: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        values: Tensor,
+        compute: torch.dtype,
+        sharding: int,
+        place: Shard,
+        shared: bool,
+    ) -> None:
         self.name, self.size, self.sharding, self.shared = name, values.shape, sharding, shared
         rows = len(values)
         self.chunk = -(-rows // place.count)
@@ -50,17 +62,25 @@ class Held:
         return whole
 
     def _master(self, values: Tensor) -> Tensor:
-        return values if self.rows == len(values) else values[self.begin : self.begin + self.rows].clone()
+        return (
+            values
+            if self.rows == len(values)
+            else values[self.begin : self.begin + self.rows].clone()
+        )
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's rows of a padded whole, padded."""
         return whole.narrow(0, self.at, self.chunk)
 
     def make_gradients(self, master: Tensor) -> None:
-        """Room for what the optimizer reads; where it is divided, whole gradients have room only while they are made."""
+        """Room for what the optimizer reads; where it is divided, whole gradients have room only
+        while they are made.
+        """
         if self.sharding < 2:
             self.gradient = self._zeros(self.padded)
-        self.gradient_part = self._zeros(self.chunk) if self.gradient is None else self.own(self.gradient)
+        self.gradient_part = (
+            self._zeros(self.chunk) if self.gradient is None else self.own(self.gradient)
+        )
         master.grad = self.gradient_part[: self.rows]
 
     def whole_gradient(self) -> Tensor:
@@ -74,12 +94,15 @@ class Held:
 
 
 class Unit:
-    """Parameters that are exchanged together. `again`: its backward reads them too, as all but an embedding's does."""
+    """Parameters that are exchanged together. `again`: its backward reads them too, as all but an
+    embedding's does.
+    """
 
     def __init__(self, held: Sequence[Held], again: bool = True) -> None:
         self.again = again
         self.held = list(held)
-        self.sent = [one for one in held if one.padded]  # of a small vocabulary a tensor-parallel rank may have nothing
+        # of a small vocabulary a tensor-parallel rank may have nothing
+        self.sent = [one for one in held if one.padded]
         self.gathering: Pending | None = None
         self.gathered = False
         self.reducing: Pending | None = None
@@ -119,7 +142,9 @@ class Replicas:
         """Told before every backward pass whether it is the step's first, and last."""
         self.first, self.last = first, last
 
-    def around(self, index: int, run: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+    def around(
+        self, index: int, run: Callable[..., tuple[Tensor, ...]], *given: Tensor
+    ) -> tuple[Tensor, ...]:
         """A unit's forward, with what is exchanged before it, and before and after its backward."""
         if not self.live:
             return run(*given)
@@ -138,7 +163,8 @@ class Replicas:
 
     def _begin(self, index: int) -> None:
         """Before a unit's backward."""
-        if self.reducing is self.units[index]:  # a stage of one unit: its gradients of the micro-batch before are on their way
+        # a stage of one unit: its gradients of the micro-batch before are on their way
+        if self.reducing is self.units[index]:
             self._settle_last()
         self._ready(index, index - 1)
 
@@ -175,14 +201,20 @@ class Replicas:
         if not self.live or (self.sharding < 2 and not self.last):
             return
         if self.sharding == 0:
-            self.works.append(self.groups.copies.all_reduce([one.gradient for one in unit.sent if one.gradient is not None]))
+            self.works.append(
+                self.groups.copies.all_reduce(
+                    [one.gradient for one in unit.sent if one.gradient is not None]
+                )
+            )
             return
         unit.adds, unit.last = self.sharding > 1 and not self.first, self.last
         pairs = []
         for one in unit.sent:
             one.whole_gradient()  # in a micro-batch from which nothing was learned, of zeros
             whole: Any = one.gradient
-            pairs.append((whole, one.own(whole) if unit.adds or self.sharding == 1 else one.gradient_part))
+            pairs.append(
+                (whole, one.own(whole) if unit.adds or self.sharding == 1 else one.gradient_part)
+            )
         unit.reducing = self.groups.shards.reduce_scatter(pairs)
         self._settle_last()
         self.reducing = unit
@@ -198,7 +230,9 @@ class Replicas:
                 one.gradient_part.add_(one.own(one.gradient))
             one.gradient = None
         if unit.last and self.groups.copies.live:
-            self.works.append(self.groups.copies.all_reduce([one.gradient_part for one in unit.sent]))
+            self.works.append(
+                self.groups.copies.all_reduce([one.gradient_part for one in unit.sent])
+            )
 
     def _settle_last(self) -> None:
         unit, self.reducing = self.reducing, None
@@ -211,11 +245,13 @@ class Replicas:
             work.wait()
         self.works = []
         if self.groups.tensor.live:  # norms saw a part of the tokens each
-            self.groups.tensor.all_reduce([one.gradient_part for one in self.held if one.shared]).wait()
+            self.groups.tensor.all_reduce(
+                [one.gradient_part for one in self.held if one.shared]
+            ).wait()
 
     def updated(self) -> None:
-        """The optimizer has changed this rank's rows: send them to those that hold whole weights. Who keeps something made of a
-        weight looks at its version."""
+        """The optimizer has changed this rank's rows: send them to those that hold whole weights.
+        Who keeps something made of a weight looks at its version."""
         torch.autograd.graph.increment_version([one.parameter for one in self.held])
         if self.sharding in (1, 2) and self.groups.shards.live:
             for unit in self.units:

@@ -1,4 +1,6 @@
-"""Tensor-parallel groups: the ranks that hold one model together, and what they send each other while it scores."""
+"""Tensor-parallel groups: the ranks that hold one model together, and what they send each other
+while it scores.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,5 +41,9 @@ def form(layout: Plan, rank: int, device: torch.device) -> TensorParallelGroup:
     """The group of a rank. All ranks must call it."""
     if layout.tp == 1:
         return TensorParallelGroup()
-    mesh = init_device_mesh(device.type, (layout.dp, layout.pp, layout.tp), mesh_dim_names=("dp", "pp", "tp"))
-    return TensorParallelGroup(Shard(degrees.place(layout, rank).tp, layout.tp), mesh["tp"].get_group())
+    mesh = init_device_mesh(
+        device.type, (layout.dp, layout.pp, layout.tp), mesh_dim_names=("dp", "pp", "tp")
+    )
+    return TensorParallelGroup(
+        Shard(degrees.place(layout, rank).tp, layout.tp), mesh["tp"].get_group()
+    )

@@ -1,9 +1,10 @@
-"""Tensor parallelism with sequence parallelism: each rank has a part of the tokens of the residual stream, and inside attention
-and FFN all tokens of a part of the heads and columns.
+"""Tensor parallelism with sequence parallelism: each rank has a part of the tokens of the residual
+stream, and inside attention and FFN all tokens of a part of the heads and columns.
 
-Before a matmul that is divided by what it gives, tokens are gathered; after one that is divided by what it takes, parts of a
-sum are summed and tokens divided again. A rank keeps only its own tokens for the backward pass, and gathers the others' again
-there, while the gradient of the input is computed; that is summed and divided while the gradient of the weight is computed.
+Before a matmul that is divided by what it gives, tokens are gathered; after one that is divided by
+what it takes, parts of a sum are summed and tokens divided again. A rank keeps only its own tokens
+for the backward pass, and gathers the others' again there, while the gradient of the input is
+computed; that is summed and divided while the gradient of the weight is computed.
 """
 
 from collections.abc import Callable
@@ -68,7 +69,9 @@ class GatheredLinear(torch.autograd.Function):
     """All tokens times a weight, from a part of them."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, gradient: Gradient, group: Group) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, gradient: Gradient, group: Group
+    ) -> Tensor:
         context.save_for_backward(x)
         context.weight, context.gradient, context.group = weight, gradient, group
         whole, pending = gathered(x, group)
@@ -88,7 +91,9 @@ class GatheredLinear(torch.autograd.Function):
 
 
 class TokenLinears:
-    """The matmuls of a block whose tokens are divided: `columns` are those that are divided by what they give."""
+    """The matmuls of a block whose tokens are divided: `columns` are those that are divided by what
+    they give.
+    """
 
     def __init__(self, inner: Linears, group: Group, columns: list[nn.Linear]) -> None:
         self.inner, self.group, self.columns = inner, group, {id(layer) for layer in columns}
@@ -96,23 +101,35 @@ class TokenLinears:
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         if id(layer) not in self.columns:
             return apply(ScatterTokens, self.inner.linear(x, layer), self.group)
-        if not isinstance(self.inner, Accumulating):  # other matmuls keep all tokens, as they want them
+        # other matmuls keep all tokens, as they want them
+        if not isinstance(self.inner, Accumulating):
             return self.inner.linear(apply(GatherTokens, x, self.group), layer)
         out = apply(GatheredLinear, x, layer.weight, self.inner.gradient, self.group)
         return out if layer.bias is None else out + layer.bias
 
-    def swiglu_linear(self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels) -> Tensor:
-        return apply(ScatterTokens, self.inner.swiglu_linear(gate_up, layer, block, kernels), self.group)
+    def swiglu_linear(
+        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+    ) -> Tensor:
+        return apply(
+            ScatterTokens, self.inner.swiglu_linear(gate_up, layer, block, kernels), self.group
+        )
 
 
 class Embed(torch.autograd.Function):
-    """Rows of a table, whose gradient is added to where `gradient` says. Of a part of a table, which begins at token `first`,
-    the tokens of other parts give zeros; they are summed over the group, and divided. Nothing comes before it: its backward
-    pass is the stage's last, and calls `done`."""
+    """Rows of a table, whose gradient is added to where `gradient` says. Of a part of a table,
+    which begins at token `first`, the tokens of other parts give zeros; they are summed over the
+    group, and divided. Nothing comes before it: its backward pass is the stage's last, and calls
+    `done`."""
 
     @staticmethod
     def forward(
-        context: Any, table: Tensor, tokens: Tensor, first: int, gradient: Gradient, group: Group, done: Callable[[], None]
+        context: Any,
+        table: Tensor,
+        tokens: Tensor,
+        first: int,
+        gradient: Gradient,
+        group: Group,
+        done: Callable[[], None],
     ) -> Tensor:
         here = None
         if group.size > 1:
@@ -124,7 +141,11 @@ class Embed(torch.autograd.Function):
         context.table, context.gradient, context.group, context.done = table, gradient, group, done
         if here is None:
             return F.embedding(tokens, table)
-        rows = F.embedding(tokens, table) if len(table) else table.new_empty(len(tokens), table.shape[1])
+        rows = (
+            F.embedding(tokens, table)
+            if len(table)
+            else table.new_empty(len(tokens), table.shape[1])
+        )
         part, pending = scattered(torch.where(here[:, None], rows, 0), group)
         pending.wait()
         return part
@@ -160,10 +181,14 @@ class Pick(torch.autograd.Function):
 
 
 class DividedLosses(torch.autograd.Function):
-    """The cross-entropy of each target, from logits of which every rank has a part of the columns: they are never gathered."""
+    """The cross-entropy of each target, from logits of which every rank has a part of the columns:
+    they are never gathered.
+    """
 
     @staticmethod
-    def forward(context: Any, logits: Tensor, targets: Tensor, first: int, group: Group, code: "LossCode") -> Tensor:
+    def forward(
+        context: Any, logits: Tensor, targets: Tensor, first: int, group: Group, code: "LossCode"
+    ) -> Tensor:
         own = targets - first
         here = (own >= 0) & (own < logits.shape[1])
         own = torch.where(here, own, 0)
@@ -195,7 +220,9 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """One for each target: a compiler has several ways to reduce over them, and takes another whenever they become few."""
+    """One for each target: a compiler has several ways to reduce over them, and takes another
+    whenever they become few.
+    """
     return F.cross_entropy(_wide(logits), targets, reduction="none")
 
 

@@ -1,7 +1,8 @@
 """Engine `torch`, training a Llama over all devices of a plan, or on one.
 
-The loss of a step is the same function of the same numbers as on one device, and so are its gradients: they are summed over
-replicas, never averaged, because each replica's part of the loss is divided by the targets of all.
+The loss of a step is the same function of the same numbers as on one device, and so are its
+gradients: they are summed over replicas, never averaged, because each replica's part of the loss is
+divided by the targets of all.
 """
 
 import math
@@ -38,21 +39,30 @@ class Placed(SingleDevice):
 
     @property
     def separate(self) -> bool:  # type: ignore[override]
-        """Whole replicas: what they exchange waits for nobody before `reduce`. Tensor parallelism, pipelines and shards wait
-        for one another inside forward and backward."""
+        """Whole replicas: what they exchange waits for nobody before `reduce`. Tensor parallelism,
+        pipelines and shards wait for one another inside forward and backward."""
         groups = self.groups
-        return groups.copies.size > 1 and groups.shards.size == groups.tensor.size == groups.stages.size == 1
+        return (
+            groups.copies.size > 1
+            and groups.shards.size == groups.tensor.size == groups.stages.size == 1
+        )
 
     def attach(self, model: Model, optimizer: Adam) -> None:
         self.replicas = self.stage.replicas
         self.replicas.make_gradients(optimizer.master)
         optimizer.clear = self.replicas.zero
-        optimizer.scale(torch.zeros((), device=self.device))  # stages without a loss need the scale too
+        # stages without a loss need the scale too
+        optimizer.scale(torch.zeros((), device=self.device))
         stages = self.groups.stages
         if stages.size > 1:
-            stages.total(torch.zeros((), device=self.device))  # neighbours may exchange only after all have met once
-            like = torch.empty(0, self.stage.shape.hidden, dtype=self.stage.compute, device=self.device)
-            self.pipeline = Pipeline(self.stage, stages, like, self.groups.tensor.size, self.replicas.before)
+            # neighbours may exchange only after all have met once
+            stages.total(torch.zeros((), device=self.device))
+            like = torch.empty(
+                0, self.stage.shape.hidden, dtype=self.stage.compute, device=self.device
+            )
+            self.pipeline = Pipeline(
+                self.stage, stages, like, self.groups.tensor.size, self.replicas.before
+            )
 
     def no_losses(self) -> list[Tensor]:
         return [torch.zeros((), dtype=self.wide, device=self.device)]
@@ -78,9 +88,15 @@ class Placed(SingleDevice):
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
         """What all ranks of a tensor-parallel group hold counts once."""
         once = self.groups.tensor.rank == 0
-        counted = [grad for grad, one in zip(grads, self.replicas.held, strict=True) if once or not one.shared]
+        counted = [
+            grad
+            for grad, one in zip(grads, self.replicas.held, strict=True)
+            if once or not one.shared
+        ]
         total = total_norm(counted, overflows)
-        divided = [one for one in (self.groups.shards, self.groups.tensor, self.groups.stages) if one.live]
+        divided = [
+            one for one in (self.groups.shards, self.groups.tensor, self.groups.stages) if one.live
+        ]
         if divided:
             total = _sum(total.square(), *divided).sqrt()
             for found in overflows:  # all ranks take a step, or none
@@ -122,7 +138,8 @@ def row_batches(job: Job) -> RowBatches:
     """Rows laid end to end need no padding, unless it was asked for, or code is made for one size."""
     tune = job.case.tune
     any_size = jit.serve(job.device.torch_device) or not tune.compile
-    grain = math.lcm(GRAIN, job.plan.tp)  # a tensor-parallel group divides the tokens of a micro-batch
+    # a tensor-parallel group divides the tokens of a micro-batch
+    grain = math.lcm(GRAIN, job.plan.tp)
     return RowBatches(job, job.train.length, padded=not tune.pack or not any_size, grain=grain)
 
 
@@ -131,4 +148,6 @@ def choose_kernel(job: Job) -> str:
     question, kernel = job.case.question, job.case.tune.attention
     if kernel == "auto":
         kernel = fastest(job.device, COMPUTED_IN[question.precision.matmul], question.model.dim)
-    return with_window(known(kernel, True), question.model.window, job.train.length, job.case.tune.attention)
+    return with_window(
+        known(kernel, True), question.model.window, job.train.length, job.case.tune.attention
+    )

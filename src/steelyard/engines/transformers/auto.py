@@ -1,8 +1,9 @@
-"""Any AutoModelForCausalLM of the library: built from a case's configuration or loaded from its folder, divided into what
-makes hidden states and what makes logits of them, and counted on meta tensors.
+"""Any AutoModelForCausalLM of the library: built from a case's configuration or loaded from its
+folder, divided into what makes hidden states and what makes logits of them, and counted on meta
+tensors.
 
-No code of a model's folder is ever run, no pickle is read and nothing is fetched: only the library's own classes, and
-safetensors.
+No code of a model's folder is ever run, no pickle is read and nothing is fetched: only the
+library's own classes, and safetensors.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from steelyard.errors import RequestError
 from steelyard.models.auto_shape import AutoModel
 from steelyard.weights import hf_config, hf_folder, huggingface
 
-LENGTHS = (16, 32, 48)  # tokens that are counted: a forward of T costs a·T + b·T², and the third proves it
+# tokens that are counted: a forward of T costs a·T + b·T², and the third proves it
+LENGTHS = (16, 32, 48)
 COUNTED_BY = "torch.utils.flop_counter on meta tensors"
 PLAIN = ("F64", "F32", "F16", "BF16")  # types of weights that mean what they say
 CHECKED = 8  # tokens on which a divided model is compared with the whole
@@ -31,14 +33,19 @@ CHECKED = 8  # tokens on which a divided model is compared with the whole
 def configuration(model_type: str, config: dict[str, Any], null: list[str]) -> Any:
     """The library's configuration of a model."""
     if model_type not in CONFIG_MAPPING:
-        raise RequestError(f"model_type {model_type!r} is none that this version of transformers has; install a newer one")
+        raise RequestError(
+            f"model_type {model_type!r} is none that this version of transformers has; install a"
+            " newer one"
+        )
     # The library writes into what it is given.
     told = deepcopy({key: value for key, value in config.items() if key != "model_type"})
     try:
         return AutoConfig.for_model(model_type, **told, **dict.fromkeys(null))
     except Exception as error:  # each class checks its own fields, and has its own errors
         first = " ".join(str(error).split())[:300]
-        raise RequestError(f"transformers does not take this configuration of {model_type!r}: {first}") from error
+        raise RequestError(
+            f"transformers does not take this configuration of {model_type!r}: {first}"
+        ) from error
 
 
 def of_shape(model: AutoModel) -> Any:
@@ -46,19 +53,24 @@ def of_shape(model: AutoModel) -> Any:
 
 
 def make(config: Any, experts: str | None = None) -> Any:
-    """A model on the current default device, with the library's own random weights and its own choice of attention."""
+    """A model on the current default device, with the library's own random weights and its own
+    choice of attention.
+    """
     told = {} if experts is None else {"experts_implementation": experts}
     build: Any = AutoModelForCausalLM.from_config
     try:
         return build(config, trust_remote_code=False, **told).eval()
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise RequestError(f"transformers makes no causal language model of this configuration: {error}") from error
+        raise RequestError(
+            f"transformers makes no causal language model of this configuration: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A model in two: `base` makes hidden states of tokens, `head` makes logits of them with all that the model does to
-    logits. `layers` is the list of its layers in `owner`, where there is one."""
+    """A model in two: `base` makes hidden states of tokens, `head` makes logits of them with all
+    that the model does to logits. `layers` is the list of its layers in `owner`, where there is
+    one."""
 
     model: Any
     base: Any
@@ -89,7 +101,10 @@ def divide(model: Any, device: torch.device) -> Divided:
     """The two halves, which together must compute what the model computes."""
     base, name = model.base_model, model.base_model_prefix
     if base is model or not hasattr(model, name):
-        raise RequestError(f"{type(model).__name__}: its layers and its head are not apart; engine transformers needs that")
+        raise RequestError(
+            f"{type(model).__name__}: its layers and its head are not apart; engine transformers"
+            " needs that"
+        )
     stub = _Given()
 
     def head(hidden: Tensor) -> Tensor:
@@ -106,16 +121,29 @@ def divide(model: Any, device: torch.device) -> Divided:
 
 
 def _check(model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torch.device) -> None:
-    tokens = torch.arange(3, 3 + CHECKED, device=device)[None] % model.config.get_text_config().vocab_size
+    tokens = (
+        torch.arange(3, 3 + CHECKED, device=device)[None]
+        % model.config.get_text_config().vocab_size
+    )
     other = torch.cat((tokens[:, :-1], tokens[:, :1]), 1)  # another last token
     with torch.inference_mode():
         whole = model(input_ids=tokens, use_cache=False).logits[0]
-        hidden, changed = (base(input_ids=one, use_cache=False).last_hidden_state[0] for one in (tokens, other))
+        hidden, changed = (
+            base(input_ids=one, use_cache=False).last_hidden_state[0] for one in (tokens, other)
+        )
         parts = head(hidden)
     if not torch.allclose(hidden[:-1], changed[:-1], rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise RequestError(f"{type(model).__name__}: tokens see those behind them, so it is no causal language model")
-    if whole.shape != parts.shape or not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4, equal_nan=True):
-        raise RequestError(f"{type(model).__name__}: its head alone does not give the model's logits; it cannot be scored here")
+        raise RequestError(
+            f"{type(model).__name__}: tokens see those behind them, so it is no causal language"
+            " model"
+        )
+    if whole.shape != parts.shape or not torch.allclose(
+        whole, parts, rtol=1e-4, atol=1e-4, equal_nan=True
+    ):
+        raise RequestError(
+            f"{type(model).__name__}: its head alone does not give the model's logits; it cannot be"
+            " scored here"
+        )
 
 
 def _layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
@@ -135,8 +163,8 @@ class Counted:
 
 
 def count(config: Any) -> Counted:
-    """Parameters, and FLOPs of a forward by torch's counter, on meta tensors: attention over the whole square; of experts,
-    those that a token is sent to, and no more."""
+    """Parameters, and FLOPs of a forward by torch's counter, on meta tensors: attention over the
+    whole square; of experts, those that a token is sent to, and no more."""
     with torch.device("meta"):
         model = make(config, experts="batched_mm")
     base = model.base_model
@@ -145,7 +173,10 @@ def count(config: Any) -> Counted:
     pair, left = divmod(forwards[1] * one - forwards[0] * two, one * two * (two - one))
     token = forwards[0] // one - pair * one
     if left or [token * tokens + pair * tokens**2 for tokens in LENGTHS] != forwards:
-        raise RequestError(f"{type(model).__name__}: FLOPs of {LENGTHS} tokens are {forwards}, which is not a·T + b·T²")
+        raise RequestError(
+            f"{type(model).__name__}: FLOPs of {LENGTHS} tokens are {forwards}, which is not a·T +"
+            " b·T²"
+        )
     logits = model.get_output_embeddings()
     rows = torch.empty(1, logits.weight.shape[1], device="meta", dtype=logits.weight.dtype)
     parameters = sum(one.numel() for one in model.parameters())
@@ -153,7 +184,8 @@ def count(config: Any) -> Counted:
 
 
 def _forward(base: Any, tokens: int) -> None:
-    # A mask is given: making one looks at values, which meta tensors do not have. Older models take no mask of pairs.
+    # A mask is given: making one looks at values, which meta tensors do not have. Older models take
+    # no mask of pairs.
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
     given = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     try:
@@ -167,7 +199,9 @@ def _flops(work: Callable[[], Any]) -> int:
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             work()
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError) as error:
-        raise RequestError(f"FLOPs cannot be counted on meta tensors: {str(error).splitlines()[0]}") from error
+        raise RequestError(
+            f"FLOPs cannot be counted on meta tensors: {str(error).splitlines()[0]}"
+        ) from error
     return int(counter.get_total_flops())
 
 
@@ -183,25 +217,39 @@ def load(
     hf_folder.check_auto(folder, model)
     if not any((folder / name).is_file() for name in (hf_config.SINGLE_NAME, hf_config.INDEX_NAME)):
         raise RequestError(
-            f"{folder}: engine transformers reads a model of type {model.model_type!r} from safetensors alone; "
-            "convert it with transformers' save_pretrained"
+            f"{folder}: engine transformers reads a model of type {model.model_type!r} from"
+            " safetensors alone; convert it with transformers' save_pretrained"
         )
     shards = huggingface.shards_in(folder)
     for one in (one for shard in shards for one in shard.tensors.values()):
         if one.name.endswith("weight") and one.dtype not in PLAIN:
-            raise RequestError(f"{folder}: {one.name} is stored in {one.dtype}, allowed: {', '.join(PLAIN)}; give plain ones")
+            raise RequestError(
+                f"{folder}: {one.name} is stored in {one.dtype}, allowed: {', '.join(PLAIN)}; give"
+                " plain ones"
+            )
     read: Any = AutoModelForCausalLM.from_pretrained
-    told = {"dtype": dtype, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+    told = {
+        "dtype": dtype,
+        "use_safetensors": True,
+        "local_files_only": True,
+        "trust_remote_code": False,
+    }
     made, info = read(folder, config=of_shape(model), output_loading_info=True, **told)
     for what in ("missing_keys", "mismatched_keys"):
         if info.get(what):  # the library fills such tensors with random numbers, and goes on
             first = min(map(str, info[what]))
-            raise RequestError(f"{folder}: {what.replace('_', ' ')}: {first}; give a complete folder of this model")
-    tensors = [(one.name, one.dtype, list(one.shape)) for shard in shards for one in shard.tensors.values()]
+            raise RequestError(
+                f"{folder}: {what.replace('_', ' ')}: {first}; give a complete folder of this model"
+            )
+    tensors = [
+        (one.name, one.dtype, list(one.shape)) for shard in shards for one in shard.tensors.values()
+    ]
     facts = {
         "source": "huggingface",
         "files": [{"name": shard.path.name, "bytes": shard.size_bytes} for shard in shards],
-        "header_sha256": hf_config.digest([(shard.size_bytes, shard.header_sha256) for shard in shards], tensors),
+        "header_sha256": hf_config.digest(
+            [(shard.size_bytes, shard.header_sha256) for shard in shards], tensors
+        ),
         "parameters": model.parameters,
     }
     return made.to(device).eval().requires_grad_(False), facts

@@ -1,5 +1,5 @@
-"""What the library makes of a model's folder, for a parent that never imports it: started as its own process, answers in a
-file. `python -m steelyard.engines.transformers.probe FOLDER ANSWER`."""
+"""What the library makes of a model's folder, for a parent that never imports it: started as its
+own process, answers in a file. `python -m steelyard.engines.transformers.probe FOLDER ANSWER`."""
 
 import json
 import sys
@@ -15,7 +15,8 @@ from steelyard.errors import RequestError, short_repr
 from steelyard.models.auto_shape import wanted
 from steelyard.weights import hf_config, hf_folder
 
-# A model of the same kind that is tiny, in the words that configurations have in common; each class maps them to its own.
+# A model of the same kind that is tiny, in the words that configurations have in common; each class
+# maps them to its own.
 TINY: dict[str, int] = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -37,23 +38,35 @@ TINY: dict[str, int] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists with an entry for each layer
+# lists with an entry for each layer
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The model as a case tells it, and a tiny one of its kind; the reason instead of that where none can be made."""
+    """The model as a case tells it, and a tiny one of its kind; the reason instead of that where
+    none can be made.
+    """
     config = hf_config.read_json(folder / hf_config.CONFIG_NAME)
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         hf_folder.check_code(folder, config)
         raise RequestError(
-            f"{folder / hf_config.CONFIG_NAME}: model_type is {short_repr(config.get('model_type'))}, and transformers "
-            f"{_version()} has no causal language model of that type; give another model, or install a newer transformers"
+            f"{folder / hf_config.CONFIG_NAME}: model_type is"
+            f" {short_repr(config.get('model_type'))}, and transformers {_version()} has no causal"
+            " language model of that type; give another model, or install a newer transformers"
         )
     kept = {key: value for key, value in wanted(config).items() if key != "model_type"}
     made = auto.configuration(model_type, kept, [])
-    null = [key for key, value in config.items() if value is None and getattr(made, key, None) is not None]
-    null = [key for key in null if key not in ("dtype", "torch_dtype", "pad_token_id", "bos_token_id", "eos_token_id")]
+    null = [
+        key
+        for key, value in config.items()
+        if value is None and getattr(made, key, None) is not None
+    ]
+    null = [
+        key
+        for key in null
+        if key not in ("dtype", "torch_dtype", "pad_token_id", "bos_token_id", "eos_token_id")
+    ]
     out: dict[str, Any] = {"model": table(model_type, kept, null), "smoke": None, "why": None}
     try:
         out["smoke"] = table(model_type, tiny(made, kept), null)
@@ -93,13 +106,22 @@ def _positions(text: Any) -> int:
         found = getattr(text, name, None)
         if isinstance(found, int) and found > 0:
             return found
-    raise RequestError("its configuration does not say how many positions it has (max_position_embeddings); give another model")
+    raise RequestError(
+        "its configuration does not say how many positions it has (max_position_embeddings); give"
+        " another model"
+    )
 
 
 def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:
     names = {name: made.attribute_map.get(name, name) for name in TINY}
-    told = {names[name]: value for name, value in TINY.items() if getattr(made, name, None) is not None}
-    lists = {key: config[key][: TINY["num_hidden_layers"]] for key in PER_LAYER if isinstance(config.get(key), list)}
+    told = {
+        names[name]: value for name, value in TINY.items() if getattr(made, name, None) is not None
+    }
+    lists = {
+        key: config[key][: TINY["num_hidden_layers"]]
+        for key in PER_LAYER
+        if isinstance(config.get(key), list)
+    }
     return {**config, **told, **lists}
 
 

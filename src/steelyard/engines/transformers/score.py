@@ -1,10 +1,12 @@
-"""Engine `transformers`, scoring: the library's class of the model's type as users run it today. Eager for val, compiled for
-infer. Weights of a Llama come through our own loader; a model of any other type is the library's alone (auto.py).
+"""Engine `transformers`, scoring: the library's class of the model's type as users run it today.
+Eager for val, compiled for infer. Weights of a Llama come through our own loader; a model of any
+other type is the library's alone (auto.py).
 
-Batches are padded on the right, where causal attention never looks, so no mask is passed; padding is computed, and recorded
-as `padded`. Layers are compiled one by one, which shares one graph among them: compiling the whole model took minutes, and
-its graph cannot leave out the causal mask. `tune.batching`: `sorted` (what auto means here) batches prompts of like length,
-`single` is one prompt at a time.
+Batches are padded on the right, where causal attention never looks, so no mask is passed; padding
+is computed, and recorded as `padded`. Layers are compiled one by one, which shares one graph among
+them: compiling the whole model took minutes, and its graph cannot leave out the causal mask.
+`tune.batching`: `sorted` (what auto means here) batches prompts of like length, `single` is one
+prompt at a time.
 """
 
 import contextlib
@@ -52,7 +54,10 @@ class TransformersScorer(Scorer):
         self.device: torch.device = job.device.torch_device
         self.attention = "sdpa" if tune.attention == "auto" else tune.attention
         if self.attention not in ATTENTION:
-            raise RequestError(f"tune.attention={self.attention!r} is not known; allowed: auto, {', '.join(ATTENTION)}")
+            raise RequestError(
+                f"tune.attention={self.attention!r} is not known; allowed: auto,"
+                f" {', '.join(ATTENTION)}"
+            )
         self.plain: nn.ModuleList = nn.ModuleList()
         self.compiled: nn.ModuleList | None = None
         self.counted: dict[str, Any] = {}  # of a model whose FLOPs only the library tells
@@ -112,17 +117,21 @@ def _llama(engine: TransformersScorer) -> tuple[Divided, dict[str, Any]]:
 
 
 def _auto(engine: TransformersScorer) -> tuple[Divided, dict[str, Any]]:
-    """The library's own model and loader. What the case says of its FLOPs is counted again: a record must not say more."""
+    """The library's own model and loader. What the case says of its FLOPs is counted again: a
+    record must not say more.
+    """
     question = engine.job.case.question
     counted = asdict(auto.count(auto.of_shape(question.model)))
     for name, value in counted.items():
         if getattr(question.model, name) != value:
             raise RequestError(
-                f"question.model.{name} is {getattr(question.model, name)}, and of this model {value} are counted here; make "
-                "the case again with steelyard case new"
+                f"question.model.{name} is {getattr(question.model, name)}, and of this model"
+                f" {value} are counted here; make the case again with steelyard case new"
             )
     dtype = DTYPES[question.precision.weights]
-    model, source = auto.load(question.model, engine.job.weights, engine.device, dtype, question.seed)
+    model, source = auto.load(
+        question.model, engine.job.weights, engine.device, dtype, question.seed
+    )
     kernel = str(getattr(model.config, "_attn_implementation", engine.attention))
     engine.counted = {"attention": kernel, "flops": auto.COUNTED_BY, "class": type(model).__name__}
     return auto.divide(model, engine.device), source
@@ -134,12 +143,16 @@ LOADERS = {"llama": _llama, "auto": _auto}
 def config(model: LlamaModel | GlmModel) -> PretrainedConfig:
     """Of the library's class for the model."""
     told = written(load.shape_of(model))
-    made: PretrainedConfig = AutoConfig.for_model(told.pop("model_type"), **told, attn_implementation="sdpa")
+    made: PretrainedConfig = AutoConfig.for_model(
+        told.pop("model_type"), **told, attn_implementation="sdpa"
+    )
     return made
 
 
 def _restore_buffers(model: nn.Module) -> None:
-    """Rotary frequencies are computed buffers, in no checkpoint; `to_empty` left them without values."""
+    """Rotary frequencies are computed buffers, in no checkpoint; `to_empty` left them without
+    values.
+    """
     for name, module in list(model.named_modules()):
         if hasattr(module, "inv_freq"):
             fresh = type(module)(config=module.config).to(module.inv_freq.device)

@@ -1,13 +1,16 @@
-"""Engine `transformers`, training: the library's class of the model's type, its layers compiled one by one, fused AdamW.
+"""Engine `transformers`, training: the library's class of the model's type, its layers compiled one
+by one, fused AdamW.
 
-Rows are [rows, length], and segments of a row are told to the library as its users do: by positions that begin again. Its
-SDPA attention then makes a block-causal mask by itself, which keeps out the fastest kernels; so positions are passed only
-where a row has a second segment from which something is learned. `tune.attention`: `sdpa` (what auto means here), or one of
-our packed kernels by name, called through the library's own AttentionInterface with the arguments it has for flash-attn:
-what users get who install that package.
+Rows are [rows, length], and segments of a row are told to the library as its users do: by positions
+that begin again. Its SDPA attention then makes a block-causal mask by itself, which keeps out the
+fastest kernels; so positions are passed only where a row has a second segment from which something
+is learned. `tune.attention`: `sdpa` (what auto means here), or one of our packed kernels by name,
+called through the library's own AttentionInterface with the arguments it has for flash-attn: what
+users get who install that package.
 
-The loss is read at learned tokens alone, as in engine `torch`. The plain call with `labels=` makes fp32 logits of every
-token and is slower: a comparison with it would be one of losses, not of models.
+The loss is read at learned tokens alone, as in engine `torch`. The plain call with `labels=` makes
+fp32 logits of every token and is slower: a comparison with it would be one of losses, not of
+models.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +44,8 @@ PACKED = "steelyard_packed"  # the name of our kernels in the library
 
 @dataclass(frozen=True)
 class RowsMicroBatch(MicroBatch):
-    alone: bool  # every segment from which something is learned begins its row: plain causal attention is right
+    # every segment from which something is learned begins its row: plain causal attention is right
+    alone: bool
 
 
 class SegmentedRows(RowBatches):
@@ -66,10 +70,16 @@ def choose_kernel(job: Job) -> str:
     tune = job.case.tune
     kernel = "sdpa" if tune.attention == "auto" else tune.attention
     if tune.recompute == "selective":
-        raise RequestError("engine transformers recomputes whole layers; allowed: tune.recompute=none or full")
+        raise RequestError(
+            "engine transformers recomputes whole layers; allowed: tune.recompute=none or full"
+        )
     known(kernel, True, "sdpa")
     window = job.case.question.model.window
-    return kernel if kernel == "sdpa" else with_window(kernel, window, job.train.length, tune.attention)
+    return (
+        kernel
+        if kernel == "sdpa"
+        else with_window(kernel, window, job.train.length, tune.attention)
+    )
 
 
 class ShardedLayers:
@@ -79,8 +89,8 @@ class ShardedLayers:
         tune, precision = job.case.tune, job.case.question.precision
         if not tune.sharding or shard_degree(job.case, job.plan.dp) != job.plan.dp:
             raise RequestError(
-                "engine transformers divides what it holds among all its devices; add --set tune.sharding=3 (or 1 or 2), "
-                "without tune.sharding_degree"
+                "engine transformers divides what it holds among all its devices; add --set"
+                " tune.sharding=3 (or 1 or 2), without tune.sharding_degree"
             )
         self.device, self.sharding = job.device, tune.sharding
         self.kept, self.compute = DTYPES[precision.weights], compute_dtype(precision.matmul)
@@ -91,10 +101,13 @@ class ShardedLayers:
         return Sharded(self.mesh.get_group(), self.sharding, self.compute, device)
 
     def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
-        """Every rank has made or read the whole, and keeps its part. What is kept in another precision is so in the parts, and
-        gathered in that of the matmuls. Returns the outermost modules."""
+        """Every rank has made or read the whole, and keeps its part. What is kept in another
+        precision is so in the parts, and gathered in that of the matmuls. Returns the outermost
+        modules."""
         if master is not None:
-            for parameter, one in zip((p for p in model.parameters() if p.requires_grad), master, strict=True):
+            for parameter, one in zip(
+                (p for p in model.parameters() if p.requires_grad), master, strict=True
+            ):
                 parameter.data = one
         roots = [model.model, model.lm_head]
         shard([*model.model.layers, *roots], self.mesh, self.sharding, self.compute, self.kept)
@@ -110,12 +123,19 @@ class TransformersLlama(Model):
         self.masked = self.batches = 0
 
     def build(self) -> list[Tensor] | None:
-        """The model in the precision it is computed in, and what is learned of it in the one that is kept, where that is
-        another. The same weights as every engine: read, checked or made by our own loader, then handed over."""
+        """The model in the precision it is computed in, and what is learned of it in the one that
+        is kept, where that is another. The same weights as every engine: read, checked or made by
+        our own loader, then handed over."""
         job, question = self.job, self.job.case.question
-        precision, device, made = question.precision, job.device.torch_device, config(question.model)
+        precision, device, made = (
+            question.precision,
+            job.device.torch_device,
+            config(question.model),
+        )
         shape, dtype = load.shape_of(question.model), DTYPES[precision.weights]
-        ours, self.weights = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
+        ours, self.weights = build(
+            shape, device, dtype, question.seed, job.weights, progress=job.loading
+        )
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         model.set_attn_implementation("sdpa" if self.kernel == "sdpa" else PACKED)
@@ -125,10 +145,12 @@ class TransformersLlama(Model):
         del ours
         job.device.release_memory()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.endswith("o_proj.bias"))  # a Llama of ours has none: it stays zero
+            # a Llama of ours has none: it stays zero
+            parameter.requires_grad_(not name.endswith("o_proj.bias"))
         master = [p.detach() for p in model.parameters() if p.requires_grad]
         model.to(compute_dtype(precision.matmul))
-        # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in every precision.
+        # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in
+        # every precision.
         model.model.rotary_emb = type(model.model.rotary_emb)(config=made).to(device)
         self.module = model
         has_master = master[0].dtype != model.lm_head.weight.dtype
@@ -138,19 +160,29 @@ class TransformersLlama(Model):
         return None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        return [
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        ]
 
     def compile(self, gradient: Gradient) -> None:
         tune = self.job.case.tune
         if tune.recompute == "full":
-            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.module.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         if tune.compile:
             for module in (*self.module.model.layers, self.module.model.norm):
                 module.forward = torch.compile(module.forward)  # inside of what recomputes a layer
-        self.head: Callable[..., Tensor] = torch.compile(_head, dynamic=True) if tune.compile else _head
+        self.head: Callable[..., Tensor] = (
+            torch.compile(_head, dynamic=True) if tune.compile else _head
+        )
 
     def variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
-        """With a mask and without, which are graphs of their own: a border is cut into rows that may have none."""
+        """With a mask and without, which are graphs of their own: a border is cut into rows that
+        may have none.
+        """
         if self.kernel == "sdpa" and isinstance(micro, RowsMicroBatch):
             half = max(1, micro.rows.max_q // 2)
             yield replace(micro, positions=micro.positions % half, alone=False)
@@ -161,7 +193,9 @@ class TransformersLlama(Model):
 
     def loss(self, micro: MicroBatch) -> Tensor:
         tokens = micro.tokens.view(-1, micro.rows.max_q)
-        hidden = self.module.model(input_ids=tokens, use_cache=False, **self._segments(micro)).last_hidden_state
+        hidden = self.module.model(
+            input_ids=tokens, use_cache=False, **self._segments(micro)
+        ).last_hidden_state
         return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
     def _segments(self, micro: MicroBatch) -> dict[str, Any]:
@@ -178,7 +212,9 @@ class TransformersLlama(Model):
         return {} if alone else {"position_ids": positions}
 
     def details(self) -> dict[str, Any]:
-        """`masked`: batches that a mask was made for, of all that were computed outside of warming up."""
+        """`masked`: batches that a mask was made for, of all that were computed outside of warming
+        up.
+        """
         counts = {"masked": self.masked, "batches": self.batches} if self.kernel == "sdpa" else {}
         sharding = {} if self.layers is None else {"sharding": self.layers.sharding}
         return {"attention": self.kernel, "block": "plain", **counts, **sharding}
@@ -205,8 +241,8 @@ def _packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What the library calls, with [rows, heads, length, D]; it wants [rows, length, heads, D]. It makes no mask for names
-    that it does not know."""
+    """What the library calls, with [rows, heads, length, D]; it wants [rows, length, heads, D]. It
+    makes no mask for names that it does not know."""
     q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     rows = Layout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     out = attend(q, k, v, rows, kernel, window=sliding_window)

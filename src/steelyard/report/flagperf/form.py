@@ -1,4 +1,5 @@
-"""What the form of FlagPerf's published result pages is made of: lines, lists of metrics, tables of values.
+"""What the form of FlagPerf's published result pages is made of: lines, lists of metrics, tables of
+values.
 
 Labels, headings and column names are theirs, letter for letter, also where two pages differ in a
 colon. What a number means is said in Steelyard's own words. A name in braces stands for values of
@@ -30,7 +31,9 @@ class Each:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a list of metrics. `about` names the metric or setting whose meaning stands in its last cell."""
+    """A row of a list of metrics. `about` names the metric or setting whose meaning stands in its
+    last cell.
+    """
 
     name: Text
     index: Text
@@ -46,8 +49,8 @@ class MetricList:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of values: a setting, or metrics joined by a slash. `form` is how this page writes a number, where that is not
-    the metric's own; a value in another unit than `unit` says so."""
+    """A column of values: a setting, or metrics joined by a slash. `form` is how this page writes a
+    number, where that is not the metric's own; a value in another unit than `unit` says so."""
 
     title: Text
     setting: str = ""
@@ -70,9 +73,10 @@ Block = Lines | Each | MetricList | ValueTable
 
 @dataclass(frozen=True)
 class PageLayout:
-    """`addresses` say where that page has the data set from; `explained` are columns that its lists leave out, with the metric
-    of each; `data_noted`: its lines have no place for the data that were read, which stand in a note;
-    `beside` are metrics that count as that page does, and stand in a note for each row."""
+    """`addresses` say where that page has the data set from; `explained` are columns that its lists
+    leave out, with the metric of each; `data_noted`: its lines have no place for the data that were
+    read, which stand in a note; `beside` are metrics that count as that page does, and stand in a
+    note for each row."""
 
     blocks: tuple[Block, ...]
     addresses: tuple[Text, ...]

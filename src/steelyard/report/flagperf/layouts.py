@@ -42,7 +42,12 @@ _SCORE_ENTRIES = (
     Entry(pair("form.validation_throughput"), same("p_val_whole"), "p_val_whole"),
     Entry(pair("form.validation_compute_throughput"), same("p_val_core"), "p_val_core"),
     Entry(pair("form.inference_throughput"), same("p_infer_whole"), "p_infer_whole"),
-    Entry(pair("form.inference_compute_throughput"), same("*p_infer_core"), "p_infer_core", strong=True),
+    Entry(
+        pair("form.inference_compute_throughput"),
+        same("*p_infer_core"),
+        "p_infer_core",
+        strong=True,
+    ),
 )
 
 MMLU = PageLayout(
@@ -64,7 +69,11 @@ MMLU = PageLayout(
         _METRIC_LIST,
         MetricList(
             _LIST,
-            (*_SCORE_ENTRIES, MFU, Entry(pair("form.inference_result"), pair("form.acc_infer_val"), "acc")),
+            (
+                *_SCORE_ENTRIES,
+                MFU,
+                Entry(pair("form.inference_result"), pair("form.acc_infer_val"), "acc"),
+            ),
         ),
         _METRIC_VALUES,
         ValueTable(
@@ -100,7 +109,9 @@ LAMBADA = PageLayout(
         Each("   - ", "toolkit"),
         Lines(*pair("form.3_results")),
         _METRIC_LIST,
-        MetricList(_LIST, (*_SCORE_ENTRIES, Entry(pair("form.inference_result"), same("loss"), "loss"))),
+        MetricList(
+            _LIST, (*_SCORE_ENTRIES, Entry(pair("form.inference_result"), same("loss"), "loss"))
+        ),
         _METRIC_VALUES,
         ValueTable(
             (
@@ -126,10 +137,7 @@ LAMBADA = PageLayout(
 
 _CONFIG = Column(pair("form.configuration"), "config")
 _COMMON = (pair("form.metric"), pair("form.value"), pair("form.notes"))
-_TRAIN_ENVIRONMENT = (
-    Lines(*pair("form.configuration_and_run_information")),
-    SOFTWARE,
-)
+_TRAIN_ENVIRONMENT = (Lines(*pair("form.configuration_and_run_information")), SOFTWARE)
 _DEPENDENT = Lines(*pair("form.dependent_software_versions_2"))
 _GENERAL = Lines(*pair("form.general_metrics"))
 _PERFORMANCE = Lines(*pair("form.performance"))
@@ -161,7 +169,9 @@ ALPACA = PageLayout(
                 _DEVICE,
                 Entry(pair("form.device_memory"), see("mem"), "mem"),
                 Entry(pair("form.compute_utilization"), see("MFU"), "mfu_nominal"),
-                Entry(pair("form.throughput"), see("token/p/s"), "tokens_per_device_s", strong=True),
+                Entry(
+                    pair("form.throughput"), see("token/p/s"), "tokens_per_device_s", strong=True
+                ),
             ),
         ),
         _PERFORMANCE,
@@ -216,15 +226,24 @@ OPENWEBTEXT = PageLayout(
                 setting("precision"),
                 setting("fix_hp", "batch"),
                 setting("parallel_strategy", "strategy"),
-                Column(same("throughput"), metrics=("tokens_per_device_s",), unit="tokens/s/device", after=" tokens/s"),
+                Column(
+                    same("throughput"),
+                    metrics=("tokens_per_device_s",),
+                    unit="tokens/s/device",
+                    after=" tokens/s",
+                ),
                 setting("memory", "memory"),
             ),
             over="model",
         ),
     ),
     addresses=(
-        same("wget https://bj.bcebos.com/paddlenlp/models/transformers/llama/data/llama_openwebtext_100k_ids.npy"),
-        same("wget https://bj.bcebos.com/paddlenlp/models/transformers/llama/data/llama_openwebtext_100k_idx.npz"),
+        same(
+            "wget https://bj.bcebos.com/paddlenlp/models/transformers/llama/data/llama_openwebtext_100k_ids.npy"
+        ),
+        same(
+            "wget https://bj.bcebos.com/paddlenlp/models/transformers/llama/data/llama_openwebtext_100k_idx.npz"
+        ),
     ),
     dataset=same("openwebtext"),
     category=pair("form.text_classification_text_generation"),

@@ -1,7 +1,8 @@
-"""Pages in the form of FlagPerf's published ones, ready to be submitted there: one a case and kind of accelerator.
+"""Pages in the form of FlagPerf's published ones, ready to be submitted there: one a case and kind
+of accelerator.
 
-Rows are of valid runs; what is not valid is named below the table. Rates count real tokens, never padding, and MFU is that of
-those pages: FLOPs from the nominal parameter count.
+Rows are of valid runs; what is not valid is named below the table. Rates count real tokens, never
+padding, and MFU is that of those pages: FLOPs from the nominal parameter count.
 """
 
 import re
@@ -13,7 +14,17 @@ from steelyard.metrics.table import row as metric_row
 from steelyard.record.record import Record
 from steelyard.report.as_md import escape, line
 from steelyard.report.document import Lang
-from steelyard.report.flagperf.form import Block, Column, Each, Entry, Lines, MetricList, PageLayout, Text, ValueTable
+from steelyard.report.flagperf.form import (
+    Block,
+    Column,
+    Each,
+    Entry,
+    Lines,
+    MetricList,
+    PageLayout,
+    Text,
+    ValueTable,
+)
 from steelyard.report.flagperf.layouts import ALPACA, LAMBADA, MMLU, OPENWEBTEXT, RECORD
 from steelyard.report.flagperf.values import ROW, device, is_made, page_values
 from steelyard.report.numbers import UNKNOWN, bare, joined
@@ -74,23 +85,34 @@ def pages(records: list[Record], lang: Lang) -> list[CasePage]:
             by_device.setdefault(device(run.record), []).append(run.record)
         for kind, found in by_device.items():
             source = Source(_layout(found[0]), found, list(case[2:]), Words(lang))
-            out.append(CasePage(_name((*case[:2], kind), out), case[0], case[1], kind, _page(source)))
+            out.append(
+                CasePage(_name((*case[:2], kind), out), case[0], case[1], kind, _page(source))
+            )
     return out
 
 
 def _layout(record: Record) -> PageLayout:
     if record.task.name not in LAYOUTS:
         known = ", ".join(LAYOUTS)
-        raise RequestError(f"--layout flagperf: case {record.case.name} asks {record.task.name}; FlagPerf has pages of {known}")
+        raise RequestError(
+            f"--layout flagperf: case {record.case.name} asks {record.task.name}; FlagPerf has"
+            f" pages of {known}"
+        )
     return LAYOUTS[record.task.name]
 
 
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
     """Return the name of a page's file. Its parts come from strangers: none may lead out of a
     folder, and no two pages share a name."""
-    name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts)
+    name = "-".join(
+        re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts
+    )
     taken = {page.name for page in earlier}
-    return next(one for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3))) if one not in taken)
+    return next(
+        one
+        for one in (name, *(f"{name}-{n}" for n in range(2, len(taken) + 3)))
+        if one not in taken
+    )
 
 
 def _page(source: Source) -> str:
@@ -106,7 +128,10 @@ def _block(block: Block, source: Source) -> list[str]:
             found = _values(value, source) or [UNKNOWN]
             return [prefix.format(n=number) + text for number, text in enumerate(found, 1)]
         case MetricList(heads, entries):
-            return [*_heads([source.spoken(head) for head in heads]), *(_entry(entry, source) for entry in entries)]
+            return [
+                *_heads([source.spoken(head) for head in heads]),
+                *(_entry(entry, source) for entry in entries),
+            ]
         case ValueTable():
             return _table(block, source)
 
@@ -175,7 +200,11 @@ def _number(name: str, column: Column, record: Record) -> str:
     submit."""
     found = record.metrics.get(name)
     judged = record.quality.evaluated or record.quality.metric not in column.metrics
-    return bare(column.form or metric_row(name).form, found.value) if found is not None and judged else UNKNOWN
+    return (
+        bare(column.form or metric_row(name).form, found.value)
+        if found is not None and judged
+        else UNKNOWN
+    )
 
 
 def _notes(source: Source) -> list[str]:
@@ -197,16 +226,25 @@ def _notes(source: Source) -> list[str]:
 
 def _of_page(source: Source) -> list[str]:
     say, size = source.say, source.records[0].case.size
-    out = [say("flagperf.explained", title, _meaning(name, source)) for title, name in source.layout.explained]
+    out = [
+        say("flagperf.explained", title, _meaning(name, source))
+        for title, name in source.layout.explained
+    ]
     out += page_values(source.described, "data_line", say) if source.layout.data_noted else []
     out += [say("flagperf.smoke", size)] if size != "full" else []
-    return out + ([say("flagperf.changed", say("comma").join(source.changed))] if source.changed else [])
+    return out + (
+        [say("flagperf.changed", say("comma").join(source.changed))] if source.changed else []
+    )
 
 
 # What is said of a row, where there is something to say.
 REMARKS: tuple[Callable[[Record, Words], str], ...] = (
-    lambda record, say: scope(record, say) if record.scope.kind != "full" or record.restarts else "",
-    lambda record, say: "" if record.quality.evaluated else say("flagperf.unevaluated", record.quality.metric),
+    lambda record, say: (
+        scope(record, say) if record.scope.kind != "full" or record.restarts else ""
+    ),
+    lambda record, say: (
+        "" if record.quality.evaluated else say("flagperf.unevaluated", record.quality.metric)
+    ),
     lambda record, say: "" if record.case.division == "closed" else say("flagperf.open"),
 )
 
@@ -240,5 +278,7 @@ def _beside(record: Record, source: Source) -> list[str]:
         found = record.metrics.get(name)
         text = UNKNOWN if found is None else bare(metric_row(name).form, found.value)
         if found is not None and text != UNKNOWN:
-            out.append(source.say("flagperf.beside", name, text, found.unit, _meaning(name, source)))
+            out.append(
+                source.say("flagperf.beside", name, text, found.unit, _meaning(name, source))
+            )
     return out

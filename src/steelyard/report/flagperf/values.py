@@ -1,4 +1,6 @@
-"""What stands in the places of a page of FlagPerf's form: values of the page, and settings of a run. Unknown is a slash."""
+"""What stands in the places of a page of FlagPerf's form: values of the page, and settings of a
+run. Unknown is a slash.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,13 +63,20 @@ def _toolkit(record: Record, say: Words) -> list[str]:
 
 def _data(record: Record, say: Words) -> list[str]:
     table = record.data.model_dump()
-    return [f"{say(f'data.{name}')}{say('flagperf.colon')}{spelled(table[name])}" for name in DATA if table.get(name)]
+    return [
+        f"{say(f'data.{name}')}{say('flagperf.colon')}{spelled(table[name])}"
+        for name in DATA
+        if table.get(name)
+    ]
 
 
 def is_made(record: Record) -> bool:
     """Return whether the package made the data; a case that would have them made may be given a
     file."""
-    return bool(record.case.question["data"].get("made")) and record.data.model_dump().get("source") == "made"
+    return (
+        bool(record.case.question["data"].get("made"))
+        and record.data.model_dump().get("source") == "made"
+    )
 
 
 def _tokenizer(record: Record) -> Any:
@@ -76,7 +85,11 @@ def _tokenizer(record: Record) -> Any:
 
 def _weights(record: Record, say: Words) -> list[str]:
     table = record.weights.model_dump(mode="json")
-    return [f"{name}{say('flagperf.colon')}{spelled(value)}" for name, value in table.items() if value is not None]
+    return [
+        f"{name}{say('flagperf.colon')}{spelled(value)}"
+        for name, value in table.items()
+        if value is not None
+    ]
 
 
 def _divided(record: Record) -> list[tuple[str, int]]:
@@ -92,14 +105,24 @@ def _degrees(record: Record, say: Words) -> list[str]:
 
 def _techniques(record: Record, say: Words) -> list[str]:
     named = [say(f"flagperf.technique.{name}") for name, _ in _divided(record)]
-    return [say("flagperf.techniques", say("flagperf.and").join(named)) if named else say("flagperf.none")]
+    return [
+        (
+            say("flagperf.techniques", say("flagperf.and").join(named))
+            if named
+            else say("flagperf.none")
+        )
+    ]
 
 
 def _optimization(record: Record, say: Words) -> list[str]:
     """Return settings that are not the default, and the attention kernel that the engine chose."""
     told = {"attention": record.engine.details.attention, **tuned(record)}
-    chosen = {name: value for name, value in told.items() if name != "parallel" and value is not None}
-    return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [say("flagperf.none")]
+    chosen = {
+        name: value for name, value in told.items() if name != "parallel" and value is not None
+    }
+    return [f"{name}={spelled(value, depth=1)}" for name, value in chosen.items()] or [
+        say("flagperf.none")
+    ]
 
 
 def _batch(record: Record) -> int | None:
@@ -123,18 +146,21 @@ PAGE: dict[str, Values] = {
     "case": _one(lambda record: record.case.name),
     "model": _one(model),
     "precision": _one(lambda record: record.case.precision),
-    "changes": lambda record, say: [", ".join(changed_question(record.case.origins)) or say("flagperf.none")],
+    "changes": lambda record, say: [
+        ", ".join(changed_question(record.case.origins)) or say("flagperf.none")
+    ],
     "device": _one(device),
     "machine": _one(_machine),
     "machine_device": lambda record, say: [
-        say("comma").join(filter(None, (_machine(record), device(record)))),
+        say("comma").join(filter(None, (_machine(record), device(record))))
     ],
     "cpu": _cpu,
     "network": _one(lambda record: record.site.get("network")),
     "os": _one(lambda record: record.environment.software.os),
     "kernel": _one(lambda record: record.environment.software.kernel),
     "driver": _one(lambda record: record.environment.software.driver),
-    "docker": lambda record, say: [],  # a record knows that a container is around it, and not its version
+    # a record knows that a container is around it, and not its version
+    "docker": lambda record, say: [],
     "framework": _one(framework_version),
     "framework_name": _one(lambda record: getattr(framework_version(record), "name", None)),
     "packages": _packages,
@@ -143,7 +169,7 @@ PAGE: dict[str, Values] = {
     "implementation": _one(lambda record: f"{record.engine.name}, {record.question.model.family}"),
     "data": _data,
     "data_line": lambda record, say: [
-        say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN),
+        say("flagperf.data", say("comma").join(_data(record, say)) or UNKNOWN)
     ],
     "data_source": _one(lambda record: record.data.model_dump().get("source")),
     "tokenizer": _one(lambda record: _tokenizer(record) or None),
@@ -188,7 +214,11 @@ def _batch_text(record: Record, say: Words) -> str:
     train, batch = record.question.train, _batch(record)
     accumulate = record.engine.details.micro_batches
     parts = [f"per_device_bs={record.tune.micro_batch}", f"accumulate={spelled(accumulate)}"]
-    tokens = None if train is None or batch is None or record.task.batch_unit != "rows" else batch * train.length
+    tokens = (
+        None
+        if train is None or batch is None or record.task.batch_unit != "rows"
+        else batch * train.length
+    )
     return ", ".join([*parts, f"(global bs = {spelled(tokens)} tokens)"])
 
 

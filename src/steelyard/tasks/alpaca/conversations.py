@@ -1,11 +1,14 @@
-"""Conversations to fine-tune on, from a file, from the folder that holds it, or of the package's own making.
+"""Conversations to fine-tune on, from a file, from the folder that holds it, or of the package's
+own making.
 
-Two forms are read, told apart by their first letter and perhaps gzipped: alpaca's JSON (a list of objects with
-`instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with `conversations`, a list of turns with
-`from` and `value`, and perhaps `instruction`). Of an alpaca object the human says the instruction and, where there is one,
-the input; what stands between the two is the case's `joint`. The converter that made FlagAI's `alpaca_data_train.jsonl`, the
-file of the published runs, is not public; three line feeds stand there in that file. A line of conversations has its joint in
-it, so that the field changes nothing of it. An answer may be empty: alpaca's data has some.
+Two forms are read, told apart by their first letter and perhaps gzipped: alpaca's JSON (a list of
+objects with `instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with
+`conversations`, a list of turns with `from` and `value`, and perhaps `instruction`). Of an alpaca
+object the human says the instruction and, where there is one, the input; what stands between the
+two is the case's `joint`. The converter that made FlagAI's `alpaca_data_train.jsonl`, the file of
+the published runs, is not public; three line feeds stand there in that file. A line of
+conversations has its joint in it, so that the field changes nothing of it. An answer may be empty:
+alpaca's data has some.
 """
 
 import random
@@ -30,16 +33,32 @@ Role = Literal["human", "assistant"]
 
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 # A tokenizer may stand beside the data.
-_NO_DATA = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json", "added_tokens.json")
-_ROLES: dict[str, Role] = {"human": "human", "user": "human", "gpt": "assistant", "assistant": "assistant"}
+_NO_DATA = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_ROLES: dict[str, Role] = {
+    "human": "human",
+    "user": "human",
+    "gpt": "assistant",
+    "assistant": "assistant",
+}
 _ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
 _STRING = "allowed: a string"
-_LINE = 'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}], "instruction": "…"}'
+_LINE = (
+    'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}],'
+    ' "instruction": "…"}'
+)
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, the human's and the assistant's in turn, and what is said to the assistant before them, mostly nothing."""
+    """Turns, the human's and the assistant's in turn, and what is said to the assistant before
+    them, mostly nothing.
+    """
 
     turns: tuple[tuple[Role, str], ...]
     instruction: str = ""
@@ -75,7 +94,10 @@ def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversat
         yield from map(_conversation, jsonl.parse(jsonl.split(content), path, _LINE))
     else:
         begins = f"begins with {first!r}" if first else "is empty"
-        raise RequestError(f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one object a line")
+        raise RequestError(
+            f"{path}: {begins}; allowed: alpaca's JSON, which is a list, or conversations, one"
+            " object a line"
+        )
 
 
 def _file(source: Path) -> Path:
@@ -83,13 +105,19 @@ def _file(source: Path) -> Path:
         return source
     if not source.is_dir():
         raise RequestError(
-            f"data {str(source)!r} does not exist; give alpaca_data.json or the folder that holds it with --data"
+            f"data {str(source)!r} does not exist; give alpaca_data.json or the folder that holds"
+            " it with --data"
         )
-    names = sorted(p.name for p in source.iterdir() if p.name.endswith(_SUFFIXES) and p.name not in _NO_DATA and p.is_file())
+    names = sorted(
+        p.name
+        for p in source.iterdir()
+        if p.name.endswith(_SUFFIXES) and p.name not in _NO_DATA and p.is_file()
+    )
     if len(names) != 1:
         raise RequestError(
-            f"{source}: {', '.join(names[:3]) + (', …' if len(names) > 3 else '') or 'no .json or .jsonl'} in it; "
-            "give a folder with one .json or .jsonl (.gz), or that file, with --data"
+            f"{source}:"
+            f" {', '.join(names[:3]) + (', …' if len(names) > 3 else '') or 'no .json or .jsonl'}"
+            " in it; give a folder with one .json or .jsonl (.gz), or that file, with --data"
         )
     return source / names[0]
 
@@ -99,7 +127,9 @@ def _content(path: Path) -> bytes:
         with files.open_regular(path) as file:
             compressed = file.read(len(files.GZIP)) == files.GZIP
         if compressed and path.stat().st_size > MAX_GZIP_BYTES:
-            raise RequestError(f"{path}: larger than {MAX_GZIP_BYTES} bytes, the limit for a compressed file")
+            raise RequestError(
+                f"{path}: larger than {MAX_GZIP_BYTES} bytes, the limit for a compressed file"
+            )
         return files.read(path, MAX_FILE_BYTES)
 
 
@@ -112,7 +142,9 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
-    """The elements of a list, one by one: a file of something else is refused at its first, before it fills the memory."""
+    """The elements of a list, one by one: a file of something else is refused at its first, before
+    it fills the memory.
+    """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -134,7 +166,10 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
         at = _after_space(text, at + 1)
     if sign != "]" or text[at:]:
         behind = f"element {number}" if sign != "]" else "the list"
-        raise RequestError(f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one JSON list")
+        raise RequestError(
+            f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one"
+            " JSON list"
+        )
 
 
 def _alpaca(found: Any, where: str, joint: str) -> Conversation:
@@ -144,9 +179,12 @@ def _alpaca(found: Any, where: str, joint: str) -> Conversation:
         if key not in found:
             raise RequestError(f"{where} has no {key}; {_ALPACA}")
     asked, more, answer = (
-        jsonl.text(found.get(key, ""), f"{where}: {key} is", _STRING) for key in ("instruction", "input", "output")
+        jsonl.text(found.get(key, ""), f"{where}: {key} is", _STRING)
+        for key in ("instruction", "input", "output")
     )
-    return Conversation((("human", f"{asked}{joint}{more}" if more else asked), ("assistant", answer)))
+    return Conversation(
+        (("human", f"{asked}{joint}{more}" if more else asked), ("assistant", answer))
+    )
 
 
 def _conversation(line: jsonl.Line) -> Conversation:
@@ -157,31 +195,78 @@ def _conversation(line: jsonl.Line) -> Conversation:
     out = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
-            raise RequestError(f'{where}: turn {number} is {shown(turn)}; a turn is {{"from": "human", "value": "…"}}')
+            raise RequestError(
+                f'{where}: turn {number} is {shown(turn)}; a turn is {{"from": "human", "value":'
+                ' "…"}'
+            )
         who = turn["from"]
         role = _ROLES.get(who) if isinstance(who, str) else None
         if role is None:
-            raise RequestError(f"{where}: turn {number} is from {shown(who)}; allowed: {', '.join(_ROLES)}")
+            raise RequestError(
+                f"{where}: turn {number} is from {shown(who)}; allowed: {', '.join(_ROLES)}"
+            )
         if role != ("human", "assistant")[(number - 1) % 2]:
-            raise RequestError(f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins")
-        out.append((role, jsonl.text(turn["value"], f"{where}: the value of turn {number} is", _STRING)))
+            raise RequestError(
+                f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins"
+            )
+        out.append(
+            (role, jsonl.text(turn["value"], f"{where}: the value of turn {number} is", _STRING))
+        )
     if len(out) < 2:
         raise RequestError(f"{where}: no turn of the assistant; it has nothing to train on")
-    return Conversation(tuple(out), jsonl.text(found.get("instruction", ""), f"{where}: instruction is", _STRING))
+    return Conversation(
+        tuple(out), jsonl.text(found.get("instruction", ""), f"{where}: instruction is", _STRING)
+    )
 
 
 _WORDS = (
-    *("lamp", "stone", "tide", "bell", "ladder", "mirror", "kettle", "orchard", "bridge", "violin", "ledger", "compass"),
-    *("harbour", "saddle", "candle", "market", "garden", "anchor", "basket", "feather", "hammer", "island", "needle", "window"),
+    *(
+        "lamp",
+        "stone",
+        "tide",
+        "bell",
+        "ladder",
+        "mirror",
+        "kettle",
+        "orchard",
+        "bridge",
+        "violin",
+        "ledger",
+        "compass",
+    ),
+    *(
+        "harbour",
+        "saddle",
+        "candle",
+        "market",
+        "garden",
+        "anchor",
+        "basket",
+        "feather",
+        "hammer",
+        "island",
+        "needle",
+        "window",
+    ),
 )
 
 
 def make(made: MadeConversations, joint: str = JOINT) -> list[Conversation]:
-    """No two alike: words to say again, one or two times to a conversation. Some are an instruction and its input."""
+    """No two alike: words to say again, one or two times to a conversation. Some are an instruction
+    and its input.
+    """
     rng = random.Random(f"alpaca:{made.seed}")
     out: dict[Conversation, None] = {}
     while len(out) < made.conversations:
-        out[Conversation(tuple(turn for _ in range(rng.choice((1, 1, 1, 2))) for turn in _made_turns(rng, joint)))] = None
+        out[
+            Conversation(
+                tuple(
+                    turn
+                    for _ in range(rng.choice((1, 1, 1, 2)))
+                    for turn in _made_turns(rng, joint)
+                )
+            )
+        ] = None
     return list(out)
 
 

@@ -1,17 +1,21 @@
 """Instruction fine-tuning: conversations as samples, and samples packed whole into rows.
 
-A sample is written as FlagScale's Aquila fine-tuning writes it (`examples/aquila/utils/convo_prompt.py` and
-`convo_dataset.py`): what begins a sequence, a header, "### Human: …" and "### Assistant: …" lines, what ends a text. A
-conversation's own instruction, if it has one, is a "### System: …" line behind the header. Each piece is encoded on its own
-and the tokens are laid end to end: header, instruction, each of the human's lines, the assistant's tag up to its colon, and
-the rest of the assistant's line (its space, the text, the newline). A byte-level BPE never reads across that colon, so that
-the tokens are the reference's to the unit, and the border between what is learned and what is not is one between tokens.
+A sample is written as FlagScale's Aquila fine-tuning writes it
+(`examples/aquila/utils/convo_prompt.py` and `convo_dataset.py`): what begins a sequence, a header,
+"### Human: …" and "### Assistant: …" lines, what ends a text. A conversation's own instruction, if
+it has one, is a "### System: …" line behind the header. Each piece is encoded on its own and the
+tokens are laid end to end: header, instruction, each of the human's lines, the assistant's tag up
+to its colon, and the rest of the assistant's line (its space, the text, the newline). A byte-level
+BPE never reads across that colon, so that the tokens are the reference's to the unit, and the
+border between what is learned and what is not is one between tokens.
 
-Learned are the assistant's lines behind their colon, and the end where the assistant spoke last. The reference also learns
-the header, the instruction, the assistant's tags, and the end after a human's last word; here nothing but answers counts.
+Learned are the assistant's lines behind their colon, and the end where the assistant spoke last.
+The reference also learns the header, the instruction, the assistant's tags, and the end after a
+human's last word; here nothing but answers counts.
 
-A sample that is longer than a row is cut. The reference keeps one token more than a row has, so that the last token of the row
-still has its target (`maxlen + 1` in `convo_dataset.py`); a case says with `last_target` whether ours does.
+A sample that is longer than a row is cut. The reference keeps one token more than a row has, so
+that the last token of the row still has its target (`maxlen + 1` in `convo_dataset.py`); a case
+says with `last_target` whether ours does.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,9 +32,26 @@ from steelyard.schema import canonical
 from steelyard.tasks import held_out
 from steelyard.tasks.alpaca.conversations import Conversation, make, read
 from steelyard.tasks.alpaca.task import ConversationData
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
+from steelyard.tasks.task import (
+    Asked,
+    DataFacts,
+    Prepared,
+    TokenizerFacts,
+    fingerprint_of,
+    is_published,
+)
 
-__all__ = ["AlpacaRows", "Conversation", "ConversationSample", "encode", "fingerprint", "make", "prepare", "read", "totals"]
+__all__ = [
+    "AlpacaRows",
+    "Conversation",
+    "ConversationSample",
+    "encode",
+    "fingerprint",
+    "make",
+    "prepare",
+    "read",
+    "totals",
+]
 
 HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
@@ -48,10 +69,14 @@ def prepare(asked: Asked) -> Prepared:
     elif fields.made is not None:
         conversations, label = make(fields.made, fields.joint), "made"
     else:
-        raise RequestError("this size needs alpaca's JSON or conversations as jsonl: name the file with --data")
+        raise RequestError(
+            "this size needs alpaca's JSON or conversations as jsonl: name the file with --data"
+        )
     tokenizer = asked.tokenizer()
     samples, shortened = encode(conversations, tokenizer, asked.length, fields.last_target)
-    rows = AlpacaRows(samples, asked.length, asked.step_batch(), asked.seed, fields.held_out, asked.pack)
+    rows = AlpacaRows(
+        samples, asked.length, asked.step_batch(), asked.seed, fields.held_out, asked.pack
+    )
     digest = fingerprint(conversations, tokenizer)
     counts = {f"sample_{key}": value for key, value in totals(samples).items()}
     facts = DataFacts(
@@ -72,7 +97,8 @@ class ConversationSample:
 
     tokens: tuple[int, ...]
     learned: tuple[bool, ...]  # of each token, whether it is a target
-    beyond: int | None = None  # the token behind a cut, where it is learned: the target of the last token, and in no row
+    # the token behind a cut, where it is learned: the target of the last token, and in no row
+    beyond: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +113,10 @@ class _Frame:
 def encode(
     conversations: list[Conversation], tokenizer: Tokenizer, length: int, last_target: bool = False
 ) -> tuple[list[ConversationSample], int]:
-    """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out because nothing learned was
-    left. These last are the ones by which the samples are fewer than the conversations. With `last_target` the token behind
-    the cut is kept as a target, so that one token beyond `length` shortens nothing."""
+    """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out
+    because nothing learned was left. These last are the ones by which the samples are fewer than
+    the conversations. With `last_target` the token behind the cut is kept as a target, so that one
+    token beyond `length` shortens nothing."""
     frame = _frame(tokenizer)
     samples, shortened = [], 0
     for start in range(0, len(conversations), _AT_ONCE):
@@ -104,7 +131,9 @@ def encode(
 
 def _cut(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
     learned = last_target and any(whole.learned[length : length + 1])
-    return ConversationSample(whole.tokens[:length], whole.learned[:length], whole.tokens[length] if learned else None)
+    return ConversationSample(
+        whole.tokens[:length], whole.learned[:length], whole.tokens[length] if learned else None
+    )
 
 
 def _frame(tokenizer: Tokenizer) -> _Frame:
@@ -113,7 +142,9 @@ def _frame(tokenizer: Tokenizer) -> _Frame:
     return _Frame(empty[:begin], empty[begin:], end_of(tokenizer))
 
 
-def _whole(conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame) -> Iterator[ConversationSample]:
+def _whole(
+    conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame
+) -> Iterator[ConversationSample]:
     pieces = [_pieces(one) for one in conversations]
     encoded = iter(tokenizer.encode([text for parts in pieces for text, _ in parts]))
     for one, parts in zip(conversations, pieces, strict=True):
@@ -131,20 +162,31 @@ def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
     if conversation.instruction:
         out.append((f"### System: {conversation.instruction}\n", False))
     for role, text in conversation.turns:
-        out += [(f"### Human: {text}\n", False)] if role == "human" else [("### Assistant:", False), (f" {text}\n", True)]
+        out += (
+            [(f"### Human: {text}\n", False)]
+            if role == "human"
+            else [("### Assistant:", False), (f" {text}\n", True)]
+        )
     return out
 
 
 def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
     first, last = len(frame.begin), len(ids) - len(frame.close)
     if ids[:first] != frame.begin or ids[last:] != frame.close or last < first:
-        raise RequestError(f"tokenizer {source} does not begin and end every text alike; pieces of a text cannot be joined")
+        raise RequestError(
+            f"tokenizer {source} does not begin and end every text alike; pieces of a text cannot"
+            " be joined"
+        )
     return ids[first:last]
 
 
 def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
-    """The hash of all conversations, whatever form they were read from, and of the vocabulary they are read with."""
-    return fingerprint_of(tokenizer, (canonical([one.instruction, one.turns]) for one in conversations))
+    """The hash of all conversations, whatever form they were read from, and of the vocabulary they
+    are read with.
+    """
+    return fingerprint_of(
+        tokenizer, (canonical([one.instruction, one.turns]) for one in conversations)
+    )
 
 
 def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
@@ -161,18 +203,30 @@ def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
 class AlpacaRows:
     """Rows of samples (see data.rows); a row's key is the numbers of its samples.
 
-    The global batch is counted in samples: `batch` of them a step, of an endless sequence of epochs, each a permutation of
-    its own of all samples but the held-out ones. Packed into the rows that first-fit-decreasing needs, or one to a row.
+    The global batch is counted in samples: `batch` of them a step, of an endless sequence of
+    epochs, each a permutation of its own of all samples but the held-out ones. Packed into the rows
+    that first-fit-decreasing needs, or one to a row.
     """
 
     def __init__(
-        self, samples: list[ConversationSample], length: int, batch: int, seed: int, held_out: int, pack: bool = True
+        self,
+        samples: list[ConversationSample],
+        length: int,
+        batch: int,
+        seed: int,
+        held_out: int,
+        pack: bool = True,
     ) -> None:
         longest = totals(samples)["longest"]
         if longest > length:
-            raise RequestError(f"a sample has {longest} tokens; a row has {length}, and no sample is split")
+            raise RequestError(
+                f"a sample has {longest} tokens; a row has {length}, and no sample is split"
+            )
         if not 0 <= held_out < len(samples):
-            raise RequestError(f"{len(samples)} samples, and {held_out} to hold out; at least one is to be trained on")
+            raise RequestError(
+                f"{len(samples)} samples, and {held_out} to hold out; at least one is to be"
+                " trained on"
+            )
         if batch < 1:
             raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
         order = permutation(len(samples), f"alpaca:held out:{seed}")
@@ -194,7 +248,9 @@ class AlpacaRows:
     def _keys(self, numbers: list[int]) -> list[Key]:
         if not self._pack:
             return [(i,) for i in numbers]
-        return first_fit_decreasing({i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length)
+        return first_fit_decreasing(
+            {i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length
+        )
 
     def row(self, key: Key) -> Row:
         samples = [self._samples[i] for i in key]
@@ -210,12 +266,14 @@ class AlpacaRows:
             targets[stop - 1] = IGNORED if one.beyond is None else one.beyond
             start = stop
         padding = self._length - real
-        return Row(tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples))
+        return Row(
+            tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples)
+        )
 
 
 def first_fit_decreasing(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
-    """Numbers in rows of `room`, the longest first and each into the first row that has room for it; the same rows for any
-    order of the numbers."""
+    """Numbers in rows of `room`, the longest first and each into the first row that has room for
+    it; the same rows for any order of the numbers."""
     rows: list[list[int]] = []
     left: list[int] = []
     for i in sorted(numbers, key=lambda i: (-lengths[i], i)):

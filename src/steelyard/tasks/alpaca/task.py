@@ -22,9 +22,17 @@ class ConversationData(Frozen):
     held_out: int = Field(ge=1, description="samples kept for the loss before and after")
     fingerprint: str | None = None
     made: MadeConversations | None = None
-    joint: str = Field("\n", max_length=64, description="what stands between the instruction and the input of alpaca's JSON")
+    joint: str = Field(
+        "\n",
+        max_length=64,
+        description="what stands between the instruction and the input of alpaca's JSON",
+    )
     last_target: bool = Field(
-        False, description="a sample that is cut keeps the token behind the cut as a target: as many targets as tokens"
+        False,
+        description=(
+            "a sample that is cut keeps the token behind the cut as a target: as many targets as"
+            " tokens"
+        ),
     )
 
 

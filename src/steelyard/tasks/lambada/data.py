@@ -1,6 +1,7 @@
 """LAMBADA: passages of novels whose last word can be guessed from the whole passage only.
 
-Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the folder that holds it.
+Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the
+folder that holds it.
 """
 
 import random
@@ -17,9 +18,21 @@ from steelyard.errors import RequestError, short_repr
 from steelyard.schema import canonical
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import LambadaData, MadePassages
-from steelyard.tasks.task import Asked, DataFacts, Prepared, TokenizerFacts, fingerprint_of, is_published
+from steelyard.tasks.task import (
+    Asked,
+    DataFacts,
+    Prepared,
+    TokenizerFacts,
+    fingerprint_of,
+    is_published,
+)
 
-NAMES = ("lambada_test.jsonl", "lambada_test_bak.jsonl", "lambada_test.jsonl.gz", "lambada_test_bak.jsonl.gz")
+NAMES = (
+    "lambada_test.jsonl",
+    "lambada_test_bak.jsonl",
+    "lambada_test.jsonl.gz",
+    "lambada_test_bak.jsonl.gz",
+)
 MAX_FILE_BYTES = 64 << 20
 MAX_LINE_BYTES = 1 << 20
 MAX_LINES = 1_000_000
@@ -62,14 +75,21 @@ def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
     """The passages and the name of where they came from."""
     if source is None:
         if data.made is None:
-            raise RequestError("this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with --data")
+            raise RequestError(
+                "this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with"
+                " --data"
+            )
         return make(data.made), "made"
     path = _file(source)
     texts = read(path)
     if len(texts) != data.rows:
         raise RequestError(
             f"{path}: {len(texts)} passages; the case has {data.rows}; "
-            + ("data of your own are for --size full" if data.made else "give the whole test set, or set question.data.rows")
+            + (
+                "data of your own are for --size full"
+                if data.made
+                else "give the whole test set, or set question.data.rows"
+            )
         )
     return texts, path.name
 
@@ -104,19 +124,25 @@ def _file(source: Path) -> Path:
         return source
     if not source.is_dir():
         raise RequestError(
-            f"data {str(source)!r} does not exist; give lambada_test.jsonl or the folder that holds it with --data"
+            f"data {str(source)!r} does not exist; give lambada_test.jsonl or the folder that holds"
+            " it with --data"
         )
     for folder in (source, source / "data"):
         for name in NAMES:
             if (folder / name).is_file():
                 return folder / name
-    raise RequestError(f"{source}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder with --data")
+    raise RequestError(
+        f"{source}: no lambada_test.jsonl in it, nor in its data/; give that file or its folder"
+        " with --data"
+    )
 
 
 def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
     for number, line in jsonl.split(content):
         if len(line) > MAX_LINE_BYTES:
-            raise RequestError(f"{path}: line {number} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}")
+            raise RequestError(
+                f"{path}: line {number} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}"
+            )
         yield number, line
 
 
@@ -124,10 +150,12 @@ def _passage(line: jsonl.Line) -> str:
     text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
         raise RequestError(f"{line.where} is {short_repr(line.raw.decode())}; {_LINE}")
-    # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without a word before it.
+    # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without
+    # a word before it.
     if text != text.rstrip() or not text.rpartition(" ")[0].strip():
         raise RequestError(
-            f"{line.where} has the text {short_repr(text)}; it needs two words with a space between, and to end in one"
+            f"{line.where} has the text {short_repr(text)}; it needs two words with a space"
+            " between, and to end in one"
         )
     return jsonl.text(text, f"{line.where} has the text", _LINE)
 
@@ -138,26 +166,36 @@ def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
 
 
 def encode(
-    texts: list[str], tokenizer: Tokenizer, positions: int, sample: int | None, seed: int, pool: list[int] | None = None
+    texts: list[str],
+    tokenizer: Tokenizer,
+    positions: int,
+    sample: int | None,
+    seed: int,
+    pool: list[int] | None = None,
 ) -> LambadaTexts:
-    """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to fit."""
+    """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to
+    fit.
+    """
     end = end_of(tokenizer)
     index = chosen(len(texts), sample, seed, "passage", pool)
     # The last word is what follows the last space.
     wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
-    befores = [_open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])]
+    befores = [
+        _open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])
+    ]
     rows, last = [], []
     for i, whole, before in zip(index, wholes, befores, strict=True):
         if len(whole) + 1 > positions:
             raise RequestError(
-                f"passage {i + 1} (its line) has {len(whole) + 1} tokens; the model has {positions} positions, "
-                "and no passage is cut"
+                f"passage {i + 1} (its line) has {len(whole) + 1} tokens; the model has {positions}"
+                " positions, and no passage is cut"
             )
         rows.append([*whole, end])
         last.append(len(whole) - common_prefix([whole, before]))
         if not last[-1]:
             raise RequestError(
-                f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no token of its own"
+                f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no"
+                " token of its own"
             )
     return LambadaTexts(rows, list(range(len(rows))), index, last)
 
@@ -168,9 +206,32 @@ def _open(ids: list[int], end: int) -> list[int]:
 
 
 _WHO = ("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm", "Clara", "Edvard")
-# Some are several tokens to a tokenizer that splits at a hyphen: a last word is not always one token.
-_THINGS = ("lantern", "ledger", "kettle", "compass", "violin", "ladder", "saddle", "mirror", "tide-table", "bell-rope")
-_PLACES = ("harbour", "orchard", "chapel", "quarry", "mill", "station", "garden", "bridge", "cellar", "market")
+# Some are several tokens to a tokenizer that splits at a hyphen: a last word is not always one
+# token.
+_THINGS = (
+    "lantern",
+    "ledger",
+    "kettle",
+    "compass",
+    "violin",
+    "ladder",
+    "saddle",
+    "mirror",
+    "tide-table",
+    "bell-rope",
+)
+_PLACES = (
+    "harbour",
+    "orchard",
+    "chapel",
+    "quarry",
+    "mill",
+    "station",
+    "garden",
+    "bridge",
+    "cellar",
+    "market",
+)
 _DEEDS = ("carried", "brought", "dragged", "lent", "promised", "returned")
 _TURNS = ("", "that evening", "without a word", "in the rain", "once more")
 _CLOSINGS = (
@@ -181,7 +242,9 @@ _CLOSINGS = (
 
 
 def make(made: MadePassages) -> list[str]:
-    """Passages of the package's own making, no two alike: who took what where, closing with one of the things."""
+    """Passages of the package's own making, no two alike: who took what where, closing with one of
+    the things.
+    """
     rng = random.Random(f"lambada:{made.seed}")
     out: dict[str, None] = {}
     while len(out) < made.passages:

@@ -1,6 +1,7 @@
 """Loss and last-word accuracy on LAMBADA from the answers a record keeps.
 
-A passage that was not answered is "?" in `hits`; one that was and has no finite likelihood is None in `nll` or `last_nll`.
+A passage that was not answered is "?" in `hits`; one that was and has no finite likelihood is None
+in `nll` or `last_nll`.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,10 @@ UNANSWERED = "?"
 
 
 class LambadaAnswers(GrownTable):
-    """Per passage the negative log-likelihood (nats) of all its targets and of its last word's tokens, and whether greedy
-    decoding gives the whole last word. `argmax` has the likeliest token at each token of the last words, one passage after
-    the other, -1 where it was not answered; it is not there where the engine does not tell it."""
+    """Per passage the negative log-likelihood (nats) of all its targets and of its last word's
+    tokens, and whether greedy decoding gives the whole last word. `argmax` has the likeliest token
+    at each token of the last words, one passage after the other, -1 where it was not answered; it
+    is not there where the engine does not tell it."""
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax",)
 
@@ -41,8 +43,8 @@ class LambadaAnswers(GrownTable):
 
 
 class LambadaOutputs(GrownTable):
-    """Per passage its predicted tokens, how many of them are the last word's, and its place in the whole set. Answers of
-    version 1 have no `argmax`."""
+    """Per passage its predicted tokens, how many of them are the last word's, and its place in the
+    whole set. Answers of version 1 have no `argmax`."""
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
 
@@ -57,9 +59,15 @@ class LambadaOutputs(GrownTable):
         count = len(self.targets)
         if any(target < 1 for target in self.targets):
             raise ValueError("a passage without a token to predict")
-        if any({len(one.nll), len(one.last_nll), len(one.hits)} != {count} for one in self.passes.values()):
+        if any(
+            {len(one.nll), len(one.last_nll), len(one.hits)} != {count}
+            for one in self.passes.values()
+        ):
             raise ValueError(f"answers are not those of {count} passages")
-        if any(one.argmax is not None and len(one.argmax) != sum(self.last) for one in self.passes.values()):
+        if any(
+            one.argmax is not None and len(one.argmax) != sum(self.last)
+            for one in self.passes.values()
+        ):
             raise ValueError(f"argmax are not those of {sum(self.last)} tokens of last words")
         return self
 
@@ -70,7 +78,9 @@ def outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOut
 
 
 def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
-    """An engine's answers, if a record can be made of them; a value that is not finite becomes None, for JSON has neither."""
+    """An engine's answers, if a record can be made of them; a value that is not finite becomes
+    None, for JSON has neither.
+    """
     passages = len(outputs.targets)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
     if not columns or not all(isinstance(column, list) for column in columns):
@@ -83,11 +93,19 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
     if len({len(column) for column in columns}) != 1:
         raise ValueError("the engine's outputs must be lists of one length")
     if not all(0 <= item < passages for item in items) or not all(one in (0, 1) for one in hit):
-        raise ValueError(f"the engine's outputs name a passage beyond 0 to {passages - 1}, or a hit that is not 0 or 1")
-    sums = [[value if value is not None and isfinite(value) else None for value in column] for column in (nll, last_nll)]
+        raise ValueError(
+            f"the engine's outputs name a passage beyond 0 to {passages - 1}, or a hit that is not"
+            " 0 or 1"
+        )
+    sums = [
+        [value if value is not None and isfinite(value) else None for value in column]
+        for column in (nll, last_nll)
+    ]
     low = min((value for column in sums for value in column if value is not None), default=0.0)
     if low < LEAST:
-        raise ValueError(f"the engine's outputs have a negative log-likelihood of {low}; it is not below 0")
+        raise ValueError(
+            f"the engine's outputs have a negative log-likelihood of {low}; it is not below 0"
+        )
     out = {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
     argmax = table.get(ARGMAX)
     return out if argmax is None else out | {ARGMAX: _check_argmax(argmax, items, outputs)}
@@ -98,9 +116,15 @@ def _check_argmax(found: Any, items: list[int], outputs: LambadaOutputs) -> list
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         raise TypeError(f"the engine's outputs must have a list of tokens for each item: {ARGMAX}")
     if [len(row) for row in found] != [outputs.last[item] for item in items]:
-        raise ValueError(f"the engine's outputs must have as many tokens as the last word of each item has: {ARGMAX}")
+        raise ValueError(
+            "the engine's outputs must have as many tokens as the last word of each item has:"
+            f" {ARGMAX}"
+        )
     if not all(type(token) is int and 0 <= token < MOST_TOKENS for row in found for token in row):
-        raise ValueError(f"the engine's outputs have a token in {ARGMAX} that is not an integer from 0 to {MOST_TOKENS - 1}")
+        raise ValueError(
+            f"the engine's outputs have a token in {ARGMAX} that is not an integer from 0 to"
+            f" {MOST_TOKENS - 1}"
+        )
     return found
 
 
@@ -129,8 +153,16 @@ def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> L
 
 
 def _merged(outputs: LambadaOutputs, tables: list[dict[str, Any]]) -> list[int]:
-    found = {item: row for table in tables for item, row in zip(table["items"], table[ARGMAX], strict=True)}
-    return [token for item, size in enumerate(outputs.last) for token in found.get(item, [NO_TOKEN] * size)]
+    found = {
+        item: row
+        for table in tables
+        for item, row in zip(table["items"], table[ARGMAX], strict=True)
+    }
+    return [
+        token
+        for item, size in enumerate(outputs.last)
+        for token in found.get(item, [NO_TOKEN] * size)
+    ]
 
 
 def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
@@ -143,10 +175,12 @@ def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
 
 
 def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
-    """Over the answered passages: the losses and perplexities, if all are finite, and the accuracy of the last word.
+    """Over the answered passages: the losses and perplexities, if all are finite, and the accuracy
+    of the last word.
 
-    `loss` is the mean over passages of each one's loss per token, as published; `loss_token` weighs every token alike;
-    `perplexity_last` is of whole last words, as LAMBADA's perplexity is commonly reported.
+    `loss` is the mean over passages of each one's loss per token, as published; `loss_token` weighs
+    every token alike; `perplexity_last` is of whole last words, as LAMBADA's perplexity is commonly
+    reported.
     """
     answers = outputs.passes.get(name)
     asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
@@ -162,7 +196,9 @@ def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
 
 def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str, float]:
     values: dict[str, Callable[[], float]] = {
-        "loss": lambda: fsum(one / count for one, count in zip(nll, targets, strict=True)) / len(nll),
+        "loss": lambda: (
+            fsum(one / count for one, count in zip(nll, targets, strict=True)) / len(nll)
+        ),
         "loss_token": lambda: fsum(nll) / sum(targets),
         "perplexity": lambda: exp(fsum(nll) / sum(targets)),
         "perplexity_last": lambda: exp(fmean(last)),
@@ -177,34 +213,52 @@ def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str
 
 
 def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
-    """Share of the passages, answered in both passes, that got the same last word: the same likeliest tokens, or, where a pass
-    does not keep them, right in both or wrong in both."""
+    """Share of the passages, answered in both passes, that got the same last word: the same
+    likeliest tokens, or, where a pass does not keep them, right in both or wrong in both."""
     if one not in outputs.passes or other not in outputs.passes:
         return None
     ours, theirs = outputs.passes[one], outputs.passes[other]
-    both = [i for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True)) if UNANSWERED not in pair]
+    both = [
+        i
+        for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True))
+        if UNANSWERED not in pair
+    ]
     words, others = argmax(outputs, one), argmax(outputs, other)
-    same = sum(ours.hits[i] == theirs.hits[i] if words is None or others is None else words[i] == others[i] for i in both)
+    same = sum(
+        ours.hits[i] == theirs.hits[i] if words is None or others is None else words[i] == others[i]
+        for i in both
+    )
     return same / len(both) if both else None
 
 
 def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differences | None:
-    """Whether the last words were right in two runs, the losses per token of the passages, and the likeliest last words."""
+    """Whether the last words were right in two runs, the losses per token of the passages, and the
+    likeliest last words.
+    """
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
     ours, theirs = one.passes[name], other.passes[name]
-    both = [i for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True)) if UNANSWERED not in pair]
+    both = [
+        i
+        for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True))
+        if UNANSWERED not in pair
+    ]
     losses = [(ours.nll[i], theirs.nll[i], one.targets[i]) for i in both]
     apart = [abs(b - a) / count for a, b, count in losses if a is not None and b is not None]
     words, others = argmax(one, name), argmax(other, name)
     tokens = None if words is None or others is None else sum(words[i] != others[i] for i in both)
     right = sum(ours.hits[i] != theirs.hits[i] for i in both)
-    return Differences(len(both), right if tokens is None else tokens, max(apart, default=None), tokens)
+    return Differences(
+        len(both), right if tokens is None else tokens, max(apart, default=None), tokens
+    )
 
 
 def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
     """Why these are not the answers to what was named."""
-    if selected.row_count not in (None, len(outputs.index)) or selected.places not in (None, outputs.index):
+    if selected.row_count not in (None, len(outputs.index)) or selected.places not in (
+        None,
+        outputs.index,
+    ):
         return f"{len(outputs.index)} passages, which are not the rows named"
     return None
 
@@ -213,4 +267,6 @@ def tally(outputs: LambadaOutputs, name: str) -> Tally | None:
     answers = outputs.passes.get(name)
     if answers is None:
         return None
-    return Tally(len(outputs.targets), answers.hits.count(UNANSWERED), answers.repeated, answers.not_finite)
+    return Tally(
+        len(outputs.targets), answers.hits.count(UNANSWERED), answers.repeated, answers.not_finite
+    )

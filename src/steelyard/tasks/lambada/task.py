@@ -29,14 +29,7 @@ class LambadaData(Frozen):
 
 _LAST_WORD = meaning("lambada.acc")
 SCORES = (
-    Score(
-        "loss",
-        "loss",
-        *meaning("lambada.loss"),
-        unit="nats",
-        better="lower",
-        form="number",
-    ),
+    Score("loss", "loss", *meaning("lambada.loss"), unit="nats", better="lower", form="number"),
     Score(
         "loss_val",
         "loss",
@@ -55,11 +48,7 @@ SCORES = (
         form="number",
     ),
     Score(
-        "perplexity",
-        "perplexity",
-        *meaning("lambada.perplexity"),
-        better="lower",
-        form="number",
+        "perplexity", "perplexity", *meaning("lambada.perplexity"), better="lower", form="number"
     ),
     Score(
         "perplexity_last",

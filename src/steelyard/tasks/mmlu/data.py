@@ -1,6 +1,7 @@
 """MMLU: 57 subjects of four-way questions, asked after five answered examples of the same subject.
 
-Read from the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`), as a folder or a tar that is never unpacked.
+Read from the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`), as a folder or a tar
+that is never unpacked.
 """
 
 import csv
@@ -39,19 +40,25 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
     if source is None:
         if data.made is None:
             raise RequestError(
-                "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or its .tar with --data"
+                "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or"
+                " its .tar with --data"
             )
         return questions.make("mmlu", data.made, data.shots), "made"
     subjects = read(source)
     if len(subjects) != data.subjects:
         raise RequestError(
             f"{source}: {len(subjects)} subjects; the case has {data.subjects}; "
-            + ("data of your own are for --size full" if data.made else "a file of dev/ or test/ is missing")
+            + (
+                "data of your own are for --size full"
+                if data.made
+                else "a file of dev/ or test/ is missing"
+            )
         )
     for subject in subjects:
         if len(subject.dev) < data.shots:
             raise RequestError(
-                f"{source}: dev/{subject.name}_dev.csv has {len(subject.dev)} rows; the case asks after {data.shots} examples"
+                f"{source}: dev/{subject.name}_dev.csv has {len(subject.dev)} rows; the case asks"
+                f" after {data.shots} examples"
             )
     return subjects, source.name
 
@@ -64,7 +71,9 @@ def read(source: Path) -> list[Subject]:
         files[split, name] = content
         size += len(content)
         if size > MAX_ALL_BYTES:
-            raise RequestError(f"{source}: its files are larger than {MAX_ALL_BYTES} bytes in all; MMLU has 7 MB")
+            raise RequestError(
+                f"{source}: its files are larger than {MAX_ALL_BYTES} bytes in all; MMLU has 7 MB"
+            )
     tests = sorted(name for split, name in files if split == "test")
     devs = {name for split, name in files if split == "dev"}
     if not tests:
@@ -72,7 +81,10 @@ def read(source: Path) -> list[Subject]:
     odd = sorted(devs ^ set(tests))
     if odd:
         split = "dev" if odd[0] not in devs else "test"
-        raise RequestError(f"{source}: {split}/{odd[0]}_{split}.csv is missing; every subject has a dev and a test file")
+        raise RequestError(
+            f"{source}: {split}/{odd[0]}_{split}.csv is missing; every subject has a dev and a test"
+            " file"
+        )
     out, left = [], MAX_ROWS
     for name in tests:
         dev = _rows(files["dev", name], f"dev/{name}_dev.csv", left)
@@ -93,7 +105,10 @@ def check_source(source: Path) -> None:
 
 
 def _none(source: Path) -> str:
-    return f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and data/test"
+    return (
+        f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and"
+        " data/test"
+    )
 
 
 def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
@@ -102,7 +117,9 @@ def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
     elif source.is_file():
         yield from _tar_files(source)
     else:
-        raise RequestError(f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data")
+        raise RequestError(
+            f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
+        )
 
 
 def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
@@ -131,26 +148,38 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
                     raise RequestError(f"{source}: more than {MAX_MEMBERS} members; MMLU has 173")
                 folder, _, name = member.name.rpartition("/")
                 split = folder.rpartition("/")[2]
-                if split not in ("dev", "test") or not name.endswith(f"_{split}.csv") or not member.isreg():
+                if (
+                    split not in ("dev", "test")
+                    or not name.endswith(f"_{split}.csv")
+                    or not member.isreg()
+                ):
                     continue
                 if member.size > MAX_FILE_BYTES:
-                    raise RequestError(f"{source}: {member.name} is larger than {MAX_FILE_BYTES} bytes")
+                    raise RequestError(
+                        f"{source}: {member.name} is larger than {MAX_FILE_BYTES} bytes"
+                    )
                 content = tar.extractfile(member)
                 if content is not None:
                     yield split, name.removesuffix(f"_{split}.csv"), content.read()
             while whole.read(1 << 20):
-                pass  # a compressed file's checksum stands at its end, and tarfile does not read so far
+                # a compressed file's checksum stands at its end, and tarfile does not read so far
+                pass
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        first = str(error).partition("\n")[0].rstrip(":")  # the others say how each compression failed
+        # the others say how each compression failed
+        first = str(error).partition("\n")[0].rstrip(":")
         raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
 def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
     out: list[McqRow] = []
     try:
-        for number, row in enumerate(csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True), 1):
+        for number, row in enumerate(
+            csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True), 1
+        ):
             if number > most:
-                raise RequestError(f"{name}: with it there are more than {MAX_ROWS} rows; MMLU has 14,327")
+                raise RequestError(
+                    f"{name}: with it there are more than {MAX_ROWS} rows; MMLU has 14,327"
+                )
             out.append(_row(row, name, number))
     except (UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"{name}: not CSV in UTF-8: {error}") from error
@@ -161,7 +190,10 @@ def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
 
 def _row(row: list[str], name: str, number: int) -> McqRow:
     if len(row) != 6:
-        raise RequestError(f"{name}: row {number} has {len(row)} columns; a question has 6 (question, A, B, C, D, answer)")
+        raise RequestError(
+            f"{name}: row {number} has {len(row)} columns; a question has 6 (question, A, B, C, D,"
+            " answer)"
+        )
     if row[5] not in LETTERS or len(row[5]) != 1:
         raise RequestError(f"{name}: row {number} has the answer {row[5]!r}; allowed: A, B, C, D")
     return row[0], row[1], row[2], row[3], row[4], row[5]

@@ -17,5 +17,8 @@ class MmluData(QuestionFields):
 
 
 TASK = choice_task(
-    "mmlu", MmluData, reader="steelyard.tasks.mmlu.data:prepare", data_check="steelyard.tasks.mmlu.data:check_source"
+    "mmlu",
+    MmluData,
+    reader="steelyard.tasks.mmlu.data:prepare",
+    data_check="steelyard.tasks.mmlu.data:check_source",
 )

@@ -30,9 +30,14 @@ def prepare(asked: Asked) -> Prepared:
     elif fields.made is not None:
         corpus = make(fields.made, MadeTokenizer(asked.vocab))
     else:
-        raise RequestError("this size needs token files: give their prefix with --data, or make some with steelyard data pack")
+        raise RequestError(
+            "this size needs token files: give their prefix with --data, or make some with"
+            " steelyard data pack"
+        )
     corpus_files.check_ids(corpus, asked.vocab)
-    rows = corpus_files.CorpusRows(corpus, asked.length, asked.step_batch(), asked.seed, fields.held_out)
+    rows = corpus_files.CorpusRows(
+        corpus, asked.length, asked.step_batch(), asked.seed, fields.held_out
+    )
     fingerprint = corpus_files.fingerprint(corpus, None)
     facts = DataFacts(
         source=corpus.name,
@@ -47,7 +52,9 @@ def prepare(asked: Asked) -> Prepared:
 def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
     """Documents of a few sentences on who does what when, each ended by the tokenizer's end."""
     rng = random.Random(f"text:{made.seed}")
-    texts = [" ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)]
+    texts = [
+        " ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)
+    ]
     documents = [[*ids, end_of(tokenizer)] for ids in tokenizer.encode(texts)]
     ids = np.array([token for document in documents for token in document], dtype=np.int32)
     return Corpus(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), "made")

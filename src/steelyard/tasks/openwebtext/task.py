@@ -19,7 +19,9 @@ class CorpusData(Frozen):
     """A corpus of documents as token files."""
 
     kind: Literal["openwebtext"]
-    held_out: int = Field(ge=1, description="rows of validation documents for the loss before and after")
+    held_out: int = Field(
+        ge=1, description="rows of validation documents for the loss before and after"
+    )
     fingerprint: str | None = None
     made: MadeText | None = None
 

@@ -1,5 +1,6 @@
-"""A cloze task of the package's own making: passages that name some people and places, and a query for the one that is named
-most often. It needs the passage and nothing else, and a tiny GLM learns it from scratch within some hundred steps.
+"""A cloze task of the package's own making: passages that name some people and places, and a query
+for the one that is named most often. It needs the passage and nothing else, and a tiny GLM learns
+it from scratch within some hundred steps.
 """
 
 import hashlib
@@ -29,7 +30,10 @@ _SPECIAL = ("[PAD]", "[CLS]", "[MASK]", "[UNK]")
 def make(made: MadeCloze) -> tuple[list[Query], list[Query]]:
     """Queries of training and of evaluation, no two alike."""
     if made.entities > len(_NAMES):
-        raise RequestError(f"question.data.made.entities={made.entities}; allowed: 2 to {len(_NAMES)}, the names there are")
+        raise RequestError(
+            f"question.data.made.entities={made.entities}; allowed: 2 to {len(_NAMES)}, the names"
+            " there are"
+        )
     rng = random.Random(f"record:{made.seed}")
     out: dict[tuple[str, str], Query] = {}
     while len(out) < made.queries + made.held_out:
@@ -53,7 +57,11 @@ def _pieces(text: str) -> list[str]:
 
 
 _WORDS = tuple(
-    dict.fromkeys(piece for text in (*_NAMES, *_DEEDS, *_QUERIES) for piece in _pieces(text.replace(PLACEHOLDER, " ")))
+    dict.fromkeys(
+        piece
+        for text in (*_NAMES, *_DEEDS, *_QUERIES)
+        for piece in _pieces(text.replace(PLACEHOLDER, " "))
+    )
 )
 
 
@@ -69,9 +77,14 @@ class ClozeTokenizer:
     def __init__(self, vocab: int) -> None:
         least = len(_SPECIAL) + len(_WORDS)
         if vocab < least:
-            raise RequestError(f"a made vocabulary of {vocab} pieces; allowed: {least} or more, all words of the made task")
+            raise RequestError(
+                f"a made vocabulary of {vocab} pieces; allowed: {least} or more, all words of the"
+                " made task"
+            )
         self.vocab = vocab
-        self.sha256 = hashlib.sha256(f"made-cloze-1:{vocab}:{' '.join(_WORDS)}".encode()).hexdigest()
+        self.sha256 = hashlib.sha256(
+            f"made-cloze-1:{vocab}:{' '.join(_WORDS)}".encode()
+        ).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[_IDS.get(piece, len(_SPECIAL) - 1) for piece in _pieces(text)] for text in texts]

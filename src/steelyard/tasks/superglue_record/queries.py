@@ -1,12 +1,13 @@
-"""ReCoRD (SuperGLUE): passages of news, and queries with a placeholder that one of the passage's entities fills.
+"""ReCoRD (SuperGLUE): passages of news, and queries with a placeholder that one of the passage's
+entities fills.
 
-A line holds a passage with the places of its entities (first and last character, both counted) and its queries. Texts are
-written as GLM's own processor writes them (`tasks/superglue/dataset.py` of THUDM/GLM): straight quotes for curly ones, "-"
-for the en dash, and a highlight as a "- " item.
+A line holds a passage with the places of its entities (first and last character, both counted) and
+its queries. Texts are written as GLM's own processor writes them (`tasks/superglue/dataset.py` of
+THUDM/GLM): straight quotes for curly ones, "-" for the en dash, and a highlight as a "- " item.
 
-The texts of entities are what stands at their places; of an answer, what its `text` says. Its places are not looked at, nor
-is it required that it is one of the entities: GLM's processor does not either. In the 187 rows that could be had of the real
-set every answer is an entity.
+The texts of entities are what stands at their places; of an answer, what its `text` says. Its
+places are not looked at, nor is it required that it is one of the entities: GLM's processor does
+not either. In the 187 rows that could be had of the real set every answer is an entity.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from steelyard.data import jsonl
 from steelyard.errors import RequestError
 
 PLACEHOLDER = "@placeholder"
-MAX_FILE_BYTES = 1 << 30  # unpacked; val.jsonl has 15 MB, and train.jsonl holds ten times as many queries
+# unpacked; val.jsonl has 15 MB, and train.jsonl holds ten times as many queries
+MAX_FILE_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
@@ -27,7 +29,8 @@ _LINE = (
     'a line is {"passage": {"text": "…", "entities": [{"start": 0, "end": 4}]}, '
     '"qas": [{"query": "… @placeholder …", "answers": [{"text": "…"}]}]}'
 )
-# What GLM's processor puts for each; every one is a single character, so that places in a text stay what they are.
+# What GLM's processor puts for each; every one is a single character, so that places in a text stay
+# what they are.
 _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-"})
 
 
@@ -47,7 +50,8 @@ def find(folder: Path) -> tuple[Path, Path]:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise RequestError(
-            f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and val.jsonl with --data"
+            f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and"
+            " val.jsonl with --data"
         )
     return _one(folder, "train"), _one(folder, "val")
 
@@ -56,12 +60,17 @@ def _one(folder: Path, stem: str) -> Path:
     for suffix in _SUFFIXES:
         if (path := folder / f"{stem}{suffix}").is_file():
             return path
-    raise RequestError(f"{folder}: no {stem}.jsonl (.gz) in it; give a folder with train.jsonl and val.jsonl with --data")
+    raise RequestError(
+        f"{folder}: no {stem}.jsonl (.gz) in it; give a folder with train.jsonl and val.jsonl with"
+        " --data"
+    )
 
 
 def read(path: Path) -> list[Query]:
     """All queries of a file, perhaps gzipped, in the order of their lines."""
-    lines = jsonl.read(path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most")
+    lines = jsonl.read(
+        path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most"
+    )
     out = [query for line in lines for query in _queries(line)]
     if not out:
         raise RequestError(_empty(path))
@@ -100,24 +109,38 @@ def _queries(line: jsonl.Line) -> Iterator[Query]:
             raise RequestError(f"{where}: query {i} is {shown(one)}; {_LINE}")
         query = plain(_text(one.get("query"), f"query {i}", where))
         if (count := query.count(PLACEHOLDER)) != 1:
-            raise RequestError(f"{where}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one")
-        yield Query(written, query, entities, _answers(one.get("answers"), f"query {i}", where), f"{line.number}-{i}")
+            raise RequestError(
+                f"{where}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one"
+            )
+        yield Query(
+            written,
+            query,
+            entities,
+            _answers(one.get("answers"), f"query {i}", where),
+            f"{line.number}-{i}",
+        )
 
 
 def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
     if not isinstance(found, list):
         raise RequestError(f"{where}: the passage's entities are {shown(found)}; {_LINE}")
     if not found:
-        raise RequestError(f"{where}: the passage has no entities, and its queries no candidates; allowed: 1 or more")
+        raise RequestError(
+            f"{where}: the passage has no entities, and its queries no candidates; allowed: 1 or"
+            " more"
+        )
     out = set()
     for i, one in enumerate(found, 1):
         start, end = (one.get("start"), one.get("end")) if isinstance(one, dict) else (None, None)
         if type(start) is not int or type(end) is not int:
-            raise RequestError(f'{where}: entity {i} is {shown(one)}; an entity is {{"start": 0, "end": 4}}, two integers')
+            raise RequestError(
+                f'{where}: entity {i} is {shown(one)}; an entity is {{"start": 0, "end": 4}}, two'
+                " integers"
+            )
         if not 0 <= start <= end < len(text):
             raise RequestError(
-                f"{where}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the last character of the "
-                "passage, and no end before its start"
+                f"{where}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the"
+                " last character of the passage, and no end before its start"
             )
         out.add(text[start : end + 1])
     return tuple(sorted(out))
@@ -127,7 +150,10 @@ def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
     if found is not None and not isinstance(found, list):
         raise RequestError(f"{where}: the answers of {name} are {shown(found)}; {_LINE}")
     if not found:
-        raise RequestError(f"{where}: {name} has no answers; the sets of training and evaluation have some, the test set none")
+        raise RequestError(
+            f"{where}: {name} has no answers; the sets of training and evaluation have some, the"
+            " test set none"
+        )
     out: dict[str, None] = {}
     for i, one in enumerate(found, 1):
         if not isinstance(one, dict):

@@ -1,8 +1,9 @@
 """Accuracy, exact match and F1 on ReCoRD from the choices a record keeps.
 
-Of every question the record has the candidates that are right, and each candidate's exact match and F1: the best over the
-question's answers, of texts compared as ReCoRD's own evaluation compares them. A pass has evaluations, each with the candidate
-that was chosen for every question, -1 where the scores were not finite; that is no hit and has neither match nor F1.
+Of every question the record has the candidates that are right, and each candidate's exact match and
+F1: the best over the question's answers, of texts compared as ReCoRD's own evaluation compares
+them. A pass has evaluations, each with the candidate that was chosen for every question, -1 where
+the scores were not finite; that is no hit and has neither match nor F1.
 """
 
 import re
@@ -32,7 +33,9 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class RecordEvaluation(Frozen):
-    """After so many steps, and samples trained on: the chosen candidate of every question, as pairs."""
+    """After so many steps, and samples trained on: the chosen candidate of every question, as
+    pairs.
+    """
 
     step: int
     samples: int
@@ -67,7 +70,10 @@ class RecordOutputs(Frozen):
         if any(len(em) != len(f1) for em, f1 in zip(self.em, self.f1, strict=True)):
             raise ValueError("a question has other candidates for exact match than for F1")
         for one in (one for found in self.passes.values() for one in found.evaluations):
-            if not all(0 <= item < self.items and -1 <= choice < len(self.em[item]) for item, choice in one.choices):
+            if not all(
+                0 <= item < self.items and -1 <= choice < len(self.em[item])
+                for item, choice in one.choices
+            ):
                 raise ValueError("an evaluation names a question or a candidate that is not there")
         return self
 
@@ -77,8 +83,14 @@ def outputs(held: "list[Cloze]") -> RecordOutputs:
     return RecordOutputs(
         items=len(held),
         right=[list(one.right) for one in held],
-        em=[[max(exact(text, answer) for answer in one.answers) for text in one.texts] for one in held],
-        f1=[[round(max(f1(text, answer) for answer in one.answers), 6) for text in one.texts] for one in held],
+        em=[
+            [max(exact(text, answer) for answer in one.answers) for text in one.texts]
+            for one in held
+        ],
+        f1=[
+            [round(max(f1(text, answer) for answer in one.answers), 6) for text in one.texts]
+            for one in held
+        ],
         passes={},
     )
 
@@ -95,26 +107,42 @@ def f1(text: str, answer: str) -> float:
 
 
 def _words(text: str) -> list[str]:
-    """In lower case, without ASCII punctuation (what stood around it is joined), then without articles."""
+    """In lower case, without ASCII punctuation (what stood around it is joined), then without
+    articles.
+    """
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
     """An engine's outputs of a pass, if a record can be made of them."""
-    if not isinstance(table, dict) or set(table) not in ({"stopped", "evaluations"}, {"evaluations"}):
-        raise TypeError("the engine's outputs must be `stopped` and `evaluations` of the steps, or `evaluations` alone")
+    if not isinstance(table, dict) or set(table) not in (
+        {"stopped", "evaluations"},
+        {"evaluations"},
+    ):
+        raise TypeError(
+            "the engine's outputs must be `stopped` and `evaluations` of the steps, or"
+            " `evaluations` alone"
+        )
     evaluations = table["evaluations"]
     if not isinstance(evaluations, list):
         raise TypeError("the engine's outputs must be a list: evaluations")
     if "stopped" not in table and len(evaluations) != 1:
-        raise ValueError(f"the engine's outputs have {len(evaluations)} evaluations; a pass without steps has one")
+        raise ValueError(
+            f"the engine's outputs have {len(evaluations)} evaluations; a pass without steps"
+            " has one"
+        )
     out: dict[str, Any] = {"evaluations": [_evaluation(one, outputs) for one in evaluations]}
     steps = [one["step"] for one in out["evaluations"]]
     if steps != sorted(set(steps)):
-        raise ValueError(f"the engine's outputs have evaluations at the steps {steps}; each is later than the one before")
+        raise ValueError(
+            f"the engine's outputs have evaluations at the steps {steps}; each is later than the"
+            " one before"
+        )
     if "stopped" in table:
         stopped = table["stopped"]
-        if stopped is not None and (not isinstance(stopped, dict) or type(stopped.get("step")) is not int):
+        if stopped is not None and (
+            not isinstance(stopped, dict) or type(stopped.get("step")) is not int
+        ):
             raise TypeError("the engine's outputs must be None or a table with a step: stopped")
         out["stopped"] = stopped
     return out
@@ -122,19 +150,35 @@ def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
 
 def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
     if not isinstance(found, dict) or set(found) != _EVALUATION:
-        raise TypeError(f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION))}")
+        raise TypeError(
+            f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION))}"
+        )
     for name in ("step", "samples"):
         if type(found[name]) is not int or found[name] < 0:
-            raise TypeError(f"the engine's outputs must be an integer from 0 on: {name} of an evaluation")
+            raise TypeError(
+                f"the engine's outputs must be an integer from 0 on: {name} of an evaluation"
+            )
     choices = found["choices"]
     if not isinstance(choices, list) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 and all(type(i) is int for i in pair) for pair in choices
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(type(i) is int for i in pair)
+        for pair in choices
     ):
-        raise TypeError("the engine's outputs must be a list of pairs of integers: choices of an evaluation")
+        raise TypeError(
+            "the engine's outputs must be a list of pairs of integers: choices of an evaluation"
+        )
     items = outputs.items
-    if not all(0 <= item < items and -1 <= choice < len(outputs.em[item]) for item, choice in choices):
-        raise ValueError(f"the engine's outputs name a question beyond 0 to {items - 1}, or a candidate that it does not have")
-    return {"step": found["step"], "samples": found["samples"], "choices": [list(pair) for pair in choices]}
+    if not all(
+        0 <= item < items and -1 <= choice < len(outputs.em[item]) for item, choice in choices
+    ):
+        raise ValueError(
+            f"the engine's outputs name a question beyond 0 to {items - 1}, or a candidate that it"
+            " does not have"
+        )
+    return {
+        "step": found["step"],
+        "samples": found["samples"],
+        "choices": [list(pair) for pair in choices],
+    }
 
 
 def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> RecordOutputs:
@@ -142,20 +186,33 @@ def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> Re
     evaluations: dict[int, dict[str, Any]] = {}
     for table in tables:
         for one in table["evaluations"]:
-            mine = evaluations.setdefault(one["step"], {"samples": one["samples"], "choices": {}, "repeated": 0})
+            mine = evaluations.setdefault(
+                one["step"], {"samples": one["samples"], "choices": {}, "repeated": 0}
+            )
             for item, choice in one["choices"]:
                 mine["repeated"] += item in mine["choices"]
                 mine["choices"][item] = choice
     found = [
-        RecordEvaluation(step=step, samples=one["samples"], choices=sorted(one["choices"].items()), repeated=one["repeated"])
+        RecordEvaluation(
+            step=step,
+            samples=one["samples"],
+            choices=sorted(one["choices"].items()),
+            repeated=one["repeated"],
+        )
         for step, one in sorted(evaluations.items())
     ]
-    merged = RecordSteps(evaluations=found, stopped=first_stop(tables)) if name in TRAIN.stepped else Pass(evaluations=found)
+    merged = (
+        RecordSteps(evaluations=found, stopped=first_stop(tables))
+        if name in TRAIN.stepped
+        else Pass(evaluations=found)
+    )
     return outputs.model_copy(update={"passes": {**outputs.passes, name: merged}})
 
 
 def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
-    """Of the pass's last evaluation, over the questions answered: accuracy and its standard error, exact match, F1."""
+    """Of the pass's last evaluation, over the questions answered: accuracy and its standard error,
+    exact match, F1.
+    """
     last = _last(outputs, name)
     if last is None or not last.choices:
         return {}
@@ -170,14 +227,20 @@ def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
 
 
 def history(outputs: RecordOutputs, name: str) -> list[tuple[int, int, float | None]]:
-    """Of each evaluation of a pass its step, the samples trained on until then, and the accuracy, None where none answered."""
+    """Of each evaluation of a pass its step, the samples trained on until then, and the accuracy,
+    None where none answered.
+    """
     found = outputs.passes.get(name)
     every = found.evaluations if found is not None else []
-    return [(one.step, one.samples, _accuracy(outputs, one) if one.choices else None) for one in every]
+    return [
+        (one.step, one.samples, _accuracy(outputs, one) if one.choices else None) for one in every
+    ]
 
 
 def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
-    return sum(choice in outputs.right[item] for item, choice in evaluation.choices) / len(evaluation.choices)
+    return sum(choice in outputs.right[item] for item, choice in evaluation.choices) / len(
+        evaluation.choices
+    )
 
 
 def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
@@ -186,7 +249,9 @@ def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
 
 
 def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differences | None:
-    """The candidates that two runs chose in a pass's last evaluation, where that is after as many steps."""
+    """The candidates that two runs chose in a pass's last evaluation, where that is after as many
+    steps.
+    """
     ours, theirs = _last(one, name), _last(other, name)
     if ours is None or theirs is None or ours.step != theirs.step:
         return None
@@ -196,7 +261,9 @@ def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differen
 
 
 def tally(outputs: RecordOutputs, name: str) -> Tally | None:
-    """Of the pass's last evaluation. A pass without one, as steps with random weights are, has nothing in scope."""
+    """Of the pass's last evaluation. A pass without one, as steps with random weights are, has
+    nothing in scope.
+    """
     last = _last(outputs, name)
     if last is None:
         return None

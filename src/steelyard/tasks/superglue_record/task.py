@@ -1,6 +1,8 @@
-"""The row of ReCoRD (SuperGLUE): queries with a placeholder that one of a passage's entities fills, as a cloze.
+"""The row of ReCoRD (SuperGLUE): queries with a placeholder that one of a passage's entities fills,
+as a cloze.
 
-Its folder has the set's full name, for a record is what a run leaves; questions, records and keys spell it `record`.
+Its folder has the set's full name, for a record is what a run leaves; questions, records and keys
+spell it `record`.
 """
 
 from typing import Literal
@@ -34,29 +36,10 @@ class RecordData(Frozen):
 _ACCURACY = meaning("superglue_record.acc")
 SCORES = (
     Score("acc", "acc", *_ACCURACY),
-    Score(
-        "acc_before",
-        "acc",
-        *meaning("superglue_record.acc_before"),
-        better="",
-        of="before",
-    ),
-    Score(
-        "acc_se",
-        "se",
-        *meaning("score.acc_se"),
-        better="",
-    ),
-    Score(
-        "em",
-        "em",
-        *meaning("superglue_record.em"),
-    ),
-    Score(
-        "f1",
-        "f1",
-        *meaning("superglue_record.f1"),
-    ),
+    Score("acc_before", "acc", *meaning("superglue_record.acc_before"), better="", of="before"),
+    Score("acc_se", "se", *meaning("score.acc_se"), better=""),
+    Score("em", "em", *meaning("superglue_record.em")),
+    Score("f1", "f1", *meaning("superglue_record.f1")),
 )
 
 TASK = Task(

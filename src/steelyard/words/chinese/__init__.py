@@ -1,6 +1,16 @@
 """All texts in Chinese, by their codes."""
 
-from steelyard.words.chinese import cases, checks, comparing, flagperf, machine, meanings, metrics, notes, pages
+from steelyard.words.chinese import (
+    cases,
+    checks,
+    comparing,
+    flagperf,
+    machine,
+    meanings,
+    metrics,
+    notes,
+    pages,
+)
 
 MEANINGS = meanings.MEANINGS
 CASES = cases.CHINESE

@@ -1,4 +1,6 @@
-"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does not."""
+"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does
+not.
+"""
 
 TEXTS: dict[str, str] = {
     "check.finite.ok": "{pass}：全部 logits 均为有限值",
@@ -10,8 +12,12 @@ TEXTS: dict[str, str] = {
     "check.finite_held_out.ok": "{pass}：留出集损失为有限值",
     "check.finite_held_out.bad": "{pass}：留出集损失不是有限值",
     "check.covered.ok": "{pass}：全部 {items:,} {nouns}各有一个答案",
-    "check.covered.bad": ("{pass}：{items:,} {nouns}中，{missing:,} {nouns}没有答案，{repeated:,} {nouns}有多个答案"),
-    "check.covered_part.ok": ("{pass}：{items:,} {nouns}中有 {answered:,} {nouns}有答案，无重复；其余不在窗口（--steps）内"),
+    "check.covered.bad": (
+        "{pass}：{items:,} {nouns}中，{missing:,} {nouns}没有答案，{repeated:,} {nouns}有多个答案"
+    ),
+    "check.covered_part.ok": (
+        "{pass}：{items:,} {nouns}中有 {answered:,} {nouns}有答案，无重复；其余不在窗口（--steps）内"
+    ),
     "check.covered_part.bad": "{pass}：{items:,} {nouns}中有 {repeated:,} {nouns}有多个答案",
     "check.steps.ok": "train：每个进程都完成了全部 {wanted} 步",
     "check.steps.bad": "train：进程 {rank} 完成了 {wanted} 步中的 {taken} 步",
@@ -31,19 +37,30 @@ TEXTS: dict[str, str] = {
     "limit.cpu_best": "各遍前后 {count} 次矩阵乘法计时中最快者的 {margin} 倍，均按 CPU 时间计",
     "limit.busy": "{limit}；其他进程占用了该主机的核，故上限放宽",
     "check.beside.ok": (
-        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），未超过允许的 {most:.0%}"
+        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），未超过允许的"
+        " {most:.0%}"
     ),
-    "check.beside.bad": ("{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），最多允许 {most:.0%}"),
+    "check.beside.bad": (
+        "{pass}：进程 {rank} 在 {wall:.3f} 秒的计时之外用时 {spent:.3f} 秒（{parts}），最多允许"
+        " {most:.0%}"
+    ),
     "check.clocks_agree.ok": "{count} 组时钟比较的差异均在 {most:.1%} 以内",
-    "check.clocks_agree.bad": ("{where}：单调时钟计 {host:.3f} 秒，时钟 {name} 计 {other:.3f} 秒，最多允许相差 {most:.1%}"),
+    "check.clocks_agree.bad": (
+        "{where}：单调时钟计 {host:.3f} 秒，时钟 {name} 计 {other:.3f} 秒，最多允许相差 {most:.1%}"
+    ),
     "check.clocks_agree_preloaded.bad": (
-        "{where}：单调时钟计 {host:.3f} 秒，时钟 {name} 计 {other:.3f} 秒，最多允许相差 {most:.1%}（{preloaded}）"
+        "{where}：单调时钟计 {host:.3f} 秒，时钟 {name} 计 {other:.3f} 秒，最多允许相差"
+        " {most:.1%}（{preloaded}）"
     ),
     "at.rank": "进程 {rank}",
     "at.pass": "进程 {rank} 的 {pass}",
-    "check.reported.ok": ("{where}：程序报告 {steps} 步用时 {told:.3f} 秒，其输出行相隔 {seen:.3f} 秒，相差在 {most:.0%} 以内"),
+    "check.reported.ok": (
+        "{where}：程序报告 {steps} 步用时 {told:.3f} 秒，其输出行相隔 {seen:.3f} 秒，相差在"
+        " {most:.0%} 以内"
+    ),
     "check.reported.bad": (
-        "{where}：程序报告 {steps} 步用时 {told:.3f} 秒，但其输出行相隔 {seen:.3f} 秒，最多允许相差 {most:.0%}"
+        "{where}：程序报告 {steps} 步用时 {told:.3f} 秒，但其输出行相隔 {seen:.3f} 秒，最多允许相差"
+        " {most:.0%}"
     ),
     "check.reported_few.ok": "程序输出的行太少，无法比较时间",
     "reported.all": "全部步",
@@ -51,7 +68,9 @@ TEXTS: dict[str, str] = {
     "check.reported_in_use.ok": "设备 {device}：程序报告各步期间最多有 {most} 个进程",
     "check.reported_in_use.bad": "设备 {device}：程序报告各步期间没有进程",
     "check.accounted.ok": "{pass}：进程 {rank} 的各步覆盖本遍的 {share:.1%}，至少须为 {least:.0%}",
-    "check.accounted.bad": ("{pass}：进程 {rank} 的各步仅覆盖本遍的 {share:.1%}，至少须为 {least:.0%}"),
+    "check.accounted.bad": (
+        "{pass}：进程 {rank} 的各步仅覆盖本遍的 {share:.1%}，至少须为 {least:.0%}"
+    ),
     "check.accounted_short.ok": "{pass}：进程 {rank} 的各步仅有 {rest:.1f} 毫秒未覆盖",
     "check.interval.ok": "吞吐量的 95 % 区间宽度为其 {width:.2%}，用例允许 {limit:.0%}",
     "check.interval.bad": "吞吐量的 95 % 区间宽度为其 {width:.2%}，超过用例允许的 {limit:.0%}",

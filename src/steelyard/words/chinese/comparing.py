@@ -167,9 +167,12 @@ TEXTS: dict[str, str] = {
     "explain.sum": "实测",
     "explain.of": "进程 {0}：实测之后在性能分析器下运行 {1} 步，其用时为实测同等工作量用时的 {2}。",
     "explain.far": "偏差超过 2 %：性能分析器拖慢了运行，或这几步与其余不同；各占比仅供参考。",
-    "explain.of_stretch": ("占比按分析段计，而非实测：性能分析器或其他程序占用的时间含在各部分之中，无法分开。"),
+    "explain.of_stretch": (
+        "占比按分析段计，而非实测：性能分析器或其他程序占用的时间含在各部分之中，无法分开。"
+    ),
     "explain.impossible": (
-        "按标称峰值计算模型 FLOPs 所需时间超过全部内核用时：标称峰值与本设备不符，或计入了并未执行的 FLOPs。"
+        "按标称峰值计算模型 FLOPs 所需时间超过全部内核用时：标称峰值与本设备不符，"
+        "或计入了并未执行的 FLOPs。"
     ),
     "explain.stretch": "分析段",
     "explain.samples": "仅由样本得出；用 --explain 运行可区分内核与空隙。",
@@ -182,7 +185,9 @@ TEXTS: dict[str, str] = {
     "explain.kernels": "全部内核未达峰值",
     "explain.kernels.why": "矩阵乘、注意力与其他内核合为一项：其他内核也承担了部分矩阵乘。",
     "explain.together": "矩阵乘、其他内核与空隙",
-    "explain.together.why": ("矩阵乘、其他内核与空隙合为一项：运行中实测的矩阵乘速率低于该遍，无法据此区分。"),
+    "explain.together.why": (
+        "矩阵乘、其他内核与空隙合为一项：运行中实测的矩阵乘速率低于该遍，无法据此区分。"
+    ),
     "explain.matmuls": "矩阵乘",
     "explain.attentions": "注意力",
     "explain.other": "其他内核",
@@ -199,7 +204,9 @@ TEXTS: dict[str, str] = {
     "explain.score": "读取结果",
     "explain.rest": "其他内核、注意力与空隙",
     "explain.unexplained": "分析段与实测之差",
-    "explain.matmul.try": ("增大 micro_batch 或 batch_tokens；换精度；用 steelyard spec 查看这些形状的速率"),
+    "explain.matmul.try": (
+        "增大 micro_batch 或 batch_tokens；换精度；用 steelyard spec 查看这些形状的速率"
+    ),
     "explain.matmuls.try": "增大 micro_batch 或 batch_tokens；换精度",
     "explain.attentions.try": "换注意力内核：tune.attention",
     "explain.attention.try": "换注意力内核：tune.attention",
@@ -216,7 +223,9 @@ TEXTS: dict[str, str] = {
     "explain.calls": "每步调用次数",
     "explain.bandwidth": "字节/秒",
     "explain.bandwidth_share": "占标称带宽",
-    "explain.bytes": ("字节数为调用所列张量各计一次，重复读写不计；查表只读取所列表格的一小部分，故无速率。"),
+    "explain.bytes": (
+        "字节数为调用所列张量各计一次，重复读写不计；查表只读取所列表格的一小部分，故无速率。"
+    ),
     "explain.trace": "完整轨迹：{0}",
     "spec.title": "实测上限：{0}",
     "spec.mode": "方式",
@@ -248,7 +257,8 @@ TEXTS: dict[str, str] = {
     "spec.attention.note": "FLOPs 按因果约定；反向为前向的两倍，算子内部的重算不计。",
     "spec.collective": "集合通信",
     "spec.collective.note": (
-        "总线带宽按 nccl-tests 的定义（doc/PERFORMANCE.md）：消息字节除以时间，all-reduce 乘 2(n-1)/n，其余乘 (n-1)/n。"
+        "总线带宽按 nccl-tests 的定义（doc/PERFORMANCE.md）：消息字节除以时间，all-reduce 乘"
+        " 2(n-1)/n，其余乘 (n-1)/n。"
     ),
     "spec.note": (
         "当最后 {0} 个时段相差不超过 {1} 时，速率取自这些时段，否则取自后一半并注明。多设备时为最"

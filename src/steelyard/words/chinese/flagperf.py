@@ -1,4 +1,6 @@
-"""Words of pages in the form of FlagPerf's: labels, headings and column names are theirs, letter for letter."""
+"""Words of pages in the form of FlagPerf's: labels, headings and column names are theirs, letter
+for letter.
+"""
 
 TEXTS: dict[str, str] = {
     "flagperf.colon": "：",
@@ -38,10 +40,11 @@ TEXTS: dict[str, str] = {
     ),
     "form.accelerator_utilization": "计算卡使用率",
     "form.hardware_environment_machine_and": (
-        "- ##### 硬件环境\n    - 机器、加速卡型号: {machine_device}\n    - 多机网络类型、带宽: {network}\n"
+        "- ##### 硬件环境\n    - 机器、加速卡型号: {machine_device}\n    - 多机网络类型、带宽:"
+        " {network}\n"
     ),
     "form.metric_list": "* 指标列表\n",
-    "form.metric_values": ("\n* 指标值\n"),
+    "form.metric_values": "\n* 指标值\n",
     "form.tool": "推理工具",
     "form.precision": "数据精度",
     "form.metric": "指标名称",
@@ -55,7 +58,7 @@ TEXTS: dict[str, str] = {
     "form.validation_compute_throughput": "验证计算吞吐量",
     "form.inference_throughput": "推理总吞吐量",
     "form.inference_compute_throughput": "推理计算吞吐量",
-    "form.1_inference_dataset_download": ("### 1. 推理数据集\n\n* 下载地址：{address}"),
+    "form.1_inference_dataset_download": "### 1. 推理数据集\n\n* 下载地址：{address}",
     "form.2_model_and_weights": (
         "\n"
         "### 2. 模型与权重\n"
@@ -66,12 +69,12 @@ TEXTS: dict[str, str] = {
         "  * {framework_name}：{weights_loaded}\n"
         "* 权重获取方式"
     ),
-    "form.3_hardware_and_software": ("\n### 3. 软硬件配置与运行信息参考\n\n#### 3.1 {device}\n"),
-    "form.inference_toolkit": ("\n   - 推理工具包"),
-    "form.optimization_strategy": ("\n- ##### 优化策略\n"),
-    "form.parallel_strategy": ("\n- ##### 并行策略\n"),
-    "form.4_results": ("\n### 4. 运行情况（{case}）\n"),
-    "form.1_inference_dataset_download_2": ("### 1. 推理数据集\n> Download website：{address}\n"),
+    "form.3_hardware_and_software": "\n### 3. 软硬件配置与运行信息参考\n\n#### 3.1 {device}\n",
+    "form.inference_toolkit": "\n   - 推理工具包",
+    "form.optimization_strategy": "\n- ##### 优化策略\n",
+    "form.parallel_strategy": "\n- ##### 并行策略\n",
+    "form.4_results": "\n### 4. 运行情况（{case}）\n",
+    "form.1_inference_dataset_download_2": "### 1. 推理数据集\n> Download website：{address}\n",
     "form.2_model_and_weights_2": (
         "### 2. 模型与权重\n"
         "\n"
@@ -90,14 +93,16 @@ TEXTS: dict[str, str] = {
         "  * tokenizer：{tokenizer}\n"
         "  * ckpts：{weights}"
     ),
-    "form.2_hardware_and_software": ("\n### 2. 软硬件配置与运行信息参考\n\n#### 2.1 {device}\n\n- ##### 并行策略\n"),
-    "form.inference_toolkit_2": ("\n- 推理工具包\n"),
-    "form.3_results": ("\n### 3. 运行情况\n"),
+    "form.2_hardware_and_software": (
+        "\n### 2. 软硬件配置与运行信息参考\n\n#### 2.1 {device}\n\n- ##### 并行策略\n"
+    ),
+    "form.inference_toolkit_2": "\n- 推理工具包\n",
+    "form.3_results": "\n### 3. 运行情况\n",
     "form.inference_result": "推理结果",
     "form.acc_infer_val": "acc(推理/验证)",
     "form.dependent_software_versions_2": "   - 依赖软件版本：{packages}",
     "form.general_metrics": "* 通用指标\n",
-    "form.performance": ("\n* 性能指标\n"),
+    "form.performance": "\n* 性能指标\n",
     "form.configuration": "配置",
     "form.value": "指标值",
     "form.configuration_and_run_information": (
@@ -118,9 +123,12 @@ TEXTS: dict[str, str] = {
     "form.alpaca_fine_tuning_dataset": "alpaca微调数据集",
     "form.natural_language_understanding": "自然语言理解",
     "form.text_classification_text_generation": "文本分类、文本生成",
-    "form.natural_language_understanding_unconditional": ("自然语言理解、无条件文本生成、有条件文本生成"),
+    "form.natural_language_understanding_unconditional": (
+        "自然语言理解、无条件文本生成、有条件文本生成"
+    ),
     "form.parallel_strategy_parallel_technique": (
-        "\n- ##### 并行策略\n\n   - 并行技术：{techniques}\n   - 实施者：{engine}\n   - 实施细节：{plans}\n\n- ##### 优化策略\n"
+        "\n- ##### 并行策略\n\n   - 并行技术：{techniques}\n   - 实施者：{engine}\n   -"
+        " 实施细节：{plans}\n\n- ##### 优化策略\n"
     ),
     "form.results_input_batch_sizes": (
         "\n"
@@ -132,10 +140,14 @@ TEXTS: dict[str, str] = {
         "  3. gradient_accumulate_steps，简写为GAS：{accumulation}\n"
         "  4. global_batchsize，简写为GBS：{global_batch}\n"
     ),
-    "form.model_checkpoint_test_dataset": ("### 模型Checkpoint下载\n* {weights_loaded}\n\n### 测试数据集下载"),
-    "form.results": ("\n#### 运行情况\n"),
-    "form.model_checkpoint_test_dataset_2": ("### 模型Checkpoint下载\n{weights_loaded}\n### 测试数据集下载"),
-    "form.results_2": ("\n### 运行情况"),
+    "form.model_checkpoint_test_dataset": (
+        "### 模型Checkpoint下载\n* {weights_loaded}\n\n### 测试数据集下载"
+    ),
+    "form.results": "\n#### 运行情况\n",
+    "form.model_checkpoint_test_dataset_2": (
+        "### 模型Checkpoint下载\n{weights_loaded}\n### 测试数据集下载"
+    ),
+    "form.results_2": "\n### 运行情况",
     "form.test_dataset_benchmarks_glm": "[测试数据集下载](../../benchmarks/glm/README.md#数据集)",
     "form.compute_utilization": "计算使用率",
     "form.throughput": "吞吐量",

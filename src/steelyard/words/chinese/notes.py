@@ -4,17 +4,26 @@ TEXTS: dict[str, str] = {
     "listed": "、",  # between the items of a list
     "both": "{first}；{second}",
     "note.few_batches": "步数太少，无法给出吞吐量的区间",
-    "note.slowdown": ("设备 {device}：一遍中 {share:.0%} 的读数有 {reason}；属正常现象，大型矩阵乘法会达到功率上限"),
+    "note.slowdown": (
+        "设备 {device}：一遍中 {share:.0%} 的读数有 {reason}；属正常现象，大型矩阵乘法会达到功率上限"
+    ),
     "note.busy": "繁忙：{taken}，超过 {least:.0%} 即注明",
-    "busy.taken": ("主机 {host}：在测量前后的 {time:.1f} 秒内，其他进程占用了本次运行可用的 {cores:g} 个核的 {share:.1%}"),
+    "busy.taken": (
+        "主机 {host}：在测量前后的 {time:.1f} 秒内，其他进程占用了本次运行可用的 {cores:g} 个核的"
+        " {share:.1%}"
+    ),
     "note.busy_unknown": "主机 {host}：其他进程对 CPU 核的占用未知：{why}",
     "busy.no_reading": "其前后没有 CPU 时间读数",
     "busy.not_counted": "主机不统计各核的使用",
     "note.reported": "各步时间为程序自身所报，每步工作量按配置计算",
     "note.emulated": "此处 fp8 为模拟计算：答案有效，速率没有意义",
     "note.setting": "主机 {host}：{what}：{found}",
-    "note.slow": ("{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）"),
-    "note.slow_many": ("{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）"),
+    "note.slow": (
+        "{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）"
+    ),
+    "note.slow_many": (
+        "{who} 较慢：使{of}多耗 {percent:.1f} % 的时间（{own} {mine}，其余 {others}{work}）"
+    ),
     "slow.rank": "进程 {rank}",
     "slow.rank_at": "主机 {host} 上的进程 {rank}",
     "slow.ranks": "进程 {first} 至 {last}",
@@ -33,11 +42,14 @@ TEXTS: dict[str, str] = {
     "note.earlier": "旧版用例：自带用例 {case} 的题目此后有变，新增 {fields}",
     "note.resumed": "自 {source} 的第 {step} 步（{plan}）之后续训，时间与吞吐量仅计此后各步",
     "note.resumed_past": (
-        "自 {source} 的第 {step} 步（{plan}）之后续训，时间与吞吐量仅计此后各步；跳过已损坏的检查点：{damaged}"
+        "自 {source} 的第 {step} 步（{plan}）之后续训，"
+        "时间与吞吐量仅计此后各步；跳过已损坏的检查点：{damaged}"
     ),
     "resumed.record": "记录 {record}",
     "resumed.folder": "检查点目录",
-    "note.own_case": ("用例由模型目录在内存中生成（run --model）：题目保存在本记录中，不在任何文件中"),
+    "note.own_case": (
+        "用例由模型目录在内存中生成（run --model）：题目保存在本记录中，不在任何文件中"
+    ),
     "note.counted": (
         "模型类型 {type}，由 transformers 运行：FLOPs 由 torch 计数器在 meta 张量上得出；注意力按"
         "每个 token 之前的全部位置计算，不论是否有窗口"

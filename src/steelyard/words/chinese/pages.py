@@ -136,7 +136,9 @@ TEXTS: dict[str, str] = {
     "engines.mfu": "MFU",
     "engines.mem": "mem",
     "engines.base": "基准",
-    "engines.dropout": ("模型含 dropout，各引擎的随机顺序不同，答案因此也会有差异（参见 steelyard conform）。"),
+    "engines.dropout": (
+        "模型含 dropout，各引擎的随机顺序不同，答案因此也会有差异（参见 steelyard conform）。"
+    ),
     "engines.without": "无完成的运行：{0}。",
     "engines.note": (
         "各运行仅引擎不同。差异均相对基准的首次运行，取所有运行与各步中的最大值；基准自身的差异来"
@@ -231,15 +233,21 @@ TEXTS: dict[str, str] = {
     "stragglers.host": "主机 {1} 上的进程 {0}",
     "stragglers.step": "每步",
     "stragglers.pass": "整遍",
-    "stragglers.slow": ("最慢：{0}，使{2}多耗 {1} 的时间：其自身用时 {3} 秒，其余的中位数为 {4} 秒。"),
+    "stragglers.slow": (
+        "最慢：{0}，使{2}多耗 {1} 的时间：其自身用时 {3} 秒，其余的中位数为 {4} 秒。"
+    ),
     "stragglers.even": "没有明显的慢进程。最慢：{0}，占{2}的 {1}。",
     "stragglers.work": "其 token 数为其余的 {0} 倍。",
     "stragglers.own.compute": (
-        "自身用时：data 与 compute 阶段，取稳态窗口各步均值。等待：meet 与 exchange 阶段，进程在其中互相等待。"
+        "自身用时：data 与 compute 阶段，取稳态窗口各步均值。等待：meet 与 exchange 阶段，"
+        "进程在其中互相等待。"
     ),
-    "stragglers.own.pass": ("自身用时：整遍时间。各副本在其中互不等待；同一副本的进程互相等待，合为一行。"),
+    "stragglers.own.pass": (
+        "自身用时：整遍时间。各副本在其中互不等待；同一副本的进程互相等待，合为一行。"
+    ),
     "stragglers.own.data": (
-        "自身用时：仅 data 阶段，取稳态窗口各步均值。此并行策略下，每步其余时间进程互相等待，无法分辨快慢。"
+        "自身用时：仅 data 阶段，取稳态窗口各步均值。此并行策略下，每步其余时间进程互相等待，"
+        "无法分辨快慢。"
     ),
     "stragglers.most": "仅列出 {1} 行中最慢的 {0} 行。",
     "stragglers.at": "主机",
@@ -282,8 +290,12 @@ TEXTS: dict[str, str] = {
     "terminal.quality": "质量",
     "terminal.runs.one": "1 次运行",
     "terminal.runs": "{0} 次运行",
-    "terminal.more": ("更多：--full 显示全部细节，--explain 显示时间去向，--format html --to page.html 生成网页。"),
-    "terminal.interval": ("吞吐量为全部设备之和；± 为其 95 % 区间的一半；/ 表示未知，原因见 --full。"),
+    "terminal.more": (
+        "更多：--full 显示全部细节，--explain 显示时间去向，--format html --to page.html 生成网页。"
+    ),
+    "terminal.interval": (
+        "吞吐量为全部设备之和；± 为其 95 % 区间的一半；/ 表示未知，原因见 --full。"
+    ),
     "breakdown.evaluations": "评估过程",
     "breakdown.after_step": "步数之后",
     "breakdown.samples": "已训练样本数",

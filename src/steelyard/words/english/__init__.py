@@ -1,6 +1,15 @@
 """All texts in English, by their codes."""
 
-from steelyard.words.english import checks, comparing, flagperf, machine, meanings, metrics, notes, pages
+from steelyard.words.english import (
+    checks,
+    comparing,
+    flagperf,
+    machine,
+    meanings,
+    metrics,
+    notes,
+    pages,
+)
 
 MEANINGS = meanings.MEANINGS
 TEXTS: dict[str, str] = {

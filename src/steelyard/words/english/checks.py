@@ -1,4 +1,6 @@
-"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does not."""
+"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does
+not.
+"""
 
 TEXTS: dict[str, str] = {
     "check.finite.ok": "{pass}: all logits are finite",
@@ -6,13 +8,19 @@ TEXTS: dict[str, str] = {
     "check.finite_values.bad": "{pass}: step {step} on rank {rank} has a value that is not finite",
     "check.finite_loss.ok": "every loss is finite",
     "check.finite_loss.bad": "step {step}: the loss is not finite",
-    "check.loss_bound.bad": ("step {step}: the loss {value} exceeds the bound {bound}; the run was stopped"),
+    "check.loss_bound.bad": (
+        "step {step}: the loss {value} exceeds the bound {bound}; the run was stopped"
+    ),
     "check.finite_held_out.ok": "{pass}: the held-out loss is finite",
     "check.finite_held_out.bad": "{pass}: the held-out loss is not finite",
     "check.covered.ok": "{pass}: all {items:,} {nouns} have one answer each",
-    "check.covered.bad": ("{pass}: of {items:,} {nouns}, {missing:,} have no answer and {repeated:,} have more than one"),
+    "check.covered.bad": (
+        "{pass}: of {items:,} {nouns}, {missing:,} have no answer and {repeated:,} have more"
+        " than one"
+    ),
     "check.covered_part.ok": (
-        "{pass}: {answered:,} of {items:,} {nouns} have an answer, none has two; the window (--steps) leaves out the others"
+        "{pass}: {answered:,} of {items:,} {nouns} have an answer, none has two; the window"
+        " (--steps) leaves out the others"
     ),
     "check.covered_part.bad": "{pass}: {repeated:,} of {items:,} {nouns} have more than one answer",
     "check.steps.ok": "train: every rank took all {wanted} steps",
@@ -25,13 +33,18 @@ TEXTS: dict[str, str] = {
     "check.drawn.bad": "{pass}: {difference}",
     "drawn.whole": "the samples count {counted:,} {what}; the rows drawn hold {held:,}",
     "drawn.step": "step {step}: the samples count {counted:,} {what}; the rows drawn hold {held:,}",
-    "check.plausible.ok": ("{pass}: {rate:.4g} FLOP/s, within the limit of {limit:.4g} FLOP/s: {what}"),
-    "check.plausible.bad": ("{pass}: {rate:.4g} FLOP/s, above the limit of {limit:.4g} FLOP/s: {what}"),
+    "check.plausible.ok": (
+        "{pass}: {rate:.4g} FLOP/s, within the limit of {limit:.4g} FLOP/s: {what}"
+    ),
+    "check.plausible.bad": (
+        "{pass}: {rate:.4g} FLOP/s, above the limit of {limit:.4g} FLOP/s: {what}"
+    ),
     "limit.peak": "the datasheet peak of all devices",
     "limit.matmul": "{margin} times the measured matmul rate",
     "limit.cpu": "{margin} times the measured matmul rate, both per second of CPU time",
     "limit.cpu_best": (
-        "{margin} times the fastest of {count} matmul timings before and after the passes, both per second of CPU time"
+        "{margin} times the fastest of {count} matmul timings before and after the passes, both per"
+        " second of CPU time"
     ),
     "limit.busy": "{limit}; the margin is wide because other processes used the host's cores",
     "check.beside.ok": (
@@ -44,7 +57,8 @@ TEXTS: dict[str, str] = {
     ),
     "check.clocks_agree.ok": "{count} comparisons of clocks agree within {most:.1%}",
     "check.clocks_agree.bad": (
-        "{where}: the monotonic clock counted {host:.3f} s and clock {name} {other:.3f} s; they may differ by {most:.1%}"
+        "{where}: the monotonic clock counted {host:.3f} s and clock {name} {other:.3f} s; they may"
+        " differ by {most:.1%}"
     ),
     "check.clocks_agree_preloaded.bad": (
         "{where}: the monotonic clock counted {host:.3f} s and clock {name} {other:.3f} s; they "
@@ -63,16 +77,29 @@ TEXTS: dict[str, str] = {
     "check.reported_few.ok": "the program printed too few lines to compare their times",
     "reported.all": "all steps",
     "reported.steady": "the steady window",
-    "check.reported_in_use.ok": ("device {device}: up to {most} process(es) on it while the program reported steps"),
-    "check.reported_in_use.bad": ("device {device}: no process on it while the program reported steps"),
-    "check.accounted.ok": ("{pass}: the steps of rank {rank} cover {share:.1%} of the pass; at least {least:.0%} is required"),
-    "check.accounted.bad": (
-        "{pass}: the steps of rank {rank} cover only {share:.1%} of the pass; at least {least:.0%} is required"
+    "check.reported_in_use.ok": (
+        "device {device}: up to {most} process(es) on it while the program reported steps"
     ),
-    "check.accounted_short.ok": ("{pass}: the steps of rank {rank} leave {rest:.1f} ms of the pass uncovered"),
-    "check.interval.ok": ("the 95 % interval of the rate is {width:.2%} of the rate; the case allows {limit:.0%}"),
+    "check.reported_in_use.bad": (
+        "device {device}: no process on it while the program reported steps"
+    ),
+    "check.accounted.ok": (
+        "{pass}: the steps of rank {rank} cover {share:.1%} of the pass; at least {least:.0%} is"
+        " required"
+    ),
+    "check.accounted.bad": (
+        "{pass}: the steps of rank {rank} cover only {share:.1%} of the pass; at least {least:.0%}"
+        " is required"
+    ),
+    "check.accounted_short.ok": (
+        "{pass}: the steps of rank {rank} leave {rest:.1f} ms of the pass uncovered"
+    ),
+    "check.interval.ok": (
+        "the 95 % interval of the rate is {width:.2%} of the rate; the case allows {limit:.0%}"
+    ),
     "check.interval.bad": (
-        "the 95 % interval of the rate is {width:.2%} of the rate, wider than the {limit:.0%} that the case allows"
+        "the 95 % interval of the rate is {width:.2%} of the rate, wider than the {limit:.0%} that"
+        " the case allows"
     ),
     "check.interval_open.bad": "the 95 % interval of the rate has no upper end",
     "check.slowdown.bad": "device {device}: {reason} in {share:.0%} of the readings of a pass",

@@ -25,8 +25,12 @@ TEXTS: dict[str, str] = {
     "summary.none": "No run of {0} is valid.",
     "summary.against": "On {3}, {0} is {1} times as fast per device as {2}{4}.",
     "summary.interval": " (95 % interval {0})",
-    "summary.no_pair": ("On {0} no question has valid runs of two accelerators, so they are not compared."),
-    "summary.smoke": ("{0} of size smoke show that the cases run; they say nothing about the hardware."),
+    "summary.no_pair": (
+        "On {0} no question has valid runs of two accelerators, so they are not compared."
+    ),
+    "summary.smoke": (
+        "{0} of size smoke show that the cases run; they say nothing about the hardware."
+    ),
     "summary.apart": "{0} of a changed or an earlier question are listed apart.",
     "summary.all_valid": "All runs are valid.",
     "summary.not_valid": "Not valid, {0}: {1}.",
@@ -72,8 +76,13 @@ TEXTS: dict[str, str] = {
         "interval. Settings changed: values that differ from the case's own. / unknown: the run'"
         "s details say why."
     ),
-    "side.published": ('Published, not measured here: [1]–[{0}]; sources and all their values are under "All values".'),
-    "side.published.one": ('Published, not measured here: [1]; its source and all its values are under "All values".'),
+    "side.published": (
+        'Published, not measured here: [1]–[{0}]; sources and all their values are under "All'
+        ' values".'
+    ),
+    "side.published.one": (
+        'Published, not measured here: [1]; its source and all its values are under "All values".'
+    ),
     "side.all": "All values, published rows, MFU by convention",
     "bars.title": "{0}: runs side by side",
     "bars.of": "{0}: {1} {2}",
@@ -97,12 +106,17 @@ TEXTS: dict[str, str] = {
     "compare.left_out.one": "{0} of {1} ({2})",
     "compare.shared": "{0} record(s) stand on both sides.",
     "compare.interval": "{0}, 95 % interval {1}",
-    "compare.interval.steps": ("{0}, 95 % interval {1} (from the steps of a run, which do not show the spread between runs)"),
+    "compare.interval.steps": (
+        "{0}, 95 % interval {1} (from the steps of a run, which do not show the spread between"
+        " runs)"
+    ),
     "compare.faster": "faster: significant",
     "compare.slower": "slower: significant",
     "compare.below threshold": "significant, but below the threshold of {0}",
     "compare.not significant": "not significant",
-    "compare.not tested": ("not tested: that takes two valid runs a side, and runs that differ (--repeat)"),
+    "compare.not tested": (
+        "not tested: that takes two valid runs a side, and runs that differ (--repeat)"
+    ),
     "compare.no rate": "no ratio: {0}",
     "compare.no_valid_run": "{0} has no valid run",
     "compare.no_rate": "{0} has no rate",
@@ -170,10 +184,12 @@ TEXTS: dict[str, str] = {
     "explain.try": "What to try",
     "explain.sum": "measured",
     "explain.of": (
-        "Rank {0}: {1} steps under the profiler after the measured pass took {2} of what as much work took in the pass."
+        "Rank {0}: {1} steps under the profiler after the measured pass took {2} of what as much"
+        " work took in the pass."
     ),
     "explain.far": (
-        "That is more than 2 % away: the profiler slows the run down, or these steps are unlike the others. Mind the shares."
+        "That is more than 2 % away: the profiler slows the run down, or these steps are unlike the"
+        " others. Mind the shares."
     ),
     "explain.of_stretch": (
         "The shares are those of the profiled steps, not of the pass: what the profiler or "
@@ -190,9 +206,14 @@ TEXTS: dict[str, str] = {
     "explain.matmul": "matmuls below the peak",
     "explain.attention": "attention below the peak",
     "explain.products": "matmuls and attention below the peak",
-    "explain.products.why": ("Matmuls and attention are one part: the kernels of one compute a part of the other."),
+    "explain.products.why": (
+        "Matmuls and attention are one part: the kernels of one compute a part of the other."
+    ),
     "explain.kernels": "all kernels below the peak",
-    "explain.kernels.why": ("Matmuls, attention and other kernels are one part: other kernels compute a part of the matmuls."),
+    "explain.kernels.why": (
+        "Matmuls, attention and other kernels are one part: other kernels compute a part of the"
+        " matmuls."
+    ),
     "explain.together": "matmuls, other kernels, gaps",
     "explain.together.why": (
         "Matmuls, other kernels and gaps are one part: the matmul rate measured in the run is "
@@ -215,7 +236,8 @@ TEXTS: dict[str, str] = {
     "explain.rest": "other kernels, attention below its rate, gaps",
     "explain.unexplained": "between the stretch and the measured pass",
     "explain.matmul.try": (
-        "larger micro-batches or batch_tokens; another precision; see the rate of these shapes in steelyard spec"
+        "larger micro-batches or batch_tokens; another precision; see the rate of these shapes in"
+        " steelyard spec"
     ),
     "explain.matmuls.try": "larger micro-batches or batch_tokens; another precision",
     "explain.attentions.try": "another kernel: tune.attention",
@@ -259,17 +281,21 @@ TEXTS: dict[str, str] = {
     "spec.remark": "Remark",
     "spec.matmul": "Dense matmul",
     "spec.matmul.note": (
-        "Random numbers. Square products, then the shapes of one batch of each shipped case; on a slow device with fewer rows."
+        "Random numbers. Square products, then the shapes of one batch of each shipped case; on a"
+        " slow device with fewer rows."
     ),
     "spec.memory": "Memory bandwidth",
-    "spec.memory.note": ("Arrays far larger than caches. A copy counts the bytes read and the bytes written."),
+    "spec.memory.note": (
+        "Arrays far larger than caches. A copy counts the bytes read and the bytes written."
+    ),
     "spec.capacity": "Memory capacity",
     "spec.capacity.note": "What one process can have; the remark says how it was found.",
     "spec.copy": "Copies",
     "spec.copy.note": "Between host and device, and between devices.",
     "spec.attention": "Attention kernels",
     "spec.attention.note": (
-        "FLOPs by the causal convention; a backward has twice those of a forward, whatever a kernel computes again."
+        "FLOPs by the causal convention; a backward has twice those of a forward, whatever a kernel"
+        " computes again."
     ),
     "spec.collective": "Collectives",
     "spec.collective.note": (

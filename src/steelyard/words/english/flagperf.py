@@ -1,4 +1,6 @@
-"""Words of pages in the form of FlagPerf's: labels, headings and column names are theirs, letter for letter."""
+"""Words of pages in the form of FlagPerf's: labels, headings and column names are theirs, letter
+for letter.
+"""
 
 TEXTS: dict[str, str] = {
     "flagperf.colon": ": ",
@@ -43,7 +45,7 @@ TEXTS: dict[str, str] = {
         "    - Network type and bandwidth between machines: {network}\n"
     ),
     "form.metric_list": "* Metric list\n",
-    "form.metric_values": ("\n* Metric values\n"),
+    "form.metric_values": "\n* Metric values\n",
     "form.tool": "tool",
     "form.precision": "Precision",
     "form.metric": "Metric",
@@ -57,7 +59,7 @@ TEXTS: dict[str, str] = {
     "form.validation_compute_throughput": "Validation compute throughput",
     "form.inference_throughput": "Inference throughput",
     "form.inference_compute_throughput": "Inference compute throughput",
-    "form.1_inference_dataset_download": ("### 1. Inference dataset\n\n* Download: {address}"),
+    "form.1_inference_dataset_download": "### 1. Inference dataset\n\n* Download: {address}",
     "form.2_model_and_weights": (
         "\n"
         "### 2. Model and weights\n"
@@ -68,12 +70,16 @@ TEXTS: dict[str, str] = {
         "  * {framework_name}: {weights_loaded}\n"
         "* How to get the weights"
     ),
-    "form.3_hardware_and_software": ("\n### 3. Hardware and software configuration and run information\n\n#### 3.1 {device}\n"),
-    "form.inference_toolkit": ("\n   - Inference toolkit"),
-    "form.optimization_strategy": ("\n- ##### Optimization strategy\n"),
-    "form.parallel_strategy": ("\n- ##### Parallel strategy\n"),
-    "form.4_results": ("\n### 4. Results ({case})\n"),
-    "form.1_inference_dataset_download_2": ("### 1. Inference dataset\n> Download website: {address}\n"),
+    "form.3_hardware_and_software": (
+        "\n### 3. Hardware and software configuration and run information\n\n#### 3.1 {device}\n"
+    ),
+    "form.inference_toolkit": "\n   - Inference toolkit",
+    "form.optimization_strategy": "\n- ##### Optimization strategy\n",
+    "form.parallel_strategy": "\n- ##### Parallel strategy\n",
+    "form.4_results": "\n### 4. Results ({case})\n",
+    "form.1_inference_dataset_download_2": (
+        "### 1. Inference dataset\n> Download website: {address}\n"
+    ),
     "form.2_model_and_weights_2": (
         "### 2. Model and weights\n"
         "\n"
@@ -93,15 +99,16 @@ TEXTS: dict[str, str] = {
         "  * ckpts: {weights}"
     ),
     "form.2_hardware_and_software": (
-        "\n### 2. Hardware and software configuration and run information\n\n#### 2.1 {device}\n\n- ##### Parallel strategy\n"
+        "\n### 2. Hardware and software configuration and run information\n\n#### 2.1 {device}\n\n-"
+        " ##### Parallel strategy\n"
     ),
-    "form.inference_toolkit_2": ("\n- Inference toolkit\n"),
-    "form.3_results": ("\n### 3. Results\n"),
+    "form.inference_toolkit_2": "\n- Inference toolkit\n",
+    "form.3_results": "\n### 3. Results\n",
     "form.inference_result": "Inference result",
     "form.acc_infer_val": "acc(infer/val)",
     "form.dependent_software_versions_2": "   - Dependent software versions: {packages}",
     "form.general_metrics": "* General metrics\n",
-    "form.performance": ("\n* Performance\n"),
+    "form.performance": "\n* Performance\n",
     "form.configuration": "configuration",
     "form.value": "Value",
     "form.configuration_and_run_information": (
@@ -145,10 +152,14 @@ TEXTS: dict[str, str] = {
         "  3. gradient_accumulate_steps, GAS: {accumulation}\n"
         "  4. global_batchsize, GBS: {global_batch}\n"
     ),
-    "form.model_checkpoint_test_dataset": ("### Model checkpoint\n* {weights_loaded}\n\n### Test dataset"),
-    "form.results": ("\n#### Results\n"),
-    "form.model_checkpoint_test_dataset_2": ("### Model checkpoint\n{weights_loaded}\n### Test dataset"),
-    "form.results_2": ("\n### Results"),
+    "form.model_checkpoint_test_dataset": (
+        "### Model checkpoint\n* {weights_loaded}\n\n### Test dataset"
+    ),
+    "form.results": "\n#### Results\n",
+    "form.model_checkpoint_test_dataset_2": (
+        "### Model checkpoint\n{weights_loaded}\n### Test dataset"
+    ),
+    "form.results_2": "\n### Results",
     "form.test_dataset_benchmarks_glm": "[Test dataset](../../benchmarks/glm/README.md#数据集)",
     "form.compute_utilization": "Compute utilization",
     "form.throughput": "Throughput",

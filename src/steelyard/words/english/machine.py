@@ -59,7 +59,9 @@ TEXTS: dict[str, str] = {
     "fit.load.step": "stop other programs on this host; top lists them",
     "fit.cores.quota": "{allowed} of {cores} by affinity; a control-group quota of {quota:g}",
     "fit.cores.whole": "{allowed} of {cores} by affinity; no quota",
-    "fit.cores.step": ("give the container whole cores (an affinity); with a quota, threads are paused in turn"),
+    "fit.cores.step": (
+        "give the container whole cores (an affinity); with a quota, threads are paused in turn"
+    ),
     "fit.governor.none": "unknown: the kernel shows none, as in most virtual machines",
     "fit.governor.step": "ask the operator for {governor}: cpupower frequency-set -g {governor}",
     "fit.swap.none": "none",
@@ -82,7 +84,10 @@ TEXTS: dict[str, str] = {
     "fit.clock.step": "find out why the kernel does not trust tsc: dmesg | grep -i clocksource",
     "nvidia.driver": "install the driver of the device; nvidia-smi shows it",
     "nvidia.persistence": "ask the operator of the host to turn it on: nvidia-smi -pm 1",
-    "nvidia.processes": ("wait until they end, or choose another device with CUDA_VISIBLE_DEVICES; nvidia-smi lists them"),
+    "nvidia.processes": (
+        "wait until they end, or choose another device with CUDA_VISIBLE_DEVICES; nvidia-smi lists"
+        " them"
+    ),
     "nvidia.clocks": "ask the operator to set them back: nvidia-smi -rac, nvidia-smi -rgc",
     "nvidia.power": "ask the operator to set it back: nvidia-smi -pl WATTS",
     "nvidia.ecc": "ask the operator to turn it on: nvidia-smi -e 1, then reset",

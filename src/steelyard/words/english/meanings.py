@@ -23,7 +23,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "p_infer_whole_padded": (
         "Inference rate, padding counted",
-        ("every sample counted as long as the model has positions, as the published rows count; for comparison only"),
+        (
+            "every sample counted as long as the model has positions, as the published rows count;"
+            " for comparison only"
+        ),
     ),
     "p_infer_core_padded": ("Inference rate, core, padding counted", "the same over compute time"),
     "p_whole": (
@@ -58,7 +61,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "mfu_nominal": (
         "MFU, nominal",
-        ("2 × nominal parameters per scored token (6 × trained); only to compare with published rows"),
+        (
+            "2 × nominal parameters per scored token (6 × trained); only to compare with published"
+            " rows"
+        ),
     ),
     "mfu_padded": (
         "MFU, nominal, padding counted",
@@ -86,12 +92,15 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "mem_allocated": ("Memory allocated", "the framework's peak, GiB"),
     "mem_predicted": (
         "Memory predicted",
-        ("from shapes: parameters, gradients, states, activations, logits of the fullest rank, GiB"),
+        "from shapes: parameters, gradients, states, activations, logits of the fullest rank, GiB",
     ),
     "mem_total": ("Device memory", "what the device has, GiB"),
     "energy": (
         "Energy",
-        ("devices' energy counters over the pass, else their power integrated; training: steady window"),
+        (
+            "devices' energy counters over the pass, else their power integrated; training: steady"
+            " window"
+        ),
     ),
     "energy_per_token": ("Energy per token", "energy / tokens of the pass"),
     "energy_per_sample": ("Energy per sample", "energy / samples of the pass"),
@@ -113,7 +122,7 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "straggler_share": (
         "Cost of the slowest rank",
-        ("share of a step (scoring: of the pass) saved if it were as fast as the others' median"),
+        "share of a step (scoring: of the pass) saved if it were as fast as the others' median",
     ),
     "harness_overhead": ("Harness overhead", "what measuring cost, against the same work run bare"),
     "score.acc": (
@@ -133,7 +142,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "mmlu.acc_macro": ("Accuracy, mean of subjects", "every subject counts the same"),
     "lambada.loss": (
         "Loss",
-        ("mean over samples of each one's mean cross-entropy per token, in nats, from the same pass that was timed"),
+        (
+            "mean over samples of each one's mean cross-entropy per token, in nats, from the same"
+            " pass that was timed"
+        ),
     ),
     "lambada.loss_val": ("Loss, reference pass", "the same of the reference pass"),
     "lambada.loss_token": (
@@ -147,7 +159,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "lambada.acc": (
         "Accuracy",
-        ("last words right by argmax over the whole vocabulary, all their tokens, from the pass that was timed"),
+        (
+            "last words right by argmax over the whole vocabulary, all their tokens, from the pass"
+            " that was timed"
+        ),
     ),
     "held_out.loss_before": (
         "Held-out loss before",
@@ -156,7 +171,10 @@ MEANINGS: dict[str, tuple[str, str]] = {
     "held_out.loss_after": ("Held-out loss after", "the same after the last step"),
     "superglue_record.acc": (
         "Accuracy",
-        ("questions whose candidate with the highest score is one of the answers, at the last evaluation"),
+        (
+            "questions whose candidate with the highest score is one of the answers, at the last"
+            " evaluation"
+        ),
     ),
     "superglue_record.acc_before": (
         "Accuracy before training",
@@ -164,11 +182,17 @@ MEANINGS: dict[str, tuple[str, str]] = {
     ),
     "superglue_record.em": (
         "Exact match",
-        ("the chosen candidate's text is that of an answer, compared as ReCoRD's own evaluation does"),
+        (
+            "the chosen candidate's text is that of an answer, compared as ReCoRD's own evaluation"
+            " does"
+        ),
     ),
     "superglue_record.f1": (
         "F1",
-        ("of the words of the chosen candidate and the nearest answer, as ReCoRD's own evaluation has it"),
+        (
+            "of the words of the chosen candidate and the nearest answer, as ReCoRD's own"
+            " evaluation has it"
+        ),
     ),
     "setting.precision": ("Precision", "what matmuls run in and weights are kept in"),
     "setting.division": (

@@ -43,14 +43,20 @@ TEXTS: dict[str, str] = {
     "energy.nothing": "it has neither an energy counter nor power readings",
     "energy.no_border": "there is no power reading before or after the pass",
     "energy.few": "only {readings} power readings in {time:.2f} s; at least 2 are needed",
-    "energy.gap": ("power was not read for {gap:.2f} s; at most {periods:g} periods ({most:.2f} s) are allowed"),
+    "energy.gap": (
+        "power was not read for {gap:.2f} s; at most {periods:g} periods ({most:.2f} s) are allowed"
+    ),
     "energy.zero": "the device counted no energy",
     "straggler.rank": "rank {rank}; its own time is {own}",
     "straggler.own.compute": "that of its phases data and compute",
     "straggler.own.pass": "its whole pass",
-    "straggler.own.data": ("that of its phase data alone; in the rest of a step ranks wait for one another"),
+    "straggler.own.data": (
+        "that of its phase data alone; in the rest of a step ranks wait for one another"
+    ),
     "straggler.alone": "needs at least two ranks",
-    "straggler.one_replica": ("needs at least two replicas: ranks of one model wait for one another in every layer"),
+    "straggler.one_replica": (
+        "needs at least two replicas: ranks of one model wait for one another in every layer"
+    ),
     "straggler.unfinished": "not every rank finished the pass",
     "straggler.not_separate": "the engine does not mark where ranks wait for one another",
     "straggler.no_time": "the steps have no time",

@@ -5,7 +5,8 @@ TEXTS: dict[str, str] = {
     "both": "{first}; {second}",
     "note.few_batches": "too few steps for an interval of the rate",
     "note.slowdown": (
-        "device {device}: {reason} in {share:.0%} of the readings of a pass; normal: large matmuls reach the power limit"
+        "device {device}: {reason} in {share:.0%} of the readings of a pass; normal: large matmuls"
+        " reach the power limit"
     ),
     "note.busy": "busy: {taken}; above {least:.0%} is noted",
     "busy.taken": (
@@ -15,11 +16,19 @@ TEXTS: dict[str, str] = {
     "note.busy_unknown": "host {host}: use of its cores by other processes is unknown: {why}",
     "busy.no_reading": "there is no reading of CPU time before or after it",
     "busy.not_counted": "the host does not count what its cores do",
-    "note.reported": ("step times are those that the program reports; the work of a step is that of the configuration"),
+    "note.reported": (
+        "step times are those that the program reports; the work of a step is that of the"
+        " configuration"
+    ),
     "note.emulated": "fp8 is emulated here: answers count, rates mean nothing",
     "note.setting": "host {host}: {what}: {found}",
-    "note.slow": ("{who} is slow: it costs {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})"),
-    "note.slow_many": ("{who} are slow: they cost {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})"),
+    "note.slow": (
+        "{who} is slow: it costs {percent:.1f} % of {of} ({own} {mine}, the others {others}{work})"
+    ),
+    "note.slow_many": (
+        "{who} are slow: they cost {percent:.1f} % of {of} ({own} {mine}, the others"
+        " {others}{work})"
+    ),
     "slow.rank": "rank {rank}",
     "slow.rank_at": "rank {rank} on host {host}",
     "slow.ranks": "ranks {first} to {last}",
@@ -29,30 +38,46 @@ TEXTS: dict[str, str] = {
     "slow.own": "own time",
     "slow.data": "waiting for data",
     "slow.work": ", with {times:.2f} times their tokens",
-    "note.stepped_down": ("the first attempt ran out of memory with {tried} (auto); this is the second, with {ran}"),
+    "note.stepped_down": (
+        "the first attempt ran out of memory with {tried} (auto); this is the second, with {ran}"
+    ),
     "note.question": "different question: {keys} changed on the command line",
     "note.limits": "different limits: {keys} changed on the command line",
     "note.modified": "modified case: differs from the shipped case {case} in {parts}",
     "apart.modified": "case: modified ({parts})",
     "apart.earlier": "case: earlier (without {parts})",
-    "note.earlier": ("earlier case: the question of the shipped case {case} has changed since; added: {fields}"),
-    "note.resumed": ("resumed from {source} after step {step} of {plan}; times and rates cover the steps since"),
+    "note.earlier": (
+        "earlier case: the question of the shipped case {case} has changed since; added: {fields}"
+    ),
+    "note.resumed": (
+        "resumed from {source} after step {step} of {plan}; times and rates cover the steps since"
+    ),
     "note.resumed_past": (
         "resumed from {source} after step {step} of {plan}; times and rates cover the steps since"
         "; damaged checkpoints skipped: {damaged}"
     ),
     "resumed.record": "record {record}",
     "resumed.folder": "a folder of checkpoints",
-    "note.own_case": ("case made in memory of a model's folder (run --model): the question is in this record, and in no file"),
+    "note.own_case": (
+        "case made in memory of a model's folder (run --model): the question is in this record, and"
+        " in no file"
+    ),
     "note.counted": (
         "model type {type}, run by transformers: FLOPs are those that torch's counter counts on "
         "meta tensors; attention is counted over all pairs before a token, windows or not"
     ),
-    "note.sample": ("a sample shares fewer tokens than the whole set; its rate is not comparable with a full run"),
-    "note.selected": ("the questions were named, not drawn: neither rate nor quality is that of the whole set"),
+    "note.sample": (
+        "a sample shares fewer tokens than the whole set; its rate is not comparable with a"
+        " full run"
+    ),
+    "note.selected": (
+        "the questions were named, not drawn: neither rate nor quality is that of the whole set"
+    ),
     "failure.raised": "A worker raised an error",
     "failure.out_of_memory": "The device or the host ran out of memory",
-    "failure.illegal_instruction": ("A worker was ended by SIGILL: the CPU does not run an instruction that it advertises"),
+    "failure.illegal_instruction": (
+        "A worker was ended by SIGILL: the CPU does not run an instruction that it advertises"
+    ),
     "failure.killed": "A worker ended without a result",
     "failure.malformed": "The result of a rank cannot be read",
     "failure.contradiction": "The parts of the evidence contradict one another",

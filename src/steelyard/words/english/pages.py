@@ -74,7 +74,9 @@ TEXTS: dict[str, str] = {
     "published.note": "Published, not measured here: {0}.",
     "published.source": "Source: {0}.",
     "published.as": "Published as {0}, ran as {1}.",
-    "published.size": ("The published rows are of size full; runs of size {0} cannot be compared with them."),
+    "published.size": (
+        "The published rows are of size full; runs of size {0} cannot be compared with them."
+    ),
     "stars": "* headline metric. / unknown (- in a pair): the run's details say why.",
     "comma": ", ",
     "colon": ": ",
@@ -138,7 +140,8 @@ TEXTS: dict[str, str] = {
     "engines.mem": "mem",
     "engines.base": "base",
     "engines.dropout": (
-        "The model has dropout, and engines draw it in their own order: answers differ by chance too (see steelyard conform)."
+        "The model has dropout, and engines draw it in their own order: answers differ by chance"
+        " too (see steelyard conform)."
     ),
     "engines.without": "No finished run: {0}.",
     "engines.note": (
@@ -237,7 +240,9 @@ TEXTS: dict[str, str] = {
     "stragglers.host": "rank {0} on host {1}",
     "stragglers.step": "each step",
     "stragglers.pass": "the pass",
-    "stragglers.slow": ("Slowest: {0}. It costs {1} of {2}: its own time is {3} s, the median of the others {4} s."),
+    "stragglers.slow": (
+        "Slowest: {0}. It costs {1} of {2}: its own time is {3} s, the median of the others {4} s."
+    ),
     "stragglers.even": "No rank is clearly slow. Slowest: {0}, which costs {1} of {2}.",
     "stragglers.work": "It had {0} times the tokens of the others.",
     "stragglers.own.compute": (
@@ -245,7 +250,8 @@ TEXTS: dict[str, str] = {
         "phases meet and exchange, in which ranks wait for one another."
     ),
     "stragglers.own.pass": (
-        "Own time: the whole pass. Replicas do not meet in it; the ranks of one replica do, and stand together."
+        "Own time: the whole pass. Replicas do not meet in it; the ranks of one replica do, and"
+        " stand together."
     ),
     "stragglers.own.data": (
         "Own time: phase data alone, mean over the steps of the steady window. In the rest of a "
@@ -293,9 +299,12 @@ TEXTS: dict[str, str] = {
     "terminal.runs.one": "1 run",
     "terminal.runs": "{0} runs",
     "terminal.more": (
-        "More: --full prints every detail, --explain where the time goes, --format html --to page.html writes a page."
+        "More: --full prints every detail, --explain where the time goes, --format html --to"
+        " page.html writes a page."
     ),
-    "terminal.interval": ("rate: all devices together. ±: half of its 95 % interval. /: unknown, --full says why."),
+    "terminal.interval": (
+        "rate: all devices together. ±: half of its 95 % interval. /: unknown, --full says why."
+    ),
     "breakdown.evaluations": "Evaluations",
     "breakdown.after_step": "after step",
     "breakdown.samples": "samples trained on",
