@@ -1,4 +1,4 @@
-"""`python -m steelyard` is the `steelyard` command."""
+"""Run the `steelyard` command line for `python -m steelyard`."""
 
 from steelyard.cli import main
 

@@ -1,5 +1,9 @@
-"""The errors a user meets as one line: a request that cannot be carried out as it was made, a lost
-answer, a bad network.
+"""Define the errors that end a command with one line instead of a traceback, and the helpers that
+word them.
+
+Any room raises `RequestError`, `EngineError` or `LostError`; `cli` catches them, prints their text
+and chooses the exit code. Also here: recognizing that memory ran out, and short texts of untrusted
+values.
 """
 
 import errno
@@ -10,33 +14,40 @@ from difflib import get_close_matches
 from itertools import chain
 from typing import Any
 
-# the next step of whoever has too little
+# the next step to advise when memory ran out
 MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"
-# What torch's CPU allocator and the C library say: neither has an exception of its own for a lack
-# of memory.
+# Messages of torch's CPU allocator and the C library, which have no exception type for a lack of
+# memory.
 NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
 NOT_MAPPED = "failed to map segment from shared object"
-# The last line of a Python program that ran out of memory, or of a C++ program that did.
+# The last line on stderr of a Python or C++ program that ran out of memory.
 OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
 
 
 def short_repr(value: Any) -> str:
-    """Return the repr of a value from someone else's file, for an error message: on one line and at
-    most 100 characters. A container is named by its type unless it holds a few short values: its
-    text can be many times as long as the file."""
+    """Return the repr of a value from an untrusted file for an error message: one line of at most
+    100 characters, cut with `...`.
+
+    Strings and bytes are cut to their first 100 items. A container with more than 20 items, or with
+    an item that is long or a container itself, becomes "a list", "a dict" and so on; an integer of
+    more than 128 bits becomes "a number of over 128 bits".
+    """
     if isinstance(value, str | bytes):
         value = value[:100]
     elif isinstance(value, Collection):
         inner = chain(value.keys(), value.values()) if isinstance(value, dict) else value
         if len(value) > 20 or not all(map(_is_short, inner)):
             return f"a {type(value).__name__}"
-    elif not _is_short(value):  # Python refuses to print the longest
+    elif not _is_short(value):  # Python refuses to print very long integers
         return "a number of over 128 bits"
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def _is_short(value: Any) -> bool:
+    """Return whether a value can be printed in full: an integer of at most 128 bits, a text or
+    bytes of at most 100 items, or anything else that is not a container.
+    """
     if isinstance(value, int):
         return value.bit_length() <= 128
     return (
@@ -45,8 +56,10 @@ def _is_short(value: Any) -> bool:
 
 
 def known(name: str, names: Iterable[str], word: str = "known") -> str:
-    """What to write instead of a name that is none of these: the one it looks like, else all of
-    them.
+    """Return a hint for a name that is not among `names`, for the end of an error message.
+
+    The hint is "did you mean 'X'?" if one name is spelled much like it (upper and lower case are
+    equal), else `label` and all names, such as "known: a, b, c".
     """
     spelled = {name.lower(): name for name in names}
     near = get_close_matches(name[:200].lower(), spelled, 1)
@@ -56,23 +69,33 @@ def known(name: str, names: Iterable[str], word: str = "known") -> str:
 
 
 class RequestError(Exception):
-    """One line: the value, what is allowed, the next step. The command ends with exit code 2 and
-    leaves no record.
+    """A request that cannot be carried out: its text is one line with the value, what is allowed,
+    and the next step.
+
+    The command prints it and ends with exit code 2; no record is written.
     """
 
     @property
     def lines(self) -> list[str]:
-        """As it is printed: a file with several problems has a line for each."""
+        """Return the lines to print: the text alone. Subclasses for files with several problems
+        return one line per problem.
+        """
         return [str(self)]
 
 
 class EngineError(RequestError):
-    """What this engine cannot do, or does not have here; another engine may."""
+    """A request that this engine cannot carry out, or whose packages are not installed here;
+    another engine may be able to.
+    """
 
 
 class LostError(Exception):
-    """The work was done and its answer has nowhere to go: a full disk, say. The command ends with
-    exit code 1. What is left of the answer, where no file could take it, is printed on stderr."""
+    """The work was done but its result could not be saved where it belongs, for example because the
+    disk is full.
+
+    The command ends with exit code 1. `unsaved` is the result itself, as text, if no file could
+    take it: the command prints it, so that it is not lost; else None.
+    """
 
     def __init__(self, text: str, left: str | None = None) -> None:
         super().__init__(text)
@@ -80,11 +103,13 @@ class LostError(Exception):
 
 
 class ExchangeError(Exception):
-    """Ranks cannot exchange what they must: the sum of an all-reduce is wrong."""
+    """Ranks cannot exchange data correctly: the sum of a test all-reduce is wrong."""
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error that an error was raised from, and that one from, as far as that goes."""
+    """Follow `__cause__` from an error to the one that it was first raised from, and return that;
+    the error itself if it has no cause. A cycle of causes ends the search.
+    """
     seen = {id(error)}
     while error.__cause__ is not None and id(error.__cause__) not in seen:
         error = error.__cause__
@@ -93,12 +118,17 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether an error, or its first cause, says that memory ran out."""
+    """Return whether an error or its first cause says that host or device memory ran out."""
     return any(_starved(one) for one in (error, first_cause(error)))
 
 
 def _starved(error: BaseException) -> bool:
-    """The dynamic loader says the same of a file system from which nothing may be run."""
+    """Return whether this one error says that memory ran out: a MemoryError, torch's
+    OutOfMemoryError, a text of an allocator, or of the dynamic loader that could not map a library.
+
+    The dynamic loader says the same about a library on a file system mounted noexec; that is not a
+    lack of memory.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error)
@@ -109,8 +139,8 @@ def _starved(error: BaseException) -> bool:
 
 
 def _runs_nothing(path: str | None) -> bool:
-    """Return whether a file lies on a file system that is mounted noexec; False if that cannot be
-    known.
+    """Return whether a file lies on a file system that is mounted noexec; False if the path is None
+    or this cannot be found out.
     """
     try:
         return path is not None and bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
@@ -119,5 +149,7 @@ def _runs_nothing(path: str | None) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the text of an error without line breaks, or its type if it has none."""
+    """Return the text of an error with all white space, line breaks included, made single spaces;
+    the name of its type if it has no text.
+    """
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,8 +1,9 @@
-"""Files: read within a limit, unpacked where they are gzip's; written whole or not at all.
+"""Read files within a size limit, and write files so that a reader sees all of a file or nothing.
 
-A stranger's file may be of any size and hold anything, so every reader here takes a limit and stops
-at it. A file that is written is first complete under another name, then synced, then renamed: a
-reader sees all of it or nothing.
+An untrusted file may have any size and content, so the functions that read a file's content take a
+limit and stop at it; gzip is unpacked on the way. A file is written completely under a temporary
+name in the same folder, synced to disk, and then renamed. Parsers for untrusted JSON and TOML, and
+a call of git, are here too. All rooms use this module; it knows nothing of records or checkpoints.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # no space is left, or none of one's share
+FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is
 GZIP = b"\x1f\x8b"
-PART = ".part"  # ends the name of a file that is not complete
+PART = ".part"  # suffix of a file that is not complete
 CHUNK_BYTES = 1 << 20
 GIT_TIMEOUT_S = 10.0
 MAX_TOML_DEPTH = 16  # of tables and lists; a case has tables four deep
@@ -33,7 +34,9 @@ Content = bytes | Callable[[BinaryIO], None]
 
 
 class TooLargeError(Exception):
-    """A file, or a line of it, is larger than its reader allows."""
+    """A file, or a line of it, is larger than its reader allows: `max_bytes`, counted after
+    unpacking.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         super().__init__(f"larger than {most_bytes} bytes")
@@ -41,14 +44,17 @@ class TooLargeError(Exception):
 
 
 class TomlLimitError(ValueError):
-    """TOML is nested deeper, or holds a longer word, than its reader allows."""
+    """A TOML text is nested deeper than `MAX_TOML_DEPTH`, or holds a bare key or number longer than
+    `MAX_TOML_WORD`.
+    """
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file for reading, in bytes.
+    """Open a regular file for reading bytes, following links. The caller closes it.
 
-    Raise OSError for anything else, at once: opening a FIFO would wait for a writer, and a device
-    may never end."""
+    Raise OSError for a folder, FIFO, socket or device, without waiting: opening a FIFO would wait
+    for a writer, and a device may never end.
+    """
     _require_regular(path.stat().st_mode, path)  # before a device is opened
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -60,6 +66,9 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def _require_regular(mode: int, path: Path) -> None:
+    """Raise IsADirectoryError if `mode` is that of a folder, OSError if it is not that of a regular
+    file; `path` is only for the message.
+    """
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -67,11 +76,14 @@ def _require_regular(mode: int, path: Path) -> None:
 
 
 def read(path: Path, most_bytes: int, unpack: bool = True) -> bytes:
-    """Read a whole file, unpacked if it is gzip's and `unpack` holds. Raise OSError if it cannot be
-    read, TooLargeError beyond the limit."""
+    """Return the whole content of a regular file, unpacked if it is gzip and `unpack` is true.
+
+    Raise OSError if it cannot be read or its gzip data is damaged, TooLargeError if the content has
+    more than `max_bytes`.
+    """
     chunks, size = [], 0
     with _unpacked(path, unpack) as (file, _):
-        # a read of the whole limit would take that much memory for any file
+        # one read of the whole limit would allocate that much for any file
         while chunk := file.read(CHUNK_BYTES):
             chunks.append(chunk)
             size += len(chunk)
@@ -81,8 +93,9 @@ def read(path: Path, most_bytes: int, unpack: bool = True) -> bytes:
 
 
 def begin(path: Path, size_bytes: int) -> bytes:
-    """Return the first bytes of a file, unpacked if they are gzip's. OSError where it cannot be
-    read."""
+    """Return the first `size_bytes` of a regular file's content, unpacked if it is gzip; fewer if
+    it is shorter. Raise OSError if it cannot be read.
+    """
     with _unpacked(path) as (file, _):
         return file.read(size_bytes)
 
@@ -93,9 +106,15 @@ def lines(
     most_bytes: int | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, one at a time, its end left out. A line beyond the limit comes
-    cut off, one byte longer than the limit: its reader says what is wrong with it. `watch` is told
-    how far in the file, packed or not, a line ends."""
+    """Yield the number (from 1) and the bytes of each line of a regular file, without its line
+    feed; gzip is unpacked.
+
+    A line longer than `max_line_bytes` is not refused: it is yielded in parts of one byte more than
+    the limit, each with its own number, and the caller refuses the first. `on_progress` is called
+    before each line with the number of bytes of the file on disk, packed or not, that were read so
+    far. Raise TooLargeError when all lines together exceed `max_bytes`, OSError if the file cannot
+    be read.
+    """
     size = 0
     with _unpacked(path) as (file, raw):
         number = 0
@@ -111,7 +130,12 @@ def lines(
 
 @contextlib.contextmanager
 def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """A file to read from, and the one that lies on disk, which is the same unless that is gzip's."""
+    """Open a regular file as a context manager that yields two file objects: one to read the
+    content from, and the file on disk. They are the same object unless the file is gzip and
+    `unpack` is true.
+
+    Damaged gzip data that is met inside the `with` block is raised as OSError.
+    """
     try:
         with open_regular(path) as raw:
             packed = unpack and raw.read(len(GZIP)) == GZIP
@@ -123,8 +147,8 @@ def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[b
 
 
 def parse(raw: bytes) -> Any:
-    """JSON of a stranger: UTF-8, no key twice, no NaN or infinity. ValueError with the reason
-    otherwise.
+    """Parse untrusted JSON in UTF-8. Raise ValueError with the reason if it is not JSON, repeats a
+    key in an object, or has NaN or infinity; RecursionError if it is nested too deep.
     """
     return json.loads(
         raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
@@ -146,15 +170,16 @@ _TOML_LONG_WORD = re.compile(rf"[\w+-]{{{MAX_TOML_WORD + 1}}}", re.ASCII)
 
 
 def parse_toml(raw: bytes | str) -> dict[str, Any]:
-    """Parse TOML from a stranger. Raise ValueError with the reason if it is not TOML, and
+    """Parse untrusted TOML. Raise ValueError with the reason if it is not UTF-8 or not TOML, and
     TomlLimitError if it is nested deeper than `MAX_TOML_DEPTH` or holds a bare key or number longer
     than `MAX_TOML_WORD`.
 
     Depth is bounded before parsing: tomllib's time and memory grow with the square of a dotted
     key's length. Where this scan and tomllib would disagree on what a string is, the text is not
-    TOML, and tomllib stops there."""
+    TOML, and tomllib stops there.
+    """
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
-    # a quoted part of a key counts
+    # a quoted part of a key counts as one, too
     bare = _TOML_TEXT.sub(lambda match: "s" if match[1] else "", text)
     if _TOML_DEEP_KEY.search(bare) or _bracket_depth(bare) > MAX_TOML_DEPTH:
         raise TomlLimitError(f"tables nested more than {MAX_TOML_DEPTH} deep")
@@ -173,7 +198,9 @@ def _bracket_depth(text: str) -> int:
 
 
 def reason(error: Exception) -> str:
-    """Why JSON was refused, with the place."""
+    """Return why `parse_json` refused a text: the parser's message with line (unless it is the
+    first) and column, or the text of any other error.
+    """
     if isinstance(error, json.JSONDecodeError):
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
         return f"{error.msg} ({line}column {error.colno})"
@@ -181,6 +208,7 @@ def reason(error: Exception) -> str:
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict; raise ValueError if a key stands twice."""
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a key stands twice")
@@ -188,16 +216,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> Any:
+    """Raise ValueError for NaN, Infinity or -Infinity in JSON; called by the parser with the
+    constant's name.
+    """
     raise ValueError(f"{name} is no number")
 
 
-# for a part of a text
+# to parse JSON values inside a longer text, with the same refusals as parse_json
 DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
 
 
 def write(path: Path, content: Content, new: bool = False, durable: bool = True) -> None:
-    """A whole file or none, on disk when this returns unless it need not be `durable`. A `new` one
-    must not exist yet.
+    """Write a file completely or not at all, replacing an existing one; `content` is its bytes, or
+    a function that writes them to an open file.
+
+    With `new`, raise FileExistsError instead of replacing (only if `durable`: otherwise `new` has
+    no effect). With `durable`, file and name are synced to disk before this returns. The content
+    goes to a temporary file `.NAME.XXXXXXXX.part` in the same folder first, which is removed in any
+    case. Raise OSError if it cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
@@ -218,13 +254,18 @@ def write(path: Path, content: Content, new: bool = False, durable: bool = True)
 
 
 def synced(file: BinaryIO) -> None:
-    """Bring what was written to an open file to disk."""
+    """Flush an open file and sync its content to disk (fsync)."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def place(temporary: Path, path: Path, new: bool = False) -> None:
-    """Give a complete, synced file its name, so that it has it after a loss of power too."""
+    """Give a complete, synced temporary file its final name and sync the folder, so that the name
+    survives a loss of power.
+
+    With `new`, link it: raise FileExistsError if `path` exists, and leave the temporary name for
+    the caller to remove. Otherwise rename it over `path`.
+    """
     if new:
         os.link(temporary, path)
     else:
@@ -233,7 +274,7 @@ def place(temporary: Path, path: Path, new: bool = False) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
+    """Sync a folder to disk (fsync), so that new names in it survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -242,11 +283,13 @@ def sync(folder: Path) -> None:
 
 
 def git(folder: Path, *arguments: str) -> str | None:
-    """What git says about the folder; None without git, without a repository or without a timely
-    answer.
+    """Run git in a folder and return its stdout without surrounding white space; None if git is
+    missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`.
+
+    Variables GIT_* are not passed on, and no locks are taken.
     """
-    # Variables such as GIT_DIR, set inside a hook, would point at another repository; no lock is
-    # taken to only look.
+    # Variables such as GIT_DIR, set inside a hook, would point at another repository. Reading needs
+    # no lock.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:

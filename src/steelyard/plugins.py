@@ -1,5 +1,9 @@
-"""Rows that other packages bring, through entry points, and code that a row names and that is
-imported on use.
+"""Load rows that other packages bring through entry points, and objects that a row names as
+`module:attribute`.
+
+A row describes an engine, task, accelerator, family, launcher, metric or text. Each of these rooms
+calls `load_rows_by_name` with its shipped rows and its entry-point group. `load_reference` imports
+code that a row names only when it is used, so that reading the rows imports no framework.
 """
 
 import sys
@@ -15,7 +19,12 @@ Kind = TypeVar("Kind")
 
 
 def rows(group: str, kind: type[Kind], noun: str) -> list[Kind]:
-    """What the entry points of a group name, each of which must be a row of this kind."""
+    """Load the objects that the entry points of a group name, and return them in the order of the
+    entry points. Imports their packages.
+
+    Raise RequestError if one cannot be imported or is not of type `row_type`; `noun` names the kind
+    of row in the message, such as "task".
+    """
     found = []
     for entry in _entries(group, tuple(sys.path)):
         about = f"{noun} {entry.name!r} ({entry.value})"
@@ -33,12 +42,19 @@ def rows(group: str, kind: type[Kind], noun: str) -> list[Kind]:
 
 @cache
 def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Looked up once for a search path: rows are asked for often."""
+    """Return the entry points of a group, looked up once per search path and then cached; `path` is
+    sys.path and only part of the cache's key.
+    """
     return tuple(entry_points(group=group))
 
 
 def table(shipped: list[Kind], group: str, kind: type[Kind], noun: str) -> dict[str, Kind]:
-    """Shipped rows and those of other packages by name; a name stands for one row."""
+    """Return the shipped rows and those of other packages (see `load_rows`) by their `name`,
+    shipped ones first.
+
+    Raise RequestError if two rows have one name, or if a package's row cannot be loaded or has
+    another type.
+    """
     out: dict[str, Kind] = {}
     for row in [*shipped, *rows(group, kind, noun)]:
         name = str(getattr(row, "name"))  # noqa: B009  every kind of row has one
@@ -51,16 +67,19 @@ def table(shipped: list[Kind], group: str, kind: type[Kind], noun: str) -> dict[
 
 
 def load(reference: str) -> Any:
-    """The object that `module:name` stands for."""
+    """Import the module of a reference `module:name` and return its attribute of that name. Raise
+    ImportError or AttributeError if there is none.
+    """
     module, _, name = reference.partition(":")
     return getattr(import_module(module), name)
 
 
 def installed(module: str) -> bool:
-    """Return whether this Python has a module; raise RequestError if the package around it is there
-    but fails.
+    """Return whether this Python can find a module; raise RequestError if a package around it is
+    installed but its import fails, for example for lack of memory.
 
-    Looking for a module in a package imports the package, which may be what is missing."""
+    To find `a.b`, the package `a` is imported; the module itself is not.
+    """
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:

@@ -1,4 +1,8 @@
-"""What crosses a file or a process: frozen, typed tables, and one spelling of each for hashes."""
+"""Base classes of the pydantic models that cross a file or a process boundary, and one canonical
+JSON for hashes.
+
+Records, rank files, messages between processes, questions and cases are made of these models.
+"""
 
 import json
 from typing import Any, ClassVar, Literal
@@ -11,13 +15,15 @@ from pydantic import (
     model_serializer,
 )
 
-# Which operands of a matmul are stored transposed, in the words of BLAS: a forward is x·Wᵀ, the
-# gradient of its input g·W, that of its weight gᵀ·x.
+# Which operands of a matmul are transposed, in BLAS letters: the forward pass is x·Wᵀ (nt), the
+# gradient of the input g·W (nn), that of the weight gᵀ·x (tn).
 Layout = Literal["nt", "nn", "tn"]
 
 
 class Frozen(BaseModel):
-    """A table with known keys. Neither NaN nor infinity: JSON, and so a hash, has none."""
+    """A pydantic model that cannot be changed, refuses unknown keys, and refuses NaN and infinity,
+    which JSON does not have. Fields may be set by name or by alias.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True
@@ -25,13 +31,17 @@ class Frozen(BaseModel):
 
 
 class GrownTable(Frozen):
-    """A table that has got fields since it was first written. Those are None where nothing is
-    known, and then not written: what was written before keeps its bytes."""
+    """A frozen model that got fields after files with it were first written.
+
+    Fields listed in `LATER` are left out when the model is serialized with None in them, so that
+    what was written before keeps its bytes and hashes.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
     def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize the model without those fields of `LATER` that are None."""
         return {
             name: value
             for name, value in dump(self).items()
@@ -40,27 +50,32 @@ class GrownTable(Frozen):
 
 
 class OpenTable(Frozen):
-    """A table with some known keys; a plug-in or a later version may add others. What was not told
-    is not written either.
+    """A frozen model with some known fields that accepts other keys too: an accelerator, a plug-in
+    or a later version may add them. Fields that were not set are not serialized.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @model_serializer(mode="wrap")
     def _as_told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize only the keys that were given to the constructor; defaults are left out."""
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
 def canonical(value: Any) -> str:
-    """One spelling for one value: what hashes are taken over."""
+    """Return a value as JSON in the one spelling that hashes are taken over: keys sorted, no
+    spaces, no escapes for non-ASCII characters. Raise ValueError for NaN or infinity.
+    """
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong with a table: where, and what."""
+    """Return the first problem of a pydantic validation error as "path.to.field: message", or the
+    message alone for the model as a whole.
+    """
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    what = first["msg"].removeprefix("Value error, ")  # what our own checks raise
+    what = first["msg"].removeprefix("Value error, ")  # pydantic's prefix for a ValueError
     return f"{where}: {what}" if where else what

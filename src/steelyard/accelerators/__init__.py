@@ -1,8 +1,8 @@
-"""The table of accelerators: what this machine has, how to watch it, and which class drives it in
-each framework.
+"""The accelerators that are known: how their devices are found and watched, and which class drives
+them in each framework.
 
-Nothing heavy is imported here. Other packages add rows through the entry-point group
-`steelyard.accelerators`: each entry point names an `Accelerator`.
+Nothing heavy is imported here. Other packages add accelerators through the entry-point group
+`steelyard.accelerators`: each entry point names an `Accelerator` (row.py).
 """
 
 import os
@@ -18,6 +18,7 @@ GROUP = "steelyard.accelerators"
 
 
 def _find_cuda() -> list[Found]:
+    """Return the NVIDIA devices that CUDA_VISIBLE_DEVICES allows."""
     return nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -43,7 +44,7 @@ CUDA = Accelerator(
     ignored_variables=("NVIDIA_TF32_OVERRIDE",),
     worker_variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # the order that NVML counts in
     deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    # NCCL takes a bare name for the beginning of one
+    # NCCL takes a name without `=` as a prefix of interface names
     interface_variables={"NCCL_SOCKET_IFNAME": "={}"},
     torch_build=nvml.torch_build,
     states=nvml.states,
@@ -69,29 +70,35 @@ CPU = Accelerator(
 
 
 def table() -> dict[str, Accelerator]:
-    """All rows by name, in the order of preference: the CPU, which every machine has, is last."""
+    """Return all accelerators by name, shipped and installed, in order of preference: the CPU,
+    which every machine has, is last. Raises RequestError if an installed package's entry is not
+    usable.
+    """
     rows = plugins.table([CUDA, CPU], GROUP, Accelerator, "accelerator")
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
 
 
 def names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
-    """Return the names that any row lists in a field: workers may use libraries of several rows,
-    such as Gloo beside NCCL.
+    """Return the names that any accelerator lists in a field, of all accelerators together: workers
+    may use libraries of several, such as Gloo beside NCCL. `field` reads the field.
     """
     return frozenset(name for row in table().values() for name in field(row))
 
 
 def settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[str, str]:
-    """Return what any row states in a field, by name."""
+    """Return the mappings that all accelerators have in a field, merged into one. `field` reads the
+    field.
+    """
     return {name: value for row in table().values() for name, value in field(row).items()}
 
 
 def tune_variables() -> frozenset[str]:
-    """Return the variables that `tune.env` may set."""
+    """Return the environment variables that `tune.env` may set."""
     return names(lambda row: row.tune_variables)
 
 
 def named(name: str) -> Accelerator:
+    """Return the accelerator of this name. Raises RequestError if it is not known."""
     rows = table()
     if name not in rows:
         raise RequestError(f"accelerator {name!r} is not known; known: {', '.join(rows)}")
@@ -99,11 +106,13 @@ def named(name: str) -> Accelerator:
 
 
 def detect() -> Accelerator:
-    """The first row with a device on this machine."""
+    """Return the first accelerator that has a device on this machine; the CPU if none has."""
     return next((row for row in table().values() if row.find()), CPU)
 
 
 def peak(accelerator: Accelerator, found: Found) -> Peak | None:
-    """The datasheet row of a device, or None: an unknown device has no peak, and never another's."""
+    """Return the datasheet peaks of a device, by its name and memory; None if it is unknown: a
+    device never gets another's peaks. Rows that come with the accelerator are looked at first.
+    """
     rows = (*accelerator.peaks, *shipped())
     return next((row for row in rows if row.fits(found.name, found.memory_bytes)), None)

@@ -1,4 +1,6 @@
-"""The CPU as an accelerator, as the host sees it."""
+"""The CPU as an accelerator, as the host sees it: memory, processes, AMX, and the device class
+without a framework.
+"""
 
 import os
 import platform
@@ -27,7 +29,7 @@ PROBE_TIMEOUT_S = 120.0
 
 
 def model_name(cpuinfo: Path = CPUINFO) -> str:
-    """Return the CPU's model, or its architecture where the kernel names no model (most Arm
+    """Return the CPU's model, or the machine's architecture if the kernel names no model (most Arm
     machines).
     """
     found = _first_line("model name", cpuinfo)
@@ -35,7 +37,9 @@ def model_name(cpuinfo: Path = CPUINFO) -> str:
 
 
 def _first_line(key: str, cpuinfo: Path) -> str | None:
-    """Return the value of the first line of this key; None where there is none."""
+    """Return the value of the first line of /proc/cpuinfo with this key; None if there is none or
+    it cannot be read.
+    """
     try:
         lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
     except OSError:
@@ -44,19 +48,20 @@ def _first_line(key: str, cpuinfo: Path) -> str | None:
 
 
 def find() -> list[Found]:
-    """The machine's CPUs are one device."""
+    """Return the machine's CPUs, as a list of one device."""
     return [Found(model_name(), None, psutil.virtual_memory().total, 0, None)]
 
 
 def free() -> int:
-    """Bytes that processes can have without another losing its own."""
+    """Return the bytes that are available to new processes on this host without swapping."""
     available: int = psutil.virtual_memory().available
     return available
 
 
 def available_to_process() -> int:
     """Return the bytes that this process can still take: of the host's free memory, within the
-    limits of its control group and of its address space (ulimit -v)."""
+    limits of its control group and of its address space (ulimit -v); at least 0.
+    """
     own = psutil.Process().memory_info()
     limits = [free(), capacity()[0] - own.rss]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -66,7 +71,9 @@ def available_to_process() -> int:
 
 
 def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
-    """Bytes that this process can have, and who says so: its control group, or the host."""
+    """Return the bytes that this process can have at most, and a text that says who limits them:
+    its control group, or the host's memory. Nothing is allocated.
+    """
     host = psutil.virtual_memory().total
     limits = [limit for path in _limits(proc, groups) if (limit := _number(path)) is not None]
     least = min(limits, default=host)
@@ -76,8 +83,8 @@ def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
 
 
 def _limits(proc: Path, groups: Path) -> list[Path]:
-    """Where limits of this process's memory may stand: of its control group, or a container's root,
-    in versions 2 and 1.
+    """Return the files that may limit this process's memory: of its control group and all groups
+    above it, in cgroup versions 2 and 1. They need not exist.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -102,6 +109,9 @@ def _limits(proc: Path, groups: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int | None:
+    """Return the integer that a file holds; None if it cannot be read or holds none ("max": no
+    limit).
+    """
     try:
         return int(path.read_text())
     except (OSError, ValueError):  # "max": no limit
@@ -109,12 +119,13 @@ def _number(path: Path) -> int | None:
 
 
 def source() -> Source:
+    """Return the telemetry source of the CPU: the resident memory of the run's processes."""
     return Source("cpu", Resident())
 
 
 class HostDevice:
-    """The device class of a CPU without a framework; each framework adds its own part. All ranks of
-    a host share its CPUs.
+    """The device class of a CPU without a framework; each framework's class adds its part. All
+    ranks of a host share its CPUs.
     """
 
     backend = "gloo"
@@ -124,15 +135,19 @@ class HostDevice:
         self._clock = clock
 
     def event(self) -> HostEvent:
+        """Return a reading of the host's clock: work of a CPU is done when its call returns."""
         return HostEvent(self._clock)
 
     def synchronize(self) -> None:
-        """A CPU's work is done when its call returns."""
+        """Do nothing: a CPU's work is done when its call returns."""
 
     def reset_memory(self) -> None:
-        """Nothing to reset: the framework keeps no count of a CPU's memory."""
+        """Do nothing: frameworks count no memory of a CPU."""
 
     def memory(self) -> dict[str, int | None]:
+        """Return `in_use_bytes`, the resident memory of this process now; the framework's counts
+        are None.
+        """
         return {
             "allocated_bytes": None,
             "reserved_bytes": None,
@@ -140,19 +155,23 @@ class HostDevice:
         }
 
     def identity(self) -> dict[str, Any]:
+        """Return name and memory of the host's CPUs; `uuid`, `capability` and `multiprocessors` are
+        None.
+        """
         found = find()[0]
         unknown = dict.fromkeys(("capability", "multiprocessors"))
         return {"name": found.name, "uuid": None, "memory_bytes": found.memory_bytes, **unknown}
 
     def versions(self) -> dict[str, str | None]:
-        """A record says of the libraries of other devices that they were not used."""
+        """Return None for cuda, cudnn and nccl: a record states that they were not used."""
         return {"cuda": None, "cudnn": None, "nccl": None}
 
 
 class Resident:
-    """Reads the resident bytes of processes and of all they started; pages that processes share
-    count for each. None where none is there. What they started is looked for at every fifth
-    reading: looking takes longer than reading."""
+    """Reads the resident bytes of processes and all their descendants, added up; pages that
+    processes share count for each. Descendants are searched at every fifth reading only, because
+    searching takes longer than reading.
+    """
 
     def __init__(self) -> None:
         self._readings = 0
@@ -160,6 +179,9 @@ class Resident:
         self._below: list[int] = []
 
     def __call__(self, pids: tuple[int, ...]) -> Reading:
+        """Return `memory_bytes` of these processes and their descendants; None if none of them
+        exists.
+        """
         if self._readings % LOOK == 0 or pids != self._pids:
             self._pids, self._below = pids, below(pids, PROC)
         self._readings += 1
@@ -172,8 +194,8 @@ class Resident:
 
 
 def _resident_bytes(pid: int) -> int | None:
-    """Of a process that is there, from the second number of statm, in pages: what psutil reads, at
-    a tenth of the time.
+    """Return the resident bytes of a process, None if it is gone. Read from the second number of
+    /proc/PID/statm, in pages, as psutil does, in a tenth of its time.
     """
     try:
         return int((PROC / str(pid) / "statm").read_bytes().split()[1]) * PAGE_BYTES
@@ -182,8 +204,9 @@ def _resident_bytes(pid: int) -> int | None:
 
 
 def below(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
-    """All processes that these started, as the kernel lists them: looking through all processes of
-    a host would be seen in a measurement."""
+    """Return all descendants of these processes, without themselves, from the kernel's lists of
+    children: looking through all processes of a host would disturb a measurement.
+    """
     out: list[int] = []
     level = list(pids)
     while level:
@@ -193,7 +216,7 @@ def below(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
 
 
 def threads(pid: int, proc: Path = PROC) -> int:
-    """How many a process has; 0 of one that is gone."""
+    """Return how many threads a process has; 0 if it is gone."""
     try:
         return sum(1 for _ in (proc / str(pid) / "task").iterdir())
     except OSError:
@@ -201,6 +224,9 @@ def threads(pid: int, proc: Path = PROC) -> int:
 
 
 def _children(pid: int, proc: Path) -> list[int]:
+    """Return the child processes of all threads of a process; empty if it is gone or the kernel
+    does not list them.
+    """
     found: list[int] = []
     try:
         for task in (proc / str(pid) / "task").iterdir():
@@ -211,8 +237,11 @@ def _children(pid: int, proc: Path) -> list[int]:
 
 
 def environment(matmul: str) -> dict[str, str]:
-    """Variables for workers. Some virtual machines advertise AMX and die of an illegal instruction
-    in any matmul in bf16: there, and only there, oneDNN is told to do without."""
+    """Return environment variables for workers: oneDNN is limited to AVX-512 if matmuls run in bf16
+    or fp8 and AMX does not work, unless the user has set that variable. Some virtual machines
+    advertise AMX, and die of an illegal instruction in any bf16 matmul. May start a process that
+    tries it.
+    """
     return (
         {ISA: WITHOUT_AMX}
         if matmul in ("bf16", "fp8") and ISA not in os.environ and amx() is False
@@ -221,17 +250,23 @@ def environment(matmul: str) -> dict[str, str]:
 
 
 def amx() -> bool | None:
-    """Whether matrix tiles (AMX) that the CPU advertises work; None where it advertises none."""
+    """Return whether matrix tiles (AMX) that the CPU advertises work; None if it advertises none.
+    The first call starts a process that tries it.
+    """
     return _survives() if "amx_bf16" in _flags() else None
 
 
 def _flags(cpuinfo: Path = CPUINFO) -> set[str]:
+    """Return the CPU's feature flags; empty if unknown."""
     return set((_first_line("flags", cpuinfo) or "").split())
 
 
 @cache
 def _survives() -> bool:
-    """Whether a throw-away process survives a matmul in bf16; asked once."""
+    """Return whether a process that multiplies in bf16 with torch is not killed by an illegal
+    instruction; True if torch is not installed or it times out. The process is started once, and
+    the answer cached.
+    """
     if find_spec("torch") is None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""The CPU in framework paddle, loaded by workers only."""
+"""The CPU in framework paddle, imported by workers only."""
 
 import os
 
@@ -8,7 +8,7 @@ from steelyard.accelerators.cpu import HostDevice
 from steelyard.accelerators.events import Clock
 from steelyard.errors import RequestError
 
-# Of Paddle 3.3, all tried: what it does on a GPU alone.
+# What Paddle 3.3 can do on a GPU only; all were tried.
 LACKS = {
     "tp": "fleet's tensor parallel layers have kernels for GPUs alone",
     "pp": "Paddle's gloo has neither send nor receive",
@@ -19,20 +19,27 @@ LACKS = {
 
 
 class Device(HostDevice):
+    """A CPU, driven by Paddle."""
+
     place = "cpu"
     lacks = LACKS
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
-        """Paddle takes one thread of the CPUs, unless it is told."""
+        """Make the CPU Paddle's device, and set its number of threads, which would be one."""
         super().__init__(local_rank, clock)
         paddle.set_device(self.place)
         paddle.base.core.set_num_threads(self.threads())
 
     def threads(self) -> int:
+        """Return OMP_NUM_THREADS if it is a positive number, else the number of CPUs that this
+        process may use.
+        """
         told = os.environ.get("OMP_NUM_THREADS", "")
         return int(told) if told.isdecimal() and int(told) else len(os.sched_getaffinity(0))
 
     def set_precision(self, matmul: str) -> None:
-        """Paddle's O2 leaves a model on a CPU in fp32, and says nothing of it."""
+        """Raise RequestError unless matmuls run in fp32: Paddle's O2 leaves a model on a CPU in
+        fp32 without a word.
+        """
         if matmul != "fp32":
             raise RequestError(f"Paddle on a CPU has no precision {matmul!r}; use --precision fp32")

@@ -1,4 +1,4 @@
-"""The CPU in framework torch, loaded by workers only."""
+"""The CPU in framework torch, imported by workers only."""
 
 import torch
 
@@ -14,6 +14,8 @@ LACKS = {
 
 
 class Device(HostDevice):
+    """A CPU, driven by torch."""
+
     triton = False
     lacks = LACKS
 
@@ -22,16 +24,21 @@ class Device(HostDevice):
         return torch.device("cpu")
 
     def release_memory(self) -> None:
-        """Freed memory of a CPU is back with the system."""
+        """Do nothing: freed memory of a CPU is back with the system."""
 
     def attention(self, dtype_name: str, shared: bool) -> str:
+        """Return `rows`, the attention kernel for CPUs."""
         return "rows"
 
     def capacity(self) -> tuple[int, str]:
-        """Told: a system that is asked for all of its memory ends processes rather than refuse."""
+        """Return the bytes that this process can have, and who limits them. They are read and not
+        tried, because a system that runs out of memory kills processes rather than refuse to
+        allocate.
+        """
         return capacity()
 
     def set_precision(self, matmul: str) -> None:
+        """Raise RequestError for a matmul precision that CPUs do not have; nothing is set."""
         if matmul not in PRECISIONS:
             allowed = ", ".join(PRECISIONS)
             raise RequestError(

@@ -1,4 +1,4 @@
-"""NVIDIA devices in framework paddle, loaded by workers only: events, memory, identity and
+"""NVIDIA devices in framework paddle, imported by workers only: events, memory, identity and
 precision.
 
 Written from Paddle 3.3's own source; nobody here has run it on a GPU yet (docs/engines.md).
@@ -18,11 +18,16 @@ _cuda: Any = paddle.device.cuda
 
 
 class Device:
+    """An NVIDIA GPU, driven by Paddle."""
+
     backend = "nccl"
     matmul_shape = 8192
     lacks: Mapping[str, str] = {}
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
+        """Make GPU `local_rank` Paddle's device, and set FLAGS_selected_gpus in the environment.
+        Raises RequestError if Paddle is built for CPUs. `clock` is not used: GPUs have events.
+        """
         if not paddle.device.is_compiled_with_cuda():
             raise RequestError(
                 "this Paddle is built for CPUs; install paddlepaddle-gpu, or choose"
@@ -33,9 +38,11 @@ class Device:
         paddle.set_device(self.place)
 
     def threads(self) -> int:
+        """Return the number of CPUs that this process may use."""
         return len(os.sched_getaffinity(0))
 
     def event(self) -> StreamEvent:
+        """Record an event in the current stream and return it; does not wait."""
         event = _cuda.Event(enable_timing=True)
         event.record(_cuda.current_stream())
         return StreamEvent(event)
@@ -44,18 +51,24 @@ class Device:
         _cuda.synchronize(self._index)
 
     def reset_memory(self) -> None:
+        """Reset Paddle's peaks of allocated and reserved memory."""
         _cuda.reset_max_memory_allocated(self._index)
         _cuda.reset_max_memory_reserved(self._index)
 
     def memory(self) -> dict[str, int | None]:
+        """Return Paddle's peaks of allocated and reserved bytes since the last reset."""
         return {
             "allocated_bytes": _cuda.max_memory_allocated(self._index),
             "reserved_bytes": _cuda.max_memory_reserved(self._index),
         }
 
     def identity(self) -> dict[str, Any]:
+        """Return name, UUID, memory, compute capability and number of multiprocessors. The UUID
+        comes from NVML, by the device's position, since Paddle does not tell it; None if NVML lists
+        fewer devices.
+        """
         seen = _cuda.get_device_properties(self._index)
-        # Paddle does not tell which one it is
+        # Paddle does not tell the UUID
         found = nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return {
             "name": seen.name,
@@ -66,6 +79,9 @@ class Device:
         }
 
     def versions(self) -> dict[str, str | None]:
+        """Return the versions of CUDA, cuDNN and NCCL that Paddle was built with; NCCL is None if
+        it has none.
+        """
         nccl = int(paddle.version.nccl())  # 22005 is 2.20.5
         return {
             "cuda": str(paddle.version.cuda()),
@@ -74,7 +90,9 @@ class Device:
         }
 
     def set_precision(self, matmul: str) -> None:
-        """TF32 only where it is asked for: Paddle has it on by default."""
+        """Switch TF32 on for `tf32` and off for all else: Paddle has it on by default. Changes
+        Paddle's global state and refuses nothing.
+        """
         for switch in ("set_cublas_switch", "set_cudnn_switch"):
             if hasattr(paddle.base.core, switch):
                 getattr(paddle.base.core, switch)(matmul == "tf32")

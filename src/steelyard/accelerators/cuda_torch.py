@@ -1,4 +1,4 @@
-"""NVIDIA devices in framework torch, loaded by workers only: events, memory, identity and
+"""NVIDIA devices in framework torch, imported by workers only: events, memory, identity and
 precision.
 """
 
@@ -11,37 +11,40 @@ import torch
 from steelyard.accelerators.events import Clock, StreamEvent
 from steelyard.errors import RequestError
 
-_cuda: Any = torch.cuda  # untyped in parts, which parts depends on the version
+_cuda: Any = torch.cuda  # partly untyped, depending on the version
 _cudnn: Any = torch.backends.cudnn
 
-# By what the weights are kept in. The flash kernel takes 16-bit types only. Both align a causal
-# mask at a row's end, so that they serve shared prefixes too.
+# By the dtype of the weights. The flash kernel takes 16-bit types only. Both align a causal
+# mask at a row's end, so that they work with shared prefixes too.
 ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# compute capability of the first tensor cores for it
+# lowest compute capability with tensor cores for a precision
 SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
 
 class Graphs:
-    """Records what is launched. All graphs share a pool of memory. Torch's generator is taken
-    along: a replay draws anew.
+    """Records what a function launches as a CUDA graph. All its graphs share a memory pool. Torch's
+    random generator is part of a graph: each replay draws new numbers.
     """
 
     def __init__(self) -> None:
         self._pool = _cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], None]) -> Any:
+        """Call `run` once while recording, and return the CUDA graph, which has `replay`."""
         graph = _cuda.CUDAGraph()
-        # NCCL's threads may ask for events
+        # NCCL's threads may query events meanwhile
         with _cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 
 
 def _let_segments_grow() -> None:
-    """Before anything is allocated. Micro-batches of other sizes otherwise leave holes: 5.7 GiB of
-    106, which is what a size that was chosen to fit lacks. A setting of the user's own stays."""
+    """Set torch's allocator to expandable segments, unless the user has set an allocator variable.
+    Must be called before anything is allocated. Otherwise micro-batches of different sizes leave
+    holes: 5.7 GiB of 106, which is what a size that was chosen to fit would lack.
+    """
     if not any(name in os.environ for name in ALLOCATOR):
         core: Any = torch._C
         change = (
@@ -52,11 +55,16 @@ def _let_segments_grow() -> None:
 
 
 class Device:
+    """An NVIDIA GPU, driven by torch."""
+
     backend = "nccl"
     matmul_shape = 8192
     triton = True
 
     def __init__(self, local_rank: int, clock: Clock) -> None:
+        """Make GPU `local_rank` torch's current device, with expandable allocator segments. `clock`
+        is not used: GPUs have events.
+        """
         self._index = local_rank
         _let_segments_grow()
         _cuda.set_device(local_rank)
@@ -66,6 +74,7 @@ class Device:
         return torch.device("cuda", self._index)
 
     def event(self) -> StreamEvent:
+        """Record an event in the current stream and return it; does not wait."""
         event = _cuda.Event(enable_timing=True)
         event.record()
         return StreamEvent(event)
@@ -74,18 +83,24 @@ class Device:
         _cuda.synchronize(self._index)
 
     def reset_memory(self) -> None:
+        """Reset torch's peaks of allocated and reserved memory."""
         _cuda.reset_peak_memory_stats(self._index)
 
     def release_memory(self) -> None:
+        """Return cached memory that no tensor uses to the driver."""
         _cuda.empty_cache()
 
     def memory(self) -> dict[str, int | None]:
+        """Return torch's peaks of allocated and reserved bytes since the last reset."""
         return {
             "allocated_bytes": _cuda.max_memory_allocated(self._index),
             "reserved_bytes": _cuda.max_memory_reserved(self._index),
         }
 
     def identity(self) -> dict[str, Any]:
+        """Return name, UUID (with NVML's prefix `GPU-`), memory, compute capability and number of
+        multiprocessors.
+        """
         seen = _cuda.get_device_properties(self._index)
         return {
             "name": seen.name,
@@ -96,6 +111,9 @@ class Device:
         }
 
     def versions(self) -> dict[str, str | None]:
+        """Return the versions of CUDA, cuDNN and NCCL that torch uses; None for one that it does
+        not have.
+        """
         nccl = _cuda.nccl.version() if torch.distributed.is_nccl_available() else None
         return {
             "cuda": torch.version.cuda,
@@ -104,15 +122,20 @@ class Device:
         }
 
     def attention(self, dtype_name: str, shared: bool) -> str:
+        """Return the fastest attention kernel for this dtype: `flash` for 16-bit types, else
+        `efficient`. Both work with shared prefixes.
+        """
         return ATTENTION[dtype_name]
 
     def recorder(self) -> Graphs:
+        """Return a new recorder of CUDA graphs, with a memory pool of its own."""
         return Graphs()
 
     @property
     def lacks(self) -> dict[str, str]:
-        """By compute capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries
-        emulate or refuse it.
+        """Return the precisions that the GPU has no tensor cores for, with the reason, by compute
+        capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries emulate or refuse
+        them.
         """
         have = torch.cuda.get_device_capability(self._index)
         return {
@@ -122,13 +145,17 @@ class Device:
         }
 
     def capacity(self) -> None:
-        """Found by allocating."""
+        """Return None: the memory that a process can have is found by allocating."""
         return
 
     def set_precision(self, matmul: str) -> None:
-        """Through the older pair of flags: they set the newer `fp32_precision` too, so that both
-        can be read later. The newer ones leave the older unreadable (torch 2.13 raises), and
-        torch's own compiler still reads those."""
+        """Allow TF32 in matmuls and cuDNN for `tf32`, and forbid it for all else. Raises
+        RequestError for fp8 on a GPU without it.
+
+        The older pair of flags is set, because they set the newer `fp32_precision` too, so that
+        both can be read later. The newer ones leave the older unreadable (torch 2.13 raises), and
+        torch's own compiler still reads those.
+        """
         if matmul == "fp8" and "fp8" in self.lacks:
             raise RequestError(f"{self.lacks['fp8']}; use --precision bf16")
         tf32 = matmul == "tf32"
@@ -137,5 +164,7 @@ class Device:
 
 
 def cudnn_version(number: int | None) -> str | None:
-    """91002 is 9.10.2 (cudnn_version.h since cuDNN 9)."""
+    """Format cuDNN's version number: 91002 is 9.10.2 (cudnn_version.h since cuDNN 9). None stays
+    None.
+    """
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"

@@ -1,61 +1,71 @@
-"""Marks on a device's timeline."""
+"""Events: points in time on a device's stream, or on a host's clock, between which the measured
+loop takes durations.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 Clock = Callable[[], float]
-ClockName = Literal["device", "host", "reported"]  # whose times the samples of a pass have
+ClockName = Literal["device", "host", "reported"]  # whose clock the times of a pass are from
 APART = "events of two kinds of device have no distance"
 
 
 class Event(Protocol):
+    """A point in time of a device. Only events of the same kind can be compared."""
+
     def elapsed_s(self, later: "Event") -> float:
-        """Seconds between this event and a later one; both must have happened."""
+        """Return the seconds from this event to a later one; both must have happened. Raises
+        TypeError for an event of another kind.
+        """
 
 
 class Timeline(Protocol):
-    """What the measured loop needs of a device."""
+    """What the measured loop (run/measure.py) needs of a device."""
 
     def event(self) -> Event:
-        """A mark on the framework's own stream; the host does not wait for it."""
+        """Return an event on the framework's current stream; the host does not wait for it."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work."""
 
 
 class _Reading:
-    """A reading of a clock. Two of the same kind are on the same clock."""
+    """A reading of a clock, in seconds. Two of the same class are on the same clock."""
 
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
 
     def elapsed_s(self, later: Event) -> float:
+        """Return the seconds to a later reading. Raises TypeError for one of another class."""
         if type(later) is not type(self):
             raise TypeError(APART)
         return later.at_s - self.at_s
 
 
 class ReportedEvent(_Reading):
-    """A mark in the time that another program says it took."""
+    """A point in the time that an external program reports that it took."""
 
 
 class HostEvent(_Reading):
-    """An event of a device that works when it is told to, such as a CPU: a reading of the host's
-    clock.
-    """
+    """An event of a synchronous device, such as a CPU: a reading of the host's clock."""
 
     def __init__(self, clock: Clock) -> None:
+        """Read the clock now."""
         super().__init__(clock())
 
 
 class StreamEvent:
-    """A mark in a device's stream, made of a framework's own event that has been recorded; the host
-    does not wait for it.
+    """An event in a device's stream, made from a framework's own event (with timing) that has been
+    recorded; the host does not wait for it.
     """
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def elapsed_s(self, later: Event) -> float:
+        """Return the seconds on the device to a later event. Raises TypeError for an event that is
+        not in a stream.
+        """
         if not isinstance(later, StreamEvent):
             raise TypeError(APART)
         time_ms: float = self._event.elapsed_time(later._event)
@@ -63,7 +73,7 @@ class StreamEvent:
 
 
 def clock_of(event: Event) -> ClockName:
-    """Whose clock an event is on."""
+    """Return whose clock an event is on: "host", "reported" (external program), "device"."""
     return (
         "host"
         if isinstance(event, HostEvent)

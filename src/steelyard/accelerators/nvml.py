@@ -1,4 +1,6 @@
-"""NVIDIA devices, parent side: finding them and reading them through NVML, without torch."""
+"""NVIDIA devices as the parent and node agents see them: found and read through NVML, without
+torch.
+"""
 
 import re
 from collections.abc import Callable
@@ -15,7 +17,9 @@ from steelyard.words import Message
 
 @dataclass(frozen=True)
 class ClockReason:
-    """Why a device's clock is below its maximum: one bit of NVML's mask."""
+    """A reason why a device's clock is below its maximum, which is one bit of NVML's mask, and what
+    it means for a run.
+    """
 
     bit: int
     name: str
@@ -41,24 +45,29 @@ SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in REAS
 
 
 def reason_names(mask: int) -> list[str]:
-    """The name of every set bit; one that the table does not know is named by its value."""
+    """Return the name of every set bit of NVML's mask; a bit that is not in `CLOCK_REASONS` is
+    named `unknown_0x…`.
+    """
     known = {reason.bit: reason.name for reason in REASONS}
     bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1]
     return [known.get(bit, f"unknown_{bit:#x}") for bit in bits]
 
 
 def _pynvml() -> Any:
-    """Imported on use, so that the tables above are at hand without it."""
+    """Import and return pynvml when it is needed, so that the tables of this module can be used
+    without it.
+    """
     import pynvml
 
     return pynvml
 
 
 def find(visible: str | None) -> list[Found]:
-    """The devices a CUDA program would see under this value of CUDA_VISIBLE_DEVICES, in its order.
+    """Return the devices that a CUDA program would see if CUDA_VISIBLE_DEVICES had the value
+    `visible` (None: unset), in its order; empty without an NVIDIA driver.
 
     Plain indices are NVML's, which are those of CUDA_DEVICE_ORDER=PCI_BUS_ID: workers must run with
-    that set.
+    that set. Raises RequestError if NVML fails, or for a MIG device.
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return []
@@ -78,6 +87,7 @@ def find(visible: str | None) -> list[Found]:
 
 
 def _unusable(error: Exception) -> RequestError:
+    """Return the RequestError for a failure of NVML, with what to do."""
     return RequestError(
         f"NVML: {str(error).rstrip('.')}; fix the driver, or set CUDA_VISIBLE_DEVICES= to run"
         " without NVIDIA devices"
@@ -85,6 +95,7 @@ def _unusable(error: Exception) -> RequestError:
 
 
 def _all(nvml: Any) -> list[Found]:
+    """Return all NVIDIA devices of this machine, in NVML's order. NVML must be initialized."""
     driver = nvml.nvmlSystemGetDriverVersion()
     found = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -105,8 +116,9 @@ def _all(nvml: Any) -> list[Found]:
 
 
 def select(devices: list[Found], visible: str | None) -> list[Found]:
-    """CUDA's own rules: nothing after the first entry that names no device; no device where one is
-    named twice.
+    """Return the devices that CUDA_VISIBLE_DEVICES=`visible` leaves, by CUDA's own rules: nothing
+    after the first entry that names no device; no device at all if one is named twice. Raises
+    RequestError for a MIG device.
     """
     if visible is None:
         return devices
@@ -122,6 +134,9 @@ def select(devices: list[Found], visible: str | None) -> list[Found]:
 
 
 def _device(devices: list[Found], entry: str) -> Found | None:
+    """Return the device that one entry of CUDA_VISIBLE_DEVICES names, by index or by a unique
+    beginning of its UUID; None if there is none. Raises RequestError for a MIG device.
+    """
     if entry.startswith("MIG-"):
         raise RequestError(
             f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices"
@@ -136,7 +151,7 @@ def _device(devices: list[Found], entry: str) -> Found | None:
     return next((device for device in devices if str(device.index) == entry), None)
 
 
-VERSION_BYTES = 64 << 10  # of torch's version.py
+VERSION_BYTES = 64 << 10  # read of torch's version.py
 _BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
 
 Read = Callable[[Any, Any], Any]
@@ -168,13 +183,13 @@ READERS: dict[str, tuple[Read, ...]] = {
 
 # The energy counter takes the driver 4 ms of a core (H200), a hundred times any other reading: read
 # five times a second it would cost 2 % of a core for each device. Energy is taken between two
-# readings, so that one in two seconds does.
+# readings, so that one every two seconds is enough.
 SLOW = ("energy_j",)
 SELDOM = 10
 
 
 def free(found: list[Found]) -> list[int | None]:
-    """What no process uses of their memory."""
+    """Return the bytes of each device's memory that no process uses; None if unknown."""
     used = [source.read(())["memory_bytes"] for source in sources(found)]
     return [
         (
@@ -187,7 +202,9 @@ def free(found: list[Found]) -> list[int | None]:
 
 
 def sources(found: list[Found]) -> list[Source]:
-    """What a sampler reads of these devices. NVML stays open until the process ends."""
+    """Return a telemetry source for each device. Initializes NVML, which stays open until the
+    process ends.
+    """
     nvml = _pynvml()
     nvml.nvmlInit()
     handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
@@ -195,7 +212,7 @@ def sources(found: list[Found]) -> list[Source]:
     return [Source(f"cuda:{rank}", one, whole=one.whole) for rank, one in enumerate(readings)]
 
 
-# What can make the same device another one, by setting. Watts and degrees as nvidia-smi shows them.
+# Settings that can change the speed of a device. Watts and degrees as nvidia-smi shows them.
 STATES: dict[str, tuple[Read, ...]] = {
     "persistence": (
         lambda nvml, device: nvml.nvmlDeviceGetPersistenceMode(device) == nvml.NVML_FEATURE_ENABLED,
@@ -230,7 +247,7 @@ STATES: dict[str, tuple[Read, ...]] = {
     ),
     "runtime": (lambda nvml, device: _version(nvml.nvmlSystemGetCudaDriverVersion_v2()),),
 }
-STEPS = {  # by the key of a finding of `steelyard check`
+STEPS = {  # what helps against a finding of `steelyard check`, by its key
     "driver": Message("nvidia.driver"),
     "persistence": Message("nvidia.persistence"),
     "processes": Message("nvidia.processes"),
@@ -243,7 +260,10 @@ STEPS = {  # by the key of a finding of `steelyard check`
 
 
 def states(found: list[Found], root: Path = Path("/")) -> list[State]:
-    """Of each device, with the NUMA node that it is attached to. Nothing is set."""
+    """Return the settings of each device that can change its speed (clocks, power limit, ECC, MIG,
+    …), with the NUMA node that it is attached to; None for what a driver does not tell. Nothing is
+    changed. NVML stays open until the process ends.
+    """
     if not found:
         return []  # there may be no driver to ask
     nvml = _pynvml()
@@ -270,8 +290,8 @@ def states(found: list[Found], root: Path = Path("/")) -> list[State]:
 
 
 def numa_node(address: str, root: Path = Path("/")) -> int | None:
-    """Of a PCI device; None where the machine does not tell. NVML has eight digits of the domain,
-    the kernel four.
+    """Return the NUMA node of a PCI device from sysfs; None if the machine does not tell. `address`
+    is NVML's bus id, whose domain has eight digits where the kernel's has four.
     """
     domain, _, rest = address.lower().partition(":")
     with suppress(OSError, ValueError):
@@ -283,8 +303,9 @@ def numa_node(address: str, root: Path = Path("/")) -> int | None:
 
 
 def torch_build(folder: Path | None = None) -> str | None:
-    """Return the CUDA version that torch was built for, from the text of its version.py: importing
-    torch takes seconds.
+    """Return the CUDA version that the installed torch was built for, from the text of its
+    version.py, since importing torch takes seconds; None if torch is not installed or has no CUDA.
+    `folder` is torch's package folder.
     """
     if folder is None:
         spec = find_spec("torch")
@@ -299,29 +320,35 @@ def torch_build(folder: Path | None = None) -> str | None:
 
 
 def _text(value: bytes | str) -> str:
+    """Return a string of NVML, which is bytes in some releases of pynvml."""
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value
 
 
 def _version(number: int) -> str:
-    """12080 is 12.8."""
+    """Format CUDA's version number: 12080 is 12.8."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 class Readings:
-    """Reads a device: a slow column at every so many readings, None between them."""
+    """Reads the telemetry columns of one device. Slow columns are read at every `slow_interval`-th
+    reading, and are None between them.
+    """
 
     def __init__(self, nvml: Any, handle: Any, seldom: int) -> None:
         self._nvml, self._handle, self._seldom = nvml, handle, seldom
         self._count = 0
 
     def __call__(self, _pids: tuple[int, ...]) -> Reading:
+        """Return a reading; the process ids are not used, since NVML reads whole devices."""
         self._count += 1
         return self._read(self._count % self._seldom == 0)
 
     def whole(self, _pids: tuple[int, ...]) -> Reading:
+        """Return a reading with all columns, slow ones too."""
         return self._read(slow=True)
 
     def _read(self, slow: bool) -> Reading:
+        """Return all columns by name, slow ones as None unless `slow`."""
         return {
             column: _first(self._nvml, self._handle, calls) if slow or column not in SLOW else None
             for column, calls in READERS.items()
@@ -329,8 +356,8 @@ class Readings:
 
 
 def _first(nvml: Any, handle: Any, calls: tuple[Read, ...]) -> Any:
-    """The first answer; None where the device, its driver or this release of pynvml
-    (AttributeError) has none.
+    """Return the result of the first call that works; None if none does, because the device, its
+    driver or this release of pynvml (AttributeError) lacks them.
     """
     for call in calls:
         try:

@@ -11,13 +11,16 @@ from steelyard.schema import Frozen
 
 PRECISIONS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
 GIB = 1 << 30
-# A device shows a few per cent less than the memory on its label; products that share a name differ
+# A device shows a few per cent less memory than its label says; products that share a name differ
 # by a factor.
 MEMORY_TOLERANCE = 0.1
 
 
 class Peak(Frozen):
-    """One device's dense peaks. A precision or bandwidth without a public figure is not there."""
+    """The dense datasheet peaks of one device: FLOP/s by precision, and memory bandwidth. What has
+    no public figure is missing. `match` are the names that drivers report for it; `memory_gib`
+    tells devices of the same name apart.
+    """
 
     name: str
     accelerator: str
@@ -30,6 +33,7 @@ class Peak(Frozen):
 
     @model_validator(mode="after")
     def _known_precisions(self) -> "Peak":
+        """Raise ValueError for a precision that is not in `PRECISIONS`."""
         unknown = self.flops_per_s.keys() - PRECISIONS
         if unknown:
             raise ValueError(
@@ -38,6 +42,9 @@ class Peak(Frozen):
         return self
 
     def fits(self, device_name: str, memory_bytes: int | None) -> bool:
+        """Return whether these are the peaks of a device of this name and memory. Memory counts
+        only if the row states it, and must then be within 10 %.
+        """
         if device_name not in self.match:
             return False
         if self.memory_gib is None:
@@ -49,11 +56,13 @@ class Peak(Frozen):
 
 
 class _Table(Frozen):
+    """The whole of peaks.toml."""
+
     peak: tuple[Peak, ...]
 
     @model_validator(mode="after")
     def _one_row_a_device(self) -> "_Table":
-        """A name may be in two rows only where memory tells them apart."""
+        """Raise ValueError if a device name is in two rows and not both state their memory."""
         count = Counter(name for row in self.peak for name in row.match)
         for row in self.peak:
             twice = [name for name in row.match if count[name] > 1 and row.memory_gib is None]
@@ -65,10 +74,13 @@ class _Table(Frozen):
 
 
 def parse(text: str) -> tuple[Peak, ...]:
+    """Return the rows of a TOML text like peaks.toml. Raises ValueError (pydantic's, or tomllib's)
+    if it is not valid.
+    """
     return _Table.model_validate(tomllib.loads(text)).peak
 
 
 @cache
 def shipped() -> tuple[Peak, ...]:
-    """The rows that come with this package."""
+    """Return the rows of peaks.toml, which come with this package; read once."""
     return parse(files("steelyard.accelerators").joinpath("peaks.toml").read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""What an accelerator is: one row that says what the host can see of it, and which class drives it
-in each framework.
+"""The interface of an accelerator: one row that says how the host finds and watches its devices,
+and which class drives it in each framework. docs/accelerators.md shows a complete one.
 """
 
 import os
@@ -21,8 +21,8 @@ Severity = Literal["nothing", "note", "invalidates"]
 
 @dataclass(frozen=True)
 class Found:
-    """A device as its driver shows it. Its place in the list is its user's local rank; `index` is
-    the driver's own.
+    """A device as its driver shows it. Its position in a list of devices is the local rank of its
+    worker; `index` is the driver's own number.
     """
 
     name: str
@@ -34,9 +34,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Source:
-    """A device and its reading now, the same columns every time. `read` takes the run's workers on
-    this host. It may leave a slow column None most of the time; `whole` never does, and is asked
-    first and last."""
+    """A device whose telemetry is read repeatedly while a run goes on.
+
+    `read(pids)` is given the process ids of the run's workers on this host, and returns the
+    readings now, by column, always the same columns. It may leave a slow column None most of the
+    time; `read_all` never does, and is called for the first and last reading.
+    """
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
@@ -44,132 +47,156 @@ class Source:
 
 
 class FrameworkDevice(Protocol):
-    """A device class for any framework, made with the local rank and the clock of the measured
-    loop.
+    """The device class of an accelerator for any framework. A worker constructs it with its local
+    rank and the clock of the measured loop.
     """
 
     @property
     def backend(self) -> str:
-        """The name of the framework's collective library for this device."""
+        """Return the name of the framework's collective library for this device, such as nccl."""
 
     @property
     def matmul_shape(self) -> int:
-        """The side of the square matmul whose rate stands for what is achievable here."""
+        """Return the side of the square matmul whose measured rate stands for what the device can
+        reach.
+        """
 
     def event(self) -> Event:
-        """A mark in the device's current stream."""
+        """Return an event in the device's current stream; the host does not wait for it."""
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until the device has finished all its work."""
 
-    def reset_memory(self) -> None: ...
+    def reset_memory(self) -> None:
+        """Reset the framework's peaks of memory."""
 
     def memory(self) -> dict[str, int | None]:
-        """`allocated_bytes` and `reserved_bytes`: the framework's peaks since the last reset."""
+        """Return `allocated_bytes` and `reserved_bytes`: the framework's peaks since the last
+        reset, None if it has none. A device without such peaks may add `in_use_bytes`.
+        """
 
     def identity(self) -> dict[str, Any]:
-        """`name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
+        """Return `name`, `uuid`, `memory_bytes`, `capability` and `multiprocessors`; None for what
+        is unknown.
+        """
 
     def versions(self) -> dict[str, str | None]:
-        """Versions of the row's `libraries` and `collectives`, as the framework knows them."""
+        """Return the versions of the accelerator's `libraries` and `collectives`, as the framework
+        knows them.
+        """
 
     def set_precision(self, matmul: str) -> None:
-        """Make fp32 matmuls run in `matmul`; refuse what the device cannot do."""
+        """Make the framework's fp32 matmuls run in `matmul`. Raises RequestError for a precision
+        that the device does not have.
+        """
 
 
 class TorchDevice(FrameworkDevice, Protocol):
-    """A device class for framework torch."""
+    """The device class of an accelerator for framework torch."""
 
     @property
-    def torch_device(self) -> "torch.device": ...
+    def torch_device(self) -> "torch.device":
+        """Return the device as torch names it."""
 
     def release_memory(self) -> None:
-        """Give back what the framework holds and nobody uses, so that `mem` shows what a run needs."""
+        """Give back memory that the framework holds and nobody uses, so that metric `mem` shows
+        what a run needs.
+        """
 
     def attention(self, dtype_name: str, shared: bool) -> str:
-        """The fastest row of `attention.KERNELS` for this type; `shared` where rows see a common
-        prefix.
+        """Return the fastest kernel of models/attention.py for this dtype; `shared`: rows attend to
+        a common prefix.
         """
 
     # A device class may leave out what follows.
 
     @property
     def triton(self) -> bool:
-        """Whether Triton compiles for this device; a class without it is taken not to have it."""
+        """Return whether Triton compiles for this device; a class without this property is taken
+        not to have it.
+        """
 
     def recorder(self) -> Callable[[Callable[[], None]], Any]:
-        """What calls a function and records what that launches, as an object to `replay`."""
+        """Return a function that calls a function, records what it launches, and returns an object
+        with `replay`.
+        """
 
-    # For `steelyard spec` alone; a device class without it is taken to lack nothing.
+    # For `steelyard spec` only; a device class without `lacks` is taken to lack nothing.
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """What it has not, with the reason: names of precisions, `copies` from and to the host,
-        `peers`.
+        """Return what the device does not have, with the reason: names of precisions, `copies`
+        (from and to the host), `peers`.
         """
 
     def capacity(self) -> tuple[int, str] | None:
-        """Bytes that a process can have, where that is told and not tried, and who tells it. None:
-        found by allocating.
+        """Return the bytes that a process can have, and who limits them; None if that must be found
+        by allocating.
         """
 
 
 class PaddleDevice(FrameworkDevice, Protocol):
-    """A device class for framework paddle."""
+    """The device class of an accelerator for framework paddle."""
 
     @property
     def place(self) -> str:
-        """As `paddle.set_device` takes it: cpu, gpu:0."""
+        """Return the device as `paddle.set_device` takes it: cpu, gpu:0."""
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """What Paddle cannot do on it, with the reason: `tp`, `pp`, `sharding 2`, `copies of
-        shards`, `flash`.
+        """Return what Paddle cannot do on the device, with the reason: `tp`, `pp`, `sharding 2`,
+        `copies of shards`, `flash`.
         """
 
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """Return how many CPU threads Paddle uses."""
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A row. All but `devices` runs in the parent and in node agents, which import no framework."""
+    """A kind of device. All but the classes named in `devices` runs in the parent and in node
+    agents, which import no framework.
+    """
 
     name: str
     find: Callable[[], list[Found]]
-    # what is read off the devices in use while a run goes on
+    # telemetry of the devices in use, read while a run goes on
     sources: Callable[[list[Found]], list[Source]]
-    devices: Mapping[str, str]  # framework → `module:Class` that a worker makes
+    devices: Mapping[str, str]  # framework → `module:Class` that a worker constructs
     divisible: bool = False  # several workers may share one device
-    is_host: bool = False  # its device is the host's own cores, which all other processes use too
+    is_host: bool = False  # its device is the host's CPUs, which other processes use too
     peaks: tuple[Peak, ...] = ()  # datasheet rows that come with it
-    # what each slowdown reason means; others are a note
+    # what each reason for a low clock means for a run; others become a note
     severity: Mapping[str, Severity] = field(default_factory=dict)
     # its runtime and libraries: a record states their versions, null where none is known
     libraries: tuple[str, ...] = ()
     collectives: str | None = None  # its library for collectives, whose version workers report too
     # Python packages that belong to it: a record states their versions
     packages: tuple[str, ...] = ()
-    # full names of variables that can change a result: a record keeps their values
+    # full names of variables that can change a result: a record states their values
     variables: tuple[str, ...] = ()
     tune_variables: tuple[str, ...] = ()  # that `tune.env` and a site file may set
-    site_variables: tuple[str, ...] = ()  # that a site file alone may set
-    # that workers do not inherit: they run a precision as another
+    site_variables: tuple[str, ...] = ()  # that only a site file may set
+    # that workers do not inherit, because they would change the precision
     ignored_variables: tuple[str, ...] = ()
-    worker_variables: Mapping[str, str] = field(default_factory=dict)  # what workers get in any run
-    # what they get too with tune.deterministic
+    worker_variables: Mapping[str, str] = field(default_factory=dict)  # set for workers of any run
+    # set for workers with tune.deterministic
     deterministic_variables: Mapping[str, str] = field(default_factory=dict)
-    # name → value, with {} for the network interface
+    # set for workers: name → value, with {} for the network interface
     interface_variables: Mapping[str, str] = field(default_factory=dict)
-    # bytes of their memory, now
+    # free bytes of each device's memory now, None if unknown
     free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)
-    # variables for workers on it, by what matmuls run in
+    # returns environment variables for workers, by the precision of matmuls
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}
-    # version of its runtime that the installed torch was built for
+    # returns the version of its runtime that the installed torch was built for
     torch_build: Callable[[], str | None] = lambda: None
-    # what can make the same device another one, by setting
+    # returns the settings of each device that can change its speed
     states: Callable[[list[Found]], list[State]] = lambda found: []
     # what helps against a finding of `steelyard check`, by its key
     steps: Mapping[str, Message] = field(default_factory=dict)
 
     def most(self, found: list[Found]) -> int:
-        """How many workers its devices can serve."""
+        """Return how many workers these devices can serve: one each or, if a device can be shared,
+        as many as the host has CPUs, at least 8.
+        """
         return max(len(found), os.cpu_count() or 1, 8) if self.divisible else len(found)

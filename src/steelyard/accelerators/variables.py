@@ -1,13 +1,13 @@
-"""Environment variables that can change a result, by name. A record keeps their values, and those
+"""Environment variables that can change a result, by name. A record states the values of these and
 of no others.
 
-Names, never beginnings of names: under a common beginning such as `NCCL_` or `TORCH` people keep
-tokens and passwords too. Each list holds what its library documents as changing what is computed,
-or how fast. Names of files and folders are left out.
+Names are listed in full: variables that begin with `NCCL_` or `TORCH` may hold tokens and passwords
+too. Each list holds what its library documents as changing what is computed, or how fast. Names of
+files and folders are left out.
 
-Names that end in `_TUNE` may be set by `tune.env` and by a site file, those in `_SITE` by a site
-file alone. A case can come from a stranger, so that none of them names a program, a library or a
-plug-in to load.
+Variables in lists with `TUNE` in their name may be set by `tune.env` and by a site file, those with
+`SITE` by a site file only. A case can come from a stranger, so that none of them names a program, a
+library or a plug-in to load.
 """
 
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), cuBLAS's and
@@ -44,7 +44,7 @@ CUDA_TUNE = (
 )
 
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; NCCL_IB_PKEY has the name of a
-# secret, and stays out
+# secret, and is left out
 NCCL = (
     "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
     "NCCL_CHECKS_DISABLE",
@@ -130,7 +130,7 @@ NCCL_SITE = (
     "NCCL_SOCKET_IFNAME",
     "NCCL_SOCKET_NTHREADS",
 )
-# a site file may set them; no record keeps them
+# a site file may set them; no record states them
 NCCL_ADDRESSES = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE")
 
 # OpenMP 5.2, chapter 21; Intel's and LLVM's runtimes; oneMKL's and oneDNN's manuals;
@@ -221,15 +221,15 @@ TORCH = (
     "TORCH_SHOW_CPP_STACKTRACES",
 )
 
-# in no name that is kept
+# variables with such a word in their name are never recorded
 SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "AUTH", "CREDENTIAL")
-# places of files change no result, and are nobody's business
+# names of files and folders change no result, and are private
 PLACES = ("_DIR", "_HOME", "_PATH", "_FILE")
 
 
 def kept(name: str, allowed: frozenset[str]) -> bool:
-    """Whether a record keeps a variable: its name is listed, and is neither that of a place nor
-    that of a secret.
+    """Return whether a record states a variable: it is in `allowed`, and its name is neither that
+    of a file or folder nor of a secret.
     """
     return (
         name in allowed

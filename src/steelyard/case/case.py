@@ -1,4 +1,8 @@
-"""Cases: frozen questions, what may be tuned, and the quality that a valid answer has."""
+"""The pydantic model of a case: its frozen question, default tune, quality gate and published rows.
+
+`case/resolve.py` makes a `Case` from a TOML file and the command line; every later stage of a run
+reads it.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -12,16 +16,19 @@ from steelyard.schema import Frozen
 
 Size = Literal["smoke", "full"]
 
-AUTO = "auto"  # instead of a number: the largest that fits the devices of a run
-# Tunes that may be auto, with what runs where nothing is known of the devices' memory: one row, and
-# a batch that still keeps matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best
+AUTO = "auto"  # in place of a number: the largest that fits the devices of a run
+# Tunes that may be auto, with the value to use if the devices' memory is unknown: one row, and a
+# batch that still keeps the matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best
 # on an H200, docs/notebook.md).
 UNKNOWN_MEMORY = {"micro_batch": 1, "batch_tokens": 8192}
 
 
 class Gate(Frozen):
-    """Quality a valid result of scoring must have; applied only to a full run with the case's real
-    weights.
+    """The quality that a scoring run must reach: `metric` at most `within` away from `target` in
+    either direction, and at most `agree_within` apart between the infer and val passes.
+
+    It is applied only to a full run with the case's real weights. All values are in the metric's
+    own unit.
     """
 
     metric: str
@@ -31,8 +38,8 @@ class Gate(Frozen):
 
 
 class Falling(Frozen):
-    """Quality a valid result of training must have: a loss below another, and below a bound where
-    one is stated.
+    """The quality that a training run must reach: loss `metric` must end below the metric named by
+    `below`, and below `target` unless that is None.
     """
 
     metric: str
@@ -41,14 +48,22 @@ class Falling(Frozen):
 
 
 class Target(Frozen):
-    """Quality at which training stops, and which a valid result must have."""
+    """The quality at which training stops early, and which a valid run must reach: `metric` of at
+    least `reach` (a share from 0 to 1).
+    """
 
     metric: str
     reach: float = Field(gt=0, le=1)
 
 
 class Tune(Frozen):
-    """What may be changed without changing the question."""
+    """The settings that may change without changing the question, such as batch sizes, parallel
+    plan, sharding and compiler.
+
+    Each field's description says what it means. Sizes that a case gives as `auto` hold a fallback
+    number here (see `AUTO_FALLBACKS`). Values of `env` that hold a NUL character raise ValueError;
+    the names of variables are checked by `Case` alone.
+    """
 
     parallel: str = Field(
         "DP",
@@ -117,6 +132,7 @@ class Tune(Frozen):
 
     @model_validator(mode="after")
     def _plain_env(self) -> Self:
+        """Raise ValueError if the value of an environment variable holds a NUL character."""
         for name, value in self.env.items():
             if "\0" in value:
                 raise ValueError(f"environment variable {name} holds a NUL character")
@@ -124,8 +140,12 @@ class Tune(Frozen):
 
 
 def _check_names(tune: Tune) -> Tune:
-    """Raise ValueError for a variable that no accelerator's row allows: a case can come from a
-    stranger. A record may hold variables of an accelerator that is not installed here."""
+    """Return the tune unchanged; raise ValueError if its `env` names a variable that no installed
+    accelerator allows.
+
+    Pydantic runs it for the tune of a `Case`, which can come from a stranger's file. The tune of a
+    record is not checked this way: its accelerator may not be installed here.
+    """
     allowed = accelerators.tune_variables() if tune.env else frozenset()
     unknown = sorted(set(tune.env) - allowed)
     if unknown:
@@ -137,8 +157,9 @@ def _check_names(tune: Tune) -> Tune:
 
 
 class Reference(Frozen):
-    """A published row. `ran_as` is the precision that really ran, where the label says something
-    else.
+    """A row of published results: its `source`, hardware `config` and values by metric name.
+
+    `published_as` is the precision that the page names, `ran_as` the one that really ran.
     """
 
     source: str
@@ -150,6 +171,13 @@ class Reference(Frozen):
 
 
 class Case(Frozen):
+    """A benchmark at one size: question, default tune, quality gate and published rows. It names no
+    engine and no hardware.
+
+    Validation raises pydantic's ValidationError for unknown keys, a gate on a metric that the task
+    does not have, unknown names in `published`, and environment variables that a tune may not set.
+    """
+
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,63}$")
     title: str
     about: str
@@ -171,6 +199,9 @@ class Case(Frozen):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
+        """Raise ValueError if the gate names a metric, or `published` a fact, that the task does
+        not have.
+        """
         row = self.question.row
         if self.gate is not None:
             allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
@@ -187,5 +218,7 @@ class Case(Frozen):
         return self
 
     def key(self, fingerprint: str) -> str:
-        """The hash of the question, with the fingerprint of the data that was really read."""
+        """Return the key of the case's question: 16 hex digits of a hash over the question and
+        `fingerprint`, that of the data that was read.
+        """
         return key_of(self.question.model_dump(mode="json"), fingerprint)

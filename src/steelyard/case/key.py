@@ -1,7 +1,7 @@
-"""The key of a question: a hash that says whether two records answer the same one.
+"""Compute the key of a question: a hash that is equal for records that answer the same question.
 
-A key never changes once it is published. So a field that came later enters the hash only where it
-differs from its default, and every such field is a row of LATER.
+A published key never changes. A field that was added later therefore enters the hash only if it
+differs from its default; LATER_FIELDS lists all such fields.
 """
 
 import hashlib
@@ -9,12 +9,12 @@ from typing import Any
 
 from steelyard.schema import canonical
 
-# Fields that older keys do not hold: where they stand in a question, and the default with which
-# they stay out.
+# Fields that older keys do not hold: their key path in a question, and the default with which they
+# stay out of the hash.
 LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("train", "evaluate_every"), None),
-    (("train",), None),  # scoring has none, and had keys before there was training
-    (("data", "joint"), "\n"),  # alpaca's
+    (("train",), None),  # scoring has no train table, and had keys before training existed
+    (("data", "joint"), "\n"),  # of task alpaca
     (("data", "last_target"), False),
     (("model", "head_dim"), None),
     (("model", "qk_norm"), False),
@@ -24,14 +24,17 @@ LATER: tuple[tuple[tuple[str, ...], Any], ...] = (
 
 
 def key_of(question: dict[str, Any], fingerprint: str) -> str:
-    """The key of a question as a table, such as a record holds, with the fingerprint of the data
-    that were really read.
+    """Return the key of a question: the first 16 hex digits of the SHA-256 of its canonical JSON.
+
+    `question` is the dict that a record holds, `fingerprint` identifies the data that was read.
     """
     return hashlib.sha256(canonical(hashed(question, fingerprint)).encode()).hexdigest()[:16]
 
 
 def hashed(question: dict[str, Any], fingerprint: str) -> dict[str, Any]:
-    """The table that a key is the hash of."""
+    """Return a copy of the question dict as it is hashed: with the data's fingerprint added, and
+    without the fields of LATER_FIELDS that have their default.
+    """
     asked = {**question, "data": {**question["data"], "fingerprint": fingerprint}}
     for place, default in LATER:
         asked = _without_default(asked, place, default)
@@ -39,6 +42,9 @@ def hashed(question: dict[str, Any], fingerprint: str) -> dict[str, Any]:
 
 
 def _without_default(table: dict[str, Any], place: tuple[str, ...], default: Any) -> dict[str, Any]:
+    """Return the dict without the key at `key_path` (nested keys) if its value equals `default` in
+    value and type; otherwise an equal dict. Nothing is changed in place.
+    """
     first, *rest = place
     if first not in table:
         return table

@@ -1,7 +1,8 @@
-"""On which line of a TOML file each key stands. The parser of the standard library does not tell.
+"""Find the line on which each key of a TOML file stands, for error messages: tomllib does not tell.
 
-The text is known to be TOML: it was parsed before. So it is enough to see where statements begin,
-which is wherever a line begins outside of strings, brackets and comments.
+`case/problems.py` calls it with the text of a case file. The text was parsed before and is valid
+TOML, so it is enough to find where statements begin: wherever a line begins outside of strings,
+brackets and comments.
 """
 
 import re
@@ -13,13 +14,15 @@ from steelyard.files import TOML_STRING
 
 Place = tuple[str | int, ...]
 
-# What decides where a statement ends: strings, comments, brackets and ends of lines.
+# The tokens that decide where a statement ends: strings, comments, brackets and line feeds.
 _TOKEN = re.compile(rf"{TOML_STRING}|#[^\n]*|[\[\]{{}}\n]", re.DOTALL)
 
 
 def numbers(text: str) -> dict[Place, int]:
-    """The first line of every key and table, by its place; elements of an array of tables are
-    counted from 0.
+    """Return the first line (from 1) of every key and table of a TOML text, by key path.
+
+    A key path is a tuple of keys; elements of an array of tables are indices from 0, as in
+    `("reference", 0, "source")`. The text must be valid TOML.
     """
     out: dict[Place, int] = {}
     arrays: dict[Place, int] = {}
@@ -47,8 +50,10 @@ def numbers(text: str) -> dict[Place, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """The beginning of every statement up to its value, and its line: `[table]`, `[[array]]` or
-    `key = `.
+    """Yield the line number and text of each statement, stripped and without comments: `[table]`,
+    `[[array]]` or `key = value`.
+
+    A statement over several lines is yielded once, with its first line.
     """
     begin, line, depth, seen = 0, 1, 0, 1
     bare = ""  # the statement so far without its comments
@@ -68,8 +73,9 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _keys(statement: str) -> tuple[str, ...]:
-    """The dotted key that a statement begins with, by the parser itself: what stands before its
-    first `=` that is in no quotes."""
+    """Return the parts of the dotted key that a statement begins with: the text before its first
+    unquoted `=`, parsed by tomllib.
+    """
     quoted = re.match(r"""(?:[^"'=]|"(?:\\.|[^"\\])*"|'[^']*')*""", statement)
     node: Any = tomllib.loads(f"{quoted[0] if quoted else ''} = 0")
     out: list[str] = []
@@ -80,8 +86,12 @@ def _keys(statement: str) -> tuple[str, ...]:
 
 
 def _in_arrays(keys: tuple[str, ...], arrays: dict[Place, int], last: bool) -> Place:
-    """The place that a header names: inside the element that came last of each array on the way.
-    `last`: also where the header itself names an array."""
+    """Return the key path that a table header names, with the index of the latest element after
+    each array of tables on the way.
+
+    `arrays` maps the key path of an array to the index of its latest element. With `last`, that
+    index is also added if the header itself names an array.
+    """
     place: Place = ()
     for number, key in enumerate(keys, 1):
         place = (*place, key)

@@ -1,8 +1,10 @@
-"""A new case: the question of a shipped case of the same task, asked of another model.
+"""Make a case for a new model: the question of a shipped case of the same task, asked of another
+model.
 
-Whatever is not the model's is taken from that case, its template. What belongs to the template's
-model alone (gate, published rows, the fingerprint of its tokens) is left out, and what had to be
-assumed is said.
+The shipped case is the template. Everything that is not the model's is copied from it; what belongs
+to its model alone (gate, published rows, fingerprint of the tokens) is left out, and every
+assumption is listed. `cli/model_case.py` reads the model's folder and calls `make_case` for `case
+new` and `run --model`.
 """
 
 import re
@@ -20,30 +22,36 @@ from steelyard.data import tokenizer as tokenizers
 from steelyard.errors import RequestError, known
 from steelyard.tasks.task import Sources, Task
 
-MADE = "made from"  # what the origin of a value begins with that no case file holds
-# Fields whose value must fit into the model's positions, and where they stand in a question.
+MADE = "made from"  # begins the origin of a value of a case that is in no file
+# Key paths in a question of lengths that must not exceed the model's positions.
 LENGTHS = (("data", "context"), ("train", "length"))
 LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a folder tells of its model. Tables are as in [question.model]; `comments` by field."""
+    """What a Hugging Face folder says about its model, as input for a new case.
 
-    folder: str  # its name, for titles
-    files: tuple[str, ...]  # that were read
+    `table` holds the fields of [question.model]; `comments` are texts by field name that are
+    written beside the values; `assumed` lists sentences on what had to be assumed.
+    """
+
+    folder: str  # the name of the folder, for titles
+    files: tuple[str, ...]  # names of the files that were read
     table: dict[str, Any]
-    smoke: dict[str, Any] | None  # the same, tiny; None: it could not be made
+    smoke: dict[str, Any] | None  # the fields of a tiny model; None if none could be made
     comments: Mapping[str, str] = field(default_factory=dict)
-    precision: str | None = None  # what its weights are stored in, where that is known
-    # those that an engine has for it; None: the template's
+    precision: str | None = None  # name of a scoring precision: that of the weights, if known
+    # divisions in which an engine runs it; None: those of the template
     divisions: tuple[str, ...] | None = None
     assumed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class New:
-    """A case as text, and what was assumed in making it."""
+    """A new case as TOML text (in `source`), the shipped case it was made from, and sentences on
+    what was assumed.
+    """
 
     name: str
     source: Source
@@ -53,17 +61,23 @@ class New:
 
 
 def templates() -> dict[str, str]:
-    """By task, the shipped case whose question is asked; the first of a task's cases by name."""
+    """Return for each task the name of the shipped case that new cases are made from: the first of
+    the task's cases by name.
+
+    Tasks that train GLM on cloze texts are left out: no Hugging Face folder describes their models.
+    """
     out: dict[str, str] = {}
     for name in resolve.names():
         row = resolve.resolve(name).case.question.row
-        if row.work != "train_cloze":  # whose models no folder of Hugging Face describes
+        if row.work != "train_cloze":  # no Hugging Face folder describes its models
             out.setdefault(row.name, name)
     return out
 
 
 def task_row(name: str) -> Task:
-    """The task of a command line, if a case of it can be made."""
+    """Return the row of the task that `--task` names. Raise RequestError if no case can be made for
+    it.
+    """
     able = templates()
     if name not in able:
         raise RequestError(f"--task {name!r}: {known(name, sorted(able), 'allowed')}")
@@ -71,31 +85,46 @@ def task_row(name: str) -> Task:
 
 
 def starts_random(row: Task) -> bool:
-    """Whether the question of a task is to train from random weights."""
+    """Return whether the task trains a model from random weights. False for scoring, and for
+    training that starts from trained weights.
+    """
     return row.kind_row.trains and not row.starts_trained
 
 
 def lacks_tokenizer(
     row: Task, data: Path | None, tokenizer: Path | None, weights: Path | None
 ) -> bool:
-    """Whether a task reads texts that are here, and no tokenizer is named or lies beside them or
-    the weights."""
+    """Return whether the task needs a tokenizer that is nowhere: none is named, and none lies in
+    the folder of the weights or beside the data.
+
+    False if the task trains from random weights, or if the data is not given or does not exist.
+    """
     if starts_random(row) or tokenizer is not None or data is None or not data.exists():
         return False
     return not tokenizers.present(Sources(data, None, weights).tokenizer_places())
 
 
 def slug(text: str) -> str:
-    """A name that a case may have."""
+    """Turn any text into a valid name of a case: lower case, with other characters than letters,
+    digits and `.` replaced by `-`. Return `model` if nothing is left.
+    """
     return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.") or "model"
 
 
 def name_of(folder: str, task: str) -> str:
+    """Return the default name of a new case: the folder's name and the task's joined by `-`,
+    shortened to 64 characters.
+    """
     return f"{slug(folder)[: LONGEST_NAME - len(task) - 1]}-{slug(task)}"
 
 
 def make(name: str, task: str, model: Model) -> New:
-    """The case of a task with a model."""
+    """Make the case of a task with a model, from the shipped case of the same task.
+
+    Raise RequestError if no case can be made for the task. No file is written. Context and row
+    lengths are cut to the model's positions, and the precision of a scoring case is that of the
+    weights if it is known; the result lists these and all other assumptions.
+    """
     row = task_row(task)
     template = templates()[row.name]
     shipped = resolve.read(template).table
@@ -121,8 +150,8 @@ def make(name: str, task: str, model: Model) -> New:
         "divisions": divisions,
         "max_interval": shipped.get("max_interval"),
         "question": question,
-        # How many devices share a model is for whoever knows both: without it, each holds a whole
-        # one.
+        # Without a parallel plan each device holds a whole model; how to divide it depends on
+        # model and devices, which the template does not know.
         "tune": {key: value for key, value in shipped.get("tune", {}).items() if key != "parallel"},
     }
     if row.kind_row.trains and "below" in shipped.get("gate", {}):
@@ -139,11 +168,16 @@ def make(name: str, task: str, model: Model) -> New:
 
 
 def _data(shipped: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the fingerprint: it is of tokens, and another model has others."""
+    """Return the template's [question.data] without its fingerprint, which is that of the template
+    model's tokens.
+    """
     return {key: value for key, value in shipped.items() if key != "fingerprint"}
 
 
 def _fit(question: dict[str, Any], positions: int, assumed: list[str]) -> None:
+    """Cut context and row lengths in `question` to `positions`, in place, and append a sentence to
+    `assumed` for each that was cut.
+    """
     for part, name in LENGTHS:
         told = question.get(part, {}).get(name)
         if told is not None and told > positions:
@@ -154,6 +188,9 @@ def _fit(question: dict[str, Any], positions: int, assumed: list[str]) -> None:
 
 
 def _about(shipped: Mapping[str, Any], question: Mapping[str, Any], template: str) -> str:
+    """Return the template's description, or another one if the lengths in `question` are not those
+    of the template.
+    """
     same = all(
         question.get(part, {}).get(name) == shipped["question"].get(part, {}).get(name)
         for part, name in LENGTHS
@@ -168,7 +205,12 @@ def _about(shipped: Mapping[str, Any], question: Mapping[str, Any], template: st
 def _smoke(
     shipped: Mapping[str, Any], model: Model, table: Mapping[str, Any], assumed: list[str]
 ) -> dict[str, Any]:
-    """The template's, of a model of the same kind that is tiny."""
+    """Return the [smoke] table of a new case: the template's, with a tiny model of the new model's
+    kind.
+
+    Return an empty dict, and append a sentence to `assumed`, if no tiny model could be made. Only
+    fields of the tiny model that differ from the full one are in it.
+    """
     if model.smoke is None:
         assumed.append("no size smoke: this model could not be made tiny")
         return {}
@@ -191,6 +233,9 @@ def _smoke(
 
 
 def _comments(row: Task, template: str, model: Model) -> dict[str, str]:
+    """Return the comments of the new case file, by dotted key: fixed texts, descriptions of the
+    task's data fields, and those of the model.
+    """
     as_there = f"as in {template}"
     out = {
         "name": "of records and pages; the file may have another",
@@ -217,6 +262,9 @@ def _comments(row: Task, template: str, model: Model) -> dict[str, str]:
 
 
 def _head(model: Model, row: Task, name: str, template: str, assumed: list[str]) -> str:
+    """Return the comment lines at the top of a new case file: where it comes from, and what was
+    assumed.
+    """
     lines = [
         (
             f"{model.folder} on {row.name}, made by `steelyard case new` from"
@@ -229,11 +277,19 @@ def _head(model: Model, row: Task, name: str, template: str, assumed: list[str])
 
 
 def _without_empty(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the dict without entries that are None or an empty dict; nested dicts are
+    not looked at.
+    """
     return {key: value for key, value in table.items() if value not in (None, {})}
 
 
 def _origins(text: str, origins: Mapping[str, str], template: str) -> dict[str, str]:
-    """Where every value came from, for a case that is in no file."""
+    """Return the origin of every value in the text of a case, by dotted key, without the [smoke]
+    table.
+
+    A key takes the origin in `origins` of itself or of a table around it, otherwise "made from
+    TEMPLATE".
+    """
     table = tomllib.loads(text)
     table.pop("smoke", None)
     out: dict[str, str] = {}

@@ -1,5 +1,7 @@
-"""Precisions: what matmuls run in, and what is kept in which type. A named preset is one row of a
-table.
+"""Precisions: the number types of matmuls, weights, gradients and optimizer states, and the named
+presets.
+
+`case/resolve.py` expands the name of a preset in a question; engines and MFU read the `Precision`.
 """
 
 from typing import Literal
@@ -14,8 +16,13 @@ Kept = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
-    """`matmul` names the peak-table column that MFU is measured against; fp8 is that of the layers'
-    matrices alone, and bf16 what all else is computed in. The last two are of training only."""
+    """The number types of a run: what matmuls run in, and what weights, gradients and optimizer
+    states are stored in.
+
+    `matmul` names the column of the peak table that MFU is measured against. fp8 is that of the
+    layers' weight matrices alone; everything else is then computed in bf16. `gradients` and
+    `states` are None for scoring.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,10 +37,14 @@ PARTS = tuple(part for part in Precision.model_fields if part != "name")
 
 
 def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
+    """Return a preset for scoring, which has neither gradients nor optimizer states."""
     return Precision(name=name, matmul=matmul, weights=weights)
 
 
 def _train(name: str, matmul: Matmul, kept: Kept, gradients: Kept | None = None) -> Precision:
+    """Return a preset for training with weights and optimizer states stored as `stored`, and
+    gradients as `gradients` or, if None, the same.
+    """
     return Precision(
         name=name, matmul=matmul, weights=kept, gradients=gradients or kept, states=kept
     )
@@ -69,13 +80,13 @@ TRAIN = {
 
 
 def presets() -> dict[str, dict[str, Precision]]:
-    """Return the named precisions of every kind of work."""
+    """Return the named precisions by kind of work (such as score or train), then by name."""
     return {kind.name: plugins.load(kind.precisions) for kind in kinds.table().values()}
 
 
 def name_of(kind: str, parts: dict[str, object]) -> str:
-    """The name of a combination: a preset's, where it is exactly that; else its parts, such as
-    `matmul fp16, weights fp32`.
+    """Return the name of a combination of number types: that of the preset of this kind of work
+    that equals it, otherwise its parts in words, such as `matmul fp16, weights fp32`.
     """
     for name, preset in presets().get(kind, {}).items():
         if preset.model_dump(exclude={"name"}) == {part: parts.get(part) for part in PARTS}:

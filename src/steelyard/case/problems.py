@@ -1,7 +1,9 @@
-"""What is wrong with a case file: every problem at once, each with its line, in words of the file.
+"""Turn pydantic's errors on a case file into sentences: all problems at once, each with its line,
+in the words of the file.
 
-The words of the library that finds them (types, unions, validators) mean nothing to whoever wrote
-the file, so each kind of problem has a sentence of its own.
+`case/resolve.py` calls `collect_problems` when a case does not validate, and raises a `CaseError`.
+Pydantic's own words (types, unions, validators) mean nothing to whoever wrote the file, so each
+kind of error has a sentence here.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,9 +18,9 @@ from steelyard.case.precision import presets
 from steelyard.errors import RequestError, known, short_repr
 
 SEE = "see docs/cases.md"
-MOST = 50  # problems that are shown: a file may come from a stranger
+MOST = 50  # problems shown at most: a file may come from a stranger
 
-# By the library's name of a problem. Names in braces are what it tells of it.
+# By pydantic's error type. Names in braces are keys of the error's context (`ctx`).
 SENTENCES = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
     **dict.fromkeys(("int_parsing_size", "float_parsing_size"), "is too large"),
@@ -41,7 +43,7 @@ SENTENCES = {
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
 }
-# Names that config.json of Hugging Face and other programs have for what a case calls otherwise.
+# Names in config.json of Hugging Face and in other programs, and what a case calls the same.
 ALIASES = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), "layers"),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), "hidden"),
@@ -84,7 +86,9 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Problem:
-    where: str  # `line 12`, `--set`, or nothing where no place is known
+    """A problem of a case as a sentence, with where it is. `str()` joins the two with a colon."""
+
+    where: str  # `line 12`, `command line`, or empty if unknown
     text: str
 
     def __str__(self) -> str:
@@ -92,9 +96,16 @@ class Problem:
 
 
 class CaseError(RequestError):
-    """A case that cannot be read. Several problems are shown one a line."""
+    """The error for a case that does not validate, with all its problems. Exit code 2, as for every
+    RequestError.
+
+    The message is one line and names at most MAX_SHOWN problems; `problems` must not be empty.
+    """
 
     def __init__(self, path: str, problems: list[Problem]) -> None:
+        """Build the message from the problems, of which there is at least one; `case_path` is the
+        case's name or file.
+        """
         self.title = f"case {path!r}"
         self.problems = problems
         first = problems[0]
@@ -107,7 +118,9 @@ class CaseError(RequestError):
 
     @property
     def lines(self) -> list[str]:
-        """As it is printed."""
+        """Return the lines to print: the message if there is one problem; otherwise a title and one
+        line per problem, at most MAX_SHOWN, then how many more there are.
+        """
         if len(self.problems) == 1:
             return [str(self)]
         more = [f"… and {len(self.problems) - MOST} more"] if len(self.problems) > MOST else []
@@ -120,7 +133,9 @@ class CaseError(RequestError):
 
 @dataclass(frozen=True)
 class Found:
-    """One of the library's problems, at a place of the table."""
+    """One of pydantic's errors: the key path where it is, its type, context and message, and the
+    value that was given.
+    """
 
     place: Place
     kind: str
@@ -132,8 +147,14 @@ class Found:
 def collect(
     error: ValidationError, text: str, origins: Mapping[str, str], size: str, allowed: Iterable[str]
 ) -> list[tuple[int, Problem]]:
-    """Every problem of a table, with its line in the file. `size`: of which the table is, whose own
-    tables stand below `smoke` in the file. `allowed`: the keys that cases have."""
+    """Return the problems of a case that did not validate, each with its line in the file: 0 if it
+    comes from the command line or no line is known.
+
+    `text` is the case file, `origins` says by dotted key where values came from, `size` is the size
+    that was validated (at smoke, keys are first looked up below `smoke`), and `allowed` lists all
+    dotted keys of a case, for suggestions. A missing key is not reported if the same table has an
+    unknown key that is another program's name for it.
+    """
     at, names = numbers(text), list(allowed)
     every = _of_one_kind([_found(one) for one in error.errors()])
     renamed = {
@@ -150,17 +171,21 @@ def collect(
 
 
 def in_order(every: Iterable[tuple[int, Problem]]) -> list[Problem]:
-    """In the order of the file, each once: two sizes of a case share most of it."""
+    """Return the problems sorted by line and without repetitions: the two sizes of a case share
+    most of its file.
+    """
     return list(dict.fromkeys(problem for _, problem in sorted(every, key=lambda pair: pair[0])))
 
 
 def _found(one: Any) -> Found:
+    """Convert one of pydantic's error dicts."""
     return Found(tuple(one["loc"]), one["type"], one.get("ctx") or {}, one.get("input"), one["msg"])
 
 
 def _of_one_kind(every: list[Found]) -> list[Found]:
-    """Of a table that may be one of several kinds (a gate), the problems of the kind that has
-    fewest, without its name.
+    """Reduce the errors of a table that may be one of several classes (a gate) to those of the
+    class with the fewest errors, and drop the class name from their key paths. Other errors are
+    returned unchanged, first.
     """
     out = [one for one in every if not _kind(one)]
     for key in dict.fromkeys(one.place[0] for one in every if _kind(one)):
@@ -177,15 +202,20 @@ def _of_one_kind(every: list[Found]) -> list[Found]:
 
 
 def _kind(one: Found) -> bool:
-    """Whether its place names a kind of table: such names are classes', and no key has a capital."""
+    """Return whether the second part of the key path is a class name: pydantic puts it there for
+    unions, and no key of a case begins with a capital.
+    """
     return len(one.place) > 1 and isinstance(one.place[1], str) and one.place[1][:1].isupper()
 
 
 def _line(
     place: Place, at: dict[Place, int], origins: Mapping[str, str], size: str
 ) -> tuple[int, str]:
-    """Where it stands: what sorts it, and in words. A key that is missing stands where its table
-    does.
+    """Return the line of a problem, to sort by, and where it is in words: `line 12`, `command line`
+    with line 0, or an empty text with line 0.
+
+    A key that is missing is located at the innermost table around it that is in the file.
+    `line_numbers` are those of `find_line_numbers`.
     """
     for end in range(len(place), 0, -1):
         if origins.get(".".join(map(str, place[:end]))) == "command line":
@@ -198,6 +228,9 @@ def _line(
 
 
 def _sentence(one: Found, names: list[str]) -> str:
+    """Describe a problem in a sentence with the key, what is allowed and, for a wrong value, the
+    value. `case_keys` are the dotted keys of a case, for suggestions.
+    """
     where = ".".join(map(str, one.place))
     if one.kind == "extra_forbidden":
         return f"unknown key {short_repr(where)}; {_instead(where, names)}"
@@ -215,8 +248,8 @@ def _sentence(one: Found, names: list[str]) -> str:
 
 
 def _instead(where: str, names: list[str]) -> str:
-    """What to write for a key that is none: what others call so, or what it looks like, in the same
-    table.
+    """Suggest what to write instead of an unknown dotted key: this program's name for it, a similar
+    key of the same table, or `remove it`.
     """
     parent, _, name = where.rpartition(".")
     beside = [one.rpartition(".")[2] for one in names if one.rpartition(".")[0] == parent]

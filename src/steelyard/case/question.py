@@ -1,5 +1,6 @@
-"""What a case asks: model, data, precision, and how a model is trained. Everything here, and
-nothing else, is in the key.
+"""The pydantic model of a question: model, data, precision, and how a model is trained.
+
+Everything here, and nothing else, is hashed into the key (`case/key.py`).
 """
 
 from pathlib import Path
@@ -17,11 +18,14 @@ from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
 from steelyard.tasks.task import Asked, Sources, Task
 
-MOST = 10**9  # of what is counted: beyond all use, and no number overflows
+MOST = 10**9  # upper limit of counts: beyond any real use, and products do not overflow
 
 
 def _row_of(value: Any, name: str, noun: str, row: Any) -> Any:
-    """The row that a table names, for a validator."""
+    """Return the row that a table names: `find` called with the text at `value[key]`. For
+    validators: raise ValueError if `value` is not a dict with such a text, or if the row is
+    unknown. `noun` is used in the message.
+    """
     named = value.get(name) if isinstance(value, dict) else None
     if not isinstance(named, str):
         raise ValueError(f"a table that names its {noun} with {name!r} is expected")
@@ -32,7 +36,10 @@ def _row_of(value: Any, name: str, noun: str, row: Any) -> Any:
 
 
 def _data(value: Any) -> Any:
-    """A table of data fields, checked by the task that its `kind` names."""
+    """Validate [question.data] with the data model of the task that its `kind` names, and return
+    that model. A value that is already a model is returned unchanged. Raise ValueError for an
+    unknown kind.
+    """
     if isinstance(value, Frozen):
         return value
     row: Task = _row_of(value, "kind", "task", tasks.row)
@@ -40,15 +47,18 @@ def _data(value: Any) -> Any:
 
 
 def _model(value: Any) -> Any:
-    """A table of dimensions, checked by the family that it names."""
+    """Validate [question.model] with the shape model of the family that it names, and return that
+    model. A value that is already a model is returned unchanged. Raise ValueError for an unknown
+    family.
+    """
     if isinstance(value, Frozen):
         return value
     return _row_of(value, "family", "family", families.row).shape.model_validate(value)
 
 
 class Train(Frozen):
-    """How a model is trained. Rates fall from `lr` to `min_lr` between the end of the warm-up and
-    `decay_steps`.
+    """The hyper-parameters of training with Adam. The learning rate rises during `warmup_steps`,
+    then falls from `lr` to `min_lr` until `decay_steps`.
     """
 
     length: int = Field(2048, ge=2, description="tokens of a row")
@@ -76,14 +86,16 @@ class Train(Frozen):
 
 
 class Question(Frozen):
-    """What is asked. Everything here, and nothing else, goes into the key. A task is spelled as in
-    keys.
+    """What a case asks; all of it, and nothing else, goes into the key.
+
+    `task` is stored as it is spelled in keys, whichever spelling was given. Validation raises
+    ValidationError for unknown kinds, tasks and families, and for parts that do not fit together.
     """
 
-    kind: str  # of work: the name of a row of tasks.kind
+    kind: str  # of work: the name of a row in tasks/kind.py
     task: str
-    model: Annotated[Any, BeforeValidator(_model)]  # a family's shape
-    data: Annotated[Any, BeforeValidator(_data)]  # a task's fields
+    model: Annotated[Any, BeforeValidator(_model)]  # the shape model of its family
+    data: Annotated[Any, BeforeValidator(_data)]  # the data model of its task
     precision: Precision
     division: Division = "closed"
     seed: int = 0
@@ -92,6 +104,7 @@ class Question(Frozen):
     @field_validator("kind")
     @classmethod
     def _known(cls, value: str) -> str:
+        """Raise ValueError if the kind of work is unknown."""
         try:
             return kinds.row(value).name
         except RequestError as error:
@@ -100,11 +113,16 @@ class Question(Frozen):
     @field_validator("task", mode="before")
     @classmethod
     def _spelled(cls, value: Any) -> Any:
+        """Return the task's name as spelled in keys. Raise ValueError if the task is unknown."""
         row: Task = _row_of({"task": value}, "task", "task", tasks.row)
         return row.key
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
+        """Raise ValueError if the parts do not fit together: data of another task, a model family
+        or kind of work that the task does not have, a train table on scoring or none on training,
+        or rows longer than the model's positions.
+        """
         row = self.row
         if not isinstance(self.data, row.data):
             raise ValueError(
@@ -128,16 +146,20 @@ class Question(Frozen):
 
     @property
     def row(self) -> Task:
-        """The task's row."""
+        """Return the task's row, from the table of tasks."""
         return tasks.row(self.task)
 
     @property
     def kind_row(self) -> Kind:
-        """The row of its kind of work."""
+        """Return the row of the question's kind of work (scoring, training), from the table of
+        kinds.
+        """
         return kinds.row(self.kind)
 
     def check_weights(self, folder: Path) -> None:
-        """Refuse a folder that says it holds another model, without reading a tensor of it."""
+        """Raise RequestError if the config in a folder of weights describes another model than the
+        question's. No tensor is read; families without such a check accept every folder.
+        """
         check = families.row(self.model.family).check_folder
         if check is not None:
             plugins.load(check)(folder, self.model)
@@ -145,7 +167,11 @@ class Question(Frozen):
     def asked(
         self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]
     ) -> Asked:
-        """The question as its task is told it."""
+        """Return the question in the form that a task's reader takes.
+
+        `sample` limits the number of items (None: all), `pack` puts several samples in a row,
+        `published` holds facts on the published data set. Length and batch are 0 for scoring.
+        """
         return Asked(
             data=self.data,
             vocab=self.model.vocab,

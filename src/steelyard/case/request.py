@@ -1,4 +1,8 @@
-"""A run as it was asked for."""
+"""A run as it was requested: a resolved case with engine, devices, paths and limits.
+
+`cli/requests.py` and `run/reproduce.py` make a `Request`; `run/ready.py` checks it before anything
+is started.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +16,13 @@ from steelyard.case.sweep import Point
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen, first_problem
 
-DEFAULT_ENGINE = "torch"  # of a run that names none; others are compared with it
-ENGINE = "engine."  # what a key of EngineSettings begins with
+DEFAULT_ENGINE = "torch"  # if a run names none; other engines are compared with it
+ENGINE = "engine."  # prefix of the keys of EngineSettings
 
 
 class EngineSettings(Frozen):
-    """What `--set engine.KEY=VALUE` says: where an engine lives. It is a fact on a host, and no
-    part of a case.
+    """The values of `--set engine.KEY=VALUE`: where an engine is installed. They are facts about a
+    host, and no part of a case.
     """
 
     python: Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")] | None = (
@@ -36,7 +40,12 @@ class EngineSettings(Frozen):
 
 
 def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
-    """What the settings of a command line say of the engine, and the others."""
+    """Split the values of `--set` into the engine's settings and the others, unchanged and in
+    order.
+
+    Raise RequestError for an unknown `engine.` key, one without `=`, or a value that is not
+    allowed.
+    """
     given: dict[str, str] = {}
     for setting in (one for one in settings if one.startswith(ENGINE)):
         key, sign, text = setting.partition("=")
@@ -58,8 +67,12 @@ def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
 def settings_by_engine(
     settings: list[str], names: list[str]
 ) -> tuple[dict[str, EngineSettings], list[str]]:
-    """The same where several engines run: each setting names its engine, as in
-    `engine.python=megatron:venv/bin/python`.
+    """Split the values of `--set` for `--engine all` into the settings of each engine, by its name,
+    and the others.
+
+    Each engine setting names its engine, as in `engine.python=megatron:venv/bin/python`;
+    RequestError if one does not, or names an engine that is not in `engine_names`. Engines without
+    settings are not in the dict.
     """
     by_name: dict[str, list[str]] = {}
     for setting in (one for one in settings if one.startswith(ENGINE)):
@@ -77,7 +90,12 @@ def settings_by_engine(
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line says of one run."""
+    """One run as a command line requests it. Nothing is checked here beyond the case.
+
+    None means the default: all passes of the task, the whole data set, random weights, generated
+    data (size smoke). Times are in seconds: a run ends when workers show no progress for `hang_s`,
+    or after `limit_s`.
+    """
 
     resolved: Resolved
     engine: str = DEFAULT_ENGINE
@@ -90,7 +108,7 @@ class Request:
     sample: int | None = None
     steps: int | None = None
     subjects: tuple[str, ...] | None = None
-    rows: tuple[str, ...] | None = None  # ids, as data.selection spells them
+    rows: tuple[str, ...] | None = None  # ids of items, as data/selection.py spells them
     resume: Path | None = None
     weights: Path | None = None
     data: Path | None = None
@@ -99,7 +117,7 @@ class Request:
     out: Path = Path("records")
     hang_s: float = 1800.0
     limit_s: float | None = None
-    explain: bool = False  # profile a stretch after the passes
-    trace: bool = False  # and keep its trace
-    point: Point = ()  # of a sweep
-    sign: Path | None = None  # the key that signs its record
+    explain: bool = False  # profile some steps after the passes
+    trace: bool = False  # also store the trace of the profiled steps
+    point: Point = ()  # the point of a sweep; empty without one
+    sign: Path | None = None  # SSH key to sign the record with

@@ -1,7 +1,8 @@
-"""From a case file to a case: its size, then what a command line changes.
+"""Resolve a case: read its TOML file, then apply its size and what the command line changes.
 
-A case file holds the full size; its `[smoke]` table holds what the smoke size changes. A file, then
-its size, then the command line: later wins, and every value remembers where it came from.
+A file holds the full size; its `[smoke]` table holds what size smoke changes. Of file, size and
+command line the later one wins, and the origin of every value is recorded. `cli/requests.py` calls
+`resolve_case`; the result goes into a `Request`.
 """
 
 from collections.abc import Mapping
@@ -25,14 +26,17 @@ from steelyard.models import families
 from steelyard.schema import Frozen
 
 MAX_CASE_BYTES = 64 << 10
-CASE = "case"  # the origin of what a case file says
+CASE = "case"  # the origin of values from a case file
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A case with every override applied, and where each value came from (dotted name → origin).
-    `auto` names the tunes that plan/auto.py sets once the devices are known; until then they have
-    what runs where nothing is known of those."""
+    """A case with every override applied, and the origin of each value by dotted key (`case`,
+    `command line`, `default`, ...).
+
+    `auto` names the tunes that `plan/auto.py` chooses once the devices are known; until then they
+    hold the fallback for devices of unknown memory. `path` is the case's name or file.
+    """
 
     case: Case
     origins: dict[str, str]
@@ -41,7 +45,7 @@ class Resolved:
 
 
 def names() -> list[str]:
-    """The cases that come with the package."""
+    """Return the names of the cases that come with the package, sorted."""
     folder = resources.files("steelyard") / "cases"
     return sorted(
         p.name.removesuffix(".toml") for p in folder.iterdir() if p.name.endswith(".toml")
@@ -50,8 +54,10 @@ def names() -> list[str]:
 
 @dataclass(frozen=True)
 class Source:
-    """A case as text, before anything is made of it. `origins`: where values came from, of a case
-    that is in no file.
+    """A case as TOML: its text and the parsed table, before a size is applied.
+
+    `path` is the name or file that the user gave. `origins` says by dotted key where values came
+    from, for a case that was made in memory.
     """
 
     path: str
@@ -60,7 +66,11 @@ class Source:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def sized(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
-        """The table of a size, and where each of its values stands."""
+        """Return the table of a size, and the origin of each value by dotted key.
+
+        For `smoke` the [smoke] table is merged over the rest; any other size drops it. Raise
+        RequestError if `smoke` is not a table. The source is not changed.
+        """
         table, origins = deepcopy(self.table), dict[str, str]()
         smoke = table.pop("smoke", {})
         if not isinstance(smoke, dict):
@@ -80,7 +90,11 @@ class Source:
 
 
 def read(name: str) -> Source:
-    """A case file, by the name of a shipped case or by the path of a user's own file."""
+    """Read a case by the name of a shipped case, or by the path of a file that ends in `.toml`.
+
+    Raise RequestError if there is no such case, or if the file cannot be read, is larger than 64
+    KiB, is not TOML or is nested too deep. Keys and values are not validated.
+    """
     if name.endswith(".toml"):
         path = Path(name)
         if not path.exists():
@@ -111,7 +125,9 @@ def read(name: str) -> Source:
 
 
 def _read_file(path: Path) -> bytes:
-    """Return the bytes of a case file. Raise RequestError if it cannot be read or is too large."""
+    """Return the bytes of a case file. Raise RequestError if it cannot be read or is larger than 64
+    KiB.
+    """
     try:
         return files.read(path, MAX_CASE_BYTES, unpack=False)
     except files.TooLargeError as error:
@@ -126,8 +142,8 @@ def _read_file(path: Path) -> bytes:
 
 
 def _deeper(value: Any, most: int) -> bool:
-    """Whether tables and lists are nested deeper than that; dotted keys nest as deep as they are
-    long.
+    """Return whether dicts and lists are nested more than `max_depth` deep. Dotted keys of TOML
+    nest as deep as they have parts.
     """
     level = [value]
     for _ in range(most + 1):
@@ -145,7 +161,13 @@ def resolve(
     division: str | None = None,
     settings: list[str] | None = None,
 ) -> Resolved:
-    """A case as it will be run: file, size (full unless told), then what the command line says."""
+    """Resolve a case as it will be run: its file, then its size (None: full), then precision,
+    division and `settings` (`key=value` texts of --set) of the command line.
+
+    `case` is a name, a path or a case that was already read. Raise RequestError for an unknown
+    case, size, division, precision or key, and CaseError, which lists all problems of the file at
+    both sizes, if the result does not validate.
+    """
     source = read(name) if isinstance(name, str) else name
     table, origins = source.sized("smoke" if size == "smoke" else "full")
     if size not in (None, "smoke", "full"):
@@ -173,8 +195,9 @@ def resolve(
 def _validate(
     table: dict[str, Any], origins: dict[str, str], source: Source
 ) -> tuple[Case, tuple[str, ...]]:
-    """The case of a table, and its tunes that are auto; or all that is wrong with its file, at
-    either size.
+    """Return the validated case and the names of its tunes that are `auto`. Raise CaseError with
+    all problems of the file, at this and at the other size, if it does not validate. `table` and
+    `origins` are changed in place.
     """
     try:
         return _case(table, origins)
@@ -192,6 +215,12 @@ def _validate(
 
 
 def _case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[str, ...]]:
+    """Return the validated case and the names of its tunes that are `auto`; pydantic's
+    ValidationError if it does not validate.
+
+    `table` and `origins` are changed in place: the precision is expanded, nominal parameters of a
+    changed model are dropped, and `auto` is replaced.
+    """
     _expand_precision(table, origins)
     _forget_nominal(table, origins)
     auto = _take_auto(table, origins)
@@ -199,7 +228,9 @@ def _case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[s
 
 
 def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
-    """The tunes that are to be chosen by the devices, each replaced by what runs on unknown ones."""
+    """Return the names of the tunes that are `auto`, and replace each in `table` by its fallback
+    for unknown memory; its origin becomes `auto (ORIGIN)`.
+    """
     tune = table.get("tune")
     if not isinstance(tune, dict):
         return ()
@@ -210,14 +241,18 @@ def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...
 
 
 def auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
-    """The tunes that were chosen by the devices, as the origins of a record tell."""
+    """Return the names of the tunes that were `auto`, according to the origins of a resolved case
+    or a record.
+    """
     return tuple(
         name for name in UNKNOWN_MEMORY if origins.get(f"tune.{name}", "").startswith(f"{AUTO} (")
     )
 
 
 def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
-    """A model changed on the command line is no longer of the size that its case names."""
+    """Set the model's nominal parameters to None, in place, if the command line changed the model
+    but not them: it is no longer of the size that the case names.
+    """
     key = "question.model.nominal_parameters"
     model = (
         table.get("question", {}).get("model") if isinstance(table.get("question"), dict) else None
@@ -233,8 +268,8 @@ def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
 
 
 def changed_question(origins: dict[str, str]) -> list[str]:
-    """What the command line changed of the question, beside its precision and division, which have
-    names of their own.
+    """Return the dotted keys of the question that the command line changed, sorted, without those
+    of precision and division, which are shown by name anyway.
     """
     named = ("question.division", "question.precision")
     return sorted(
@@ -245,9 +280,15 @@ def changed_question(origins: dict[str, str]) -> list[str]:
 
 
 def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
+    """Replace the name of a precision preset by its number types in `table["question"]`, and note
+    the origins, in place.
+
+    A precision given as a table gets its name from its parts. An unknown name raises RequestError
+    if it comes from the command line; one in the file is left for validation to report.
+    """
     question = table.get("question")
     if isinstance(question, dict) and isinstance(question.get("precision"), dict):
-        own = question["precision"]  # whatever it calls itself: a preset's name is only its own
+        own = question["precision"]  # any name it gives itself is replaced: names belong to presets
         question["precision"] = {**own, "name": name_of(str(question.get("kind")), own)}
         origins["question.precision.name"] = "of its parts"
     if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
@@ -260,13 +301,18 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
             f" {', '.join(named)}"
         )
     if name not in named:
-        return  # one of the problems of the file
+        return  # validation reports it with the other problems of the file
     question["precision"] = named[name].model_dump(mode="json")
     where = origins.pop("question.precision", "case")
     _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
 
 
 def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
+    """Apply one `--set` text (`key=value`) to the case's table and note its origin, in place.
+
+    Raise RequestError if it has another form, names an unknown key, is nested too deep, or lies
+    below a single value. Values of `tune.env.` keys are always text.
+    """
     key, sign, text = setting.partition("=")
     if not sign or not key:
         raise RequestError(
@@ -280,7 +326,7 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
             " tables four deep"
         )
     if key.startswith("tune.env.") and not isinstance(value, str):
-        value = text  # a variable is text, whatever it looks like
+        value = text  # environment variables are text, even if it parses as a number
     *parents, leaf = key.split(".")
     node = table
     for part in parents:
@@ -292,8 +338,8 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
 
 
 def check_key(key: str, allowed: list[str], option: str) -> None:
-    """Whether an option takes a key. Variables of the workers' environment are not listed one by
-    one.
+    """Raise RequestError, with a suggestion, if `key` is neither in `allowed` nor a variable below
+    `tune.env.`. `option` is named in the message, such as `--set`.
     """
     if key in allowed or key.startswith("tune.env."):
         return
@@ -301,7 +347,9 @@ def check_key(key: str, allowed: list[str], option: str) -> None:
 
 
 def typed(text: str) -> Any:
-    """Return a value of the command line: parsed as TOML, or else the text itself."""
+    """Parse a value of the command line as TOML (number, true, list, quoted text); return the text
+    itself if it is not TOML.
+    """
     try:
         return files.parse_toml(f"x = {text}")["x"]
     except ValueError:
@@ -309,7 +357,12 @@ def typed(text: str) -> Any:
 
 
 def settable() -> list[str]:
-    """Every key that --set takes, read off the schemas of cases, tasks and families."""
+    """Return every dotted key that --set takes, sorted, from the pydantic models of cases, tasks
+    and model families.
+
+    The shapes of models that transformers alone computes cannot be set: their FLOPs were counted
+    for the whole model. Keys below `tune.env.` are not listed.
+    """
     out = {
         "max_interval",
         *_keys("tune", Tune),
@@ -322,19 +375,21 @@ def settable() -> list[str]:
         out |= _keys("question.data", task.data)
         out |= {f"published.{name}" for name in task.published_facts}
     for family in families.table().values():
-        if family.forward is None:  # else what was counted is of the whole model as it stands
+        if family.forward is None:  # otherwise FLOPs were counted for the model as it is
             out |= _keys("question.model", family.shape)
     return sorted(out)
 
 
 def _keys_of_cases() -> list[str]:
-    """Every key of a case file, but for those of published rows."""
+    """Return every dotted key a case file may have, sorted, without those of published rows."""
     told = {"question.kind", "question.task", "question.model.family", "question.data.kind"}
     return sorted({*settable(), *Case.model_fields, *told, "smoke"} - {"size"})
 
 
 def _keys(prefix: str, model: type[Frozen]) -> set[str]:
-    """The keys of a table and of the tables in it, but for those that say what kind of table it is."""
+    """Return the dotted keys of a pydantic model's fields and of the models inside them, below
+    `prefix`, without `kind`, `task` and `family`, which say what kind of table it is.
+    """
     out: set[str] = set()
     for name, info in model.model_fields.items():
         if name in ("kind", "task", "family"):
@@ -347,6 +402,9 @@ def _keys(prefix: str, model: type[Frozen]) -> set[str]:
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over` merged in, nested dicts key by key. Neither is
+    changed.
+    """
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
@@ -357,6 +415,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def _note(table: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+    """Set the origin of every value in `table`, by dotted key below `prefix`, in `origins`, in
+    place.
+    """
     for key, value in table.items():
         if isinstance(value, dict):
             _note(value, origin, origins, f"{prefix}{key}.")
@@ -365,6 +426,9 @@ def _note(table: dict[str, Any], origin: str, origins: dict[str, str], prefix: s
 
 
 def _note_defaults(table: dict[str, Any], origins: dict[str, str], prefix: str = "") -> None:
+    """Set the origin `default` for every value in `table` that has no origin yet, in `origins`, in
+    place. An empty dict counts as a value.
+    """
     for key, value in table.items():
         if isinstance(value, dict) and value:
             _note_defaults(value, origins, f"{prefix}{key}.")

@@ -1,5 +1,7 @@
-"""Sweeps: keys with several values each, and the grid of points that they make. Pure: nothing is
-resolved or run here.
+"""Sweeps: keys with several values each, and the grid of points that they make.
+
+`cli/requests.py` parses `--sweep` here and makes one request per point. Pure: no case is resolved,
+nothing is run.
 """
 
 import re
@@ -12,24 +14,27 @@ from steelyard.case import resolve
 from steelyard.case.case import Tune
 from steelyard.errors import RequestError
 
-DEVICES = ("devices", "nodes")  # of the plan: no case holds them
+DEVICES = ("devices", "nodes")  # keys of the plan, which no case holds
 EXAMPLE = "tune.micro_batch=1,2,4"
-_COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # outside of quotes
+_COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # commas outside of quotes
 
-Point = tuple[tuple[str, str], ...]  # keys with one value each, as they were typed
+Point = tuple[tuple[str, str], ...]  # (key, value) pairs, values as they were typed
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and the values that it takes, as they were typed."""
+    """A dotted key of a sweep, and the values that it takes, as they were typed."""
 
     key: str
     values: tuple[str, ...]
 
 
 def axes(options: list[str], given: Mapping[str, str]) -> tuple[Axis, ...]:
-    """What the options of a command line sweep. `given` are keys that it also sets, each with the
-    words that do.
+    """Parse the `--sweep` options (`key=value,value`) into axes, in their order.
+
+    `set_keys` are keys that the command line sets otherwise, each with the option that does (such
+    as `--devices 2`). Raise RequestError for an unknown key, an empty value, or a key that is swept
+    twice or also set.
     """
     out: list[Axis] = []
     for option in options:
@@ -56,6 +61,9 @@ def axes(options: list[str], given: Mapping[str, str]) -> tuple[Axis, ...]:
 
 
 def _axis(option: str) -> Axis:
+    """Parse one `--sweep` option; the name of a tune may stand without `tune.`. Raise RequestError
+    if its form, key or a value is not allowed. Commas in quotes do not separate.
+    """
     name, sign, text = option.partition("=")
     if not sign or not name:
         raise RequestError(
@@ -70,6 +78,9 @@ def _axis(option: str) -> Axis:
 
 
 def _check_value(option: str, key: str, value: str) -> None:
+    """Raise RequestError if a value of a sweep is empty, a table or list, or for devices and nodes
+    not a whole number of at least 1. `option` is shown in the message.
+    """
     if not value:
         raise RequestError(f"--sweep {option!r}: a value is empty; name each, as in {EXAMPLE}")
     read = resolve.typed(value)
@@ -86,8 +97,8 @@ def _check_value(option: str, key: str, value: str) -> None:
 
 
 def sweepable() -> list[str]:
-    """Every key that --sweep takes: those of --set but for facts on published data, which change no
-    run, and the plan's.
+    """Return every key that --sweep takes, sorted: `devices`, `nodes`, and the keys of --set
+    without those below `published.`, which change no run.
     """
     return sorted(
         [*DEVICES, *(key for key in resolve.settable() if not key.startswith("published."))]
@@ -95,12 +106,16 @@ def sweepable() -> list[str]:
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two keys set the same value: they are equal, or one is a table that holds the other."""
+    """Return whether two dotted keys set the same value: they are equal, or one names a table that
+    holds the other.
+    """
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def grid(axes: tuple[Axis, ...]) -> list[Point]:
-    """All points, the last axis changing first. Without an axis there is one, which sets nothing."""
+    """Return all points of the grid, the last axis changing fastest. Without axes it is one point
+    that sets nothing.
+    """
     return [
         tuple(zip((axis.key for axis in axes), values, strict=True))
         for values in product(*(a.values for a in axes))
@@ -108,22 +123,27 @@ def grid(axes: tuple[Axis, ...]) -> list[Point]:
 
 
 def settings(point: Point) -> list[str]:
-    """A point as --set takes it, but for the keys of the plan."""
+    """Return a point's values as `key=value` texts for --set, without `devices` and `nodes`."""
     return [f"{key}={value}" for key, value in point if key not in DEVICES]
 
 
 def number(point: Point, key: str) -> int | None:
-    """How many devices or nodes a point asks for; None where it does not say."""
+    """Return the number at `key` (`devices` or `nodes`) of a point; None if the point does not set
+    it.
+    """
     return next((int(resolve.typed(value)) for name, value in point if name == key), None)
 
 
 def text(point: Point) -> str:
+    """Return a point as text for messages, such as `tune.micro_batch=2 devices=4`."""
     return " ".join(f"{key}={value}" for key, value in point)
 
 
 @contextmanager
 def named(point: Point) -> Iterator[None]:
-    """What is refused inside says at which point."""
+    """Prefix the message of a RequestError that is raised inside the `with` block with the point;
+    nothing is added for a point without keys.
+    """
     try:
         yield
     except RequestError as error:

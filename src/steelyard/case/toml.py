@@ -1,5 +1,7 @@
-"""A table as TOML, with a comment beside each value that has one. The standard library reads TOML
-and does not write it.
+"""Format a table as TOML, with comments beside values. The standard library reads TOML and does not
+write it.
+
+`case/new_case.py` formats new case files with it.
 """
 
 import json
@@ -12,14 +14,21 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def write(table: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    """The text of a table. `comments`: by dotted key; those of a table stand behind its header."""
+    """Return a dict as TOML text; no file is written. None values are left out.
+
+    `comments` are by dotted key; that of a table stands behind its header. Raise ValueError for NaN
+    and infinity.
+    """
     return "\n".join(_lines(table, comments, ())).strip("\n") + "\n"
 
 
 def _lines(
     table: Mapping[str, Any], comments: Mapping[str, str], place: tuple[str, ...]
 ) -> list[str]:
-    """Values first: what follows a header of a table inside would be that table's."""
+    """Return the lines of the table at `key_path`: single values first, then nested tables, because
+    whatever follows the header of a nested table belongs to that one. Lists, also of dicts, are
+    written inline.
+    """
     out = []
     for key, value in table.items():
         if value is not None and not isinstance(value, dict):
@@ -38,19 +47,25 @@ def _lines(
 
 
 def _comment(comments: Mapping[str, str], place: tuple[str, ...]) -> str:
+    """Return the comment of a key on one line with its leading ` # `, or an empty text."""
     text = comments.get(".".join(place))
     return f" # {' '.join(text.split())}" if text else ""
 
 
 def _key(key: str) -> str:
+    """Return a TOML key, in quotes if it needs them."""
     return key if _BARE.fullmatch(key) else _text(key)
 
 
 def _text(value: str) -> str:
+    """Return a quoted TOML string: that of JSON, with DEL escaped, which TOML does not allow."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
+    """Return a value as inline TOML. Raise ValueError for NaN and infinity; None inside a dict is
+    left out.
+    """
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -60,5 +75,9 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_key(k)} = {_value(v)}' for k, v in value.items() if v is not None)}}}"
+        return (
+            "{"
+            f"{', '.join(f'{_key(k)} = {_value(v)}' for k, v in value.items() if v is not None)}"
+            "}"
+        )
     return repr(value)

@@ -1,5 +1,7 @@
-"""The command line: its verbs, and how a command ends. Nothing heavy is imported before a verb
-needs it.
+"""The command line: the table of its commands, and how errors become messages and exit codes.
+
+`main` is the entry point of `steelyard`. Commands import what they need when they are called, so
+that `-h` and shell completion stay fast.
 """
 
 import errno
@@ -18,16 +20,16 @@ from steelyard.cli.options import HELP, Command
 from steelyard.cli.out import answer, one_line, say, settled
 from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
 
-# Typer brings its own copy of click in newer versions; this is the base of its errors in every
-# version.
+# Newer versions of typer bring their own copy of click; this finds the base class of its usage
+# errors in every version.
 UsageProblem: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
 DEFECT = 70  # EX_SOFTWARE of sysexits.h
-# of a path that a user named
+# error numbers that mean a path named by the user cannot be reached
 UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-INTERRUPTED = 130  # what newer versions of typer answer an interrupt with, and no verb of ours
+INTERRUPTED = 130  # exit code of newer typer versions on an interrupt; no command uses it
 
 app = typer.Typer(
     name="steelyard",
@@ -47,6 +49,9 @@ app = typer.Typer(
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
+    """Print the version and exit with code 0 if `--version` is given; otherwise do nothing. Runs
+    before every command.
+    """
     if version:
         answer(__version__)
         raise typer.Exit(0)
@@ -75,16 +80,25 @@ app.add_typer(data.app, name="data")
 
 
 def main() -> None:
-    """Run the command line; exit codes: 0 valid, 1 ran but invalid or failed, 2 the request is
-    wrong, 70 a defect of ours.
+    """Run the command in sys.argv and exit; it never returns.
+
+    Exit codes: 0 success, 1 a run is invalid or failed, or the command was interrupted or lost its
+    output, 2 the request is wrong, 70 a bug of this program (with a traceback). Standard streams
+    that are closed or block are made safe first.
     """
     with settled():
         _main()
 
 
 def _main() -> None:
+    """Run the command and turn every error into a message on stderr and an exit code (see `main`);
+    it always raises SystemExit.
+
+    SIGTERM and SIGHUP raise KeyboardInterrupt from here on, unless they are ignored, as under
+    nohup.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
     try:
         code = app(standalone_mode=False, prog_name="steelyard")
@@ -119,8 +133,8 @@ def _main() -> None:
 
 
 def _end_for_the_machine(error: Exception) -> None:
-    """Exit with one line where the command has too little memory, or a path leads where it may not
-    go.
+    """Print one line and exit if the error is not a bug: code 1 if memory ran out, 2 if a path that
+    the user named cannot be reached. Return otherwise.
     """
     if lacks_memory(error):
         say(f"error: this command ran out of memory; {MORE_MEMORY}, then run it again")
@@ -133,7 +147,9 @@ def _end_for_the_machine(error: Exception) -> None:
 
 
 def _usage(error: Any) -> None:
-    """One line for a mistyped command; the help, where nothing at all was asked."""
+    """Print one line on stderr about a mistyped command, with the `-h` to see; for a command
+    without any arguments print its help on stdout. `error` is an exception of click.
+    """
     if type(error).__name__ == "NoArgsIsHelpError":
         answer(error.format_message())
     else:
@@ -143,7 +159,9 @@ def _usage(error: Any) -> None:
 
 
 def _mistake(error: Any) -> str:
-    """What is wrong, with the one nearest option or verb that there is."""
+    """Return what is wrong with a mistyped command on one line; for an unknown option with the most
+    similar one.
+    """
     if not hasattr(error, "possibilities"):
         return (
             one_line(error.format_message())
@@ -155,4 +173,5 @@ def _mistake(error: Any) -> str:
 
 
 def _interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt with the name of the signal. A signal handler."""
     raise KeyboardInterrupt(signal.Signals(number).name)

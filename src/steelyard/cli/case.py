@@ -1,4 +1,4 @@
-"""The verb case new."""
+"""The command `case new`: write a case file for a user's own model."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.callback()
 def root() -> None:
-    """A group of one verb keeps its name."""
+    """Do nothing. Typer keeps the name of a group's only command if the group has a callback."""
 
 
 @app.command(cls=Command)

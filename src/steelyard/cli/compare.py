@@ -1,4 +1,4 @@
-"""The verbs that compare records: compare and history."""
+"""The commands `compare` and `history`, which compare records, and the JSON that they print."""
 
 import os
 from dataclasses import asdict
@@ -118,7 +118,7 @@ def history(
 
 
 def table(found: "Comparison") -> dict[str, Any]:
-    """A comparison as JSON."""
+    """Return a comparison as the dict that `compare --json` and `reproduce --json` print."""
     case = (found.base.finished or found.base.records)[0].case
     own, theirs = found.answers
     return {
@@ -145,6 +145,9 @@ def table(found: "Comparison") -> dict[str, Any]:
 
 
 def _side(found: "Comparison", side: "Side", place: int) -> dict[str, Any]:
+    """Return one side of a comparison as JSON data; `index` is 0 for the base and 1 for the new
+    side. Rates are None if the side has none.
+    """
     rate = found.rates[place]
     return {
         "name": side.name,
@@ -161,11 +164,13 @@ def _side(found: "Comparison", side: "Side", place: int) -> dict[str, Any]:
 
 
 def _change(one: "Change") -> dict[str, Any]:
+    """Return a metric or phase of both sides, with the ratio of the two, as JSON data."""
     told = {"name": one.name, "unit": one.unit, "base": one.base, "new": one.new}
     return told | {"ratio": ratio_table(one.ratio), "direction": one.direction or None}
 
 
 def ratio_table(one: "Ratio | None") -> dict[str, Any] | None:
+    """Return a ratio of two rates with its interval and verdict as JSON data; None for None."""
     if one is None:
         return None
     return {
@@ -177,11 +182,19 @@ def ratio_table(one: "Ratio | None") -> dict[str, Any] | None:
 
 
 def field(one: "Field") -> dict[str, Any]:
+    """Return a field that differs between two sides as JSON data, with the list of values on each
+    side.
+    """
     return {"field": one.name, "base": list(one.base), "new": list(one.new)}
 
 
 def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":
-    """Return the entry of every record, by this user's index or the one that was named."""
+    """Return the index entry of every run record in these files and folders, by path.
+
+    The index is `index_file`, or if None the one in the user's cache; it is read and updated,
+    unless `no_index`. Spec records are left out with a line on stderr, and warnings are printed
+    there. Raise RequestError if there is no run record.
+    """
     from steelyard.cli.records import only_runs, paths
     from steelyard.metrics.history import summary
     from steelyard.record import index
@@ -197,7 +210,9 @@ def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Pa
 
 
 def _own_index() -> Path | None:
-    """Return the index in this user's cache; None, with a warning, where there is no place for one."""
+    """Return the path of the index in the user's cache folder, which is created. Print a warning
+    and return None if that folder cannot be used.
+    """
     from steelyard.record import index
     from steelyard.run import environment
 
@@ -209,6 +224,9 @@ def _own_index() -> Path | None:
 
 
 def _history_table(found: "History") -> dict[str, Any]:
+    """Return a history as the dict that `history --json` prints: its trends, and the files that are
+    not sound records.
+    """
     return {
         "threshold": found.threshold,
         "trends": [_trend(one) for one in found.trends],
@@ -217,6 +235,9 @@ def _history_table(found: "History") -> dict[str, Any]:
 
 
 def _trend(trend: "Trend") -> dict[str, Any]:
+    """Return a trend (the runs of one case and setup over time) as JSON data, with its first bad
+    record or None.
+    """
     head, bad = trend.head, trend.bad
     names = ("name", "size", "key", "division", "precision", "engine", "plan", "scope", "devices")
     told = None
@@ -236,6 +257,9 @@ def _trend(trend: "Trend") -> dict[str, Any]:
 
 
 def _point(point: "Point") -> dict[str, Any]:
+    """Return a point of a trend (a run, or repeats of it) as JSON data; its rate is None if no run
+    has one.
+    """
     entry = point.runs[0].entry
     return {
         "created": entry.created,
@@ -251,5 +275,6 @@ def _point(point: "Point") -> dict[str, Any]:
 
 
 def _run(one: "Indexed") -> dict[str, Any]:
+    """Return id, path, status and rate of an indexed record as JSON data."""
     entry = one.entry
     return {"id": entry.id, "path": str(one.path), "status": entry.status, "rate": entry.rate}

@@ -1,5 +1,7 @@
-"""Shell completion of names. Names are looked up when a shell asks, and nothing that takes time is
-imported.
+"""Shell completion: functions that typer calls with what has been typed, and that return matching
+names.
+
+Names are looked up when the shell asks, and nothing slow is imported.
 """
 
 from collections.abc import Callable
@@ -11,10 +13,15 @@ CASES, ENGINES = "steelyard.case.resolve:names", "steelyard.engine.rows:table"
 
 
 def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[str]]:
-    """Return a function that completes one of the names, or of those at `module:name`: a table,
-    rows with names, a Literal, or a function that returns names."""
+    """Return a completion function for the given names and those at `reference`, loaded when it is
+    called.
+
+    `reference` is a `module:name` of a dict, of rows with names, of a Literal, or of a function
+    that returns names.
+    """
 
     def complete(incomplete: str) -> list[str]:
+        """Return the names that begin with the text typed; those at the reference come first."""
         known: Any = () if reference is None else plugins.load(reference)
         known = get_args(known) or (known() if callable(known) else known)
         every = [*(getattr(one, "name", one) for one in known), *names]
@@ -39,7 +46,7 @@ langs = _offer("en", "zh")
 
 
 def precisions(incomplete: str) -> list[str]:
-    """Complete the name of a precision of any kind of work."""
+    """Return the precision names of all kinds of work that begin with what has been typed."""
     from steelyard.case.precision import presets
 
     names = dict.fromkeys(name for rows in presets().values() for name in rows)

@@ -1,4 +1,8 @@
-"""Compare what an engine computes with what engine torch computes, on every case at size smoke."""
+"""Compare what an engine computes with what engine torch computes, on cases at size smoke.
+
+The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform.py` compares two
+records, `run/conformity.py` stores the result.
+"""
 
 import tempfile
 from dataclasses import asdict
@@ -25,8 +29,13 @@ STEPS = 2
 def compare_with_torch(
     engine: str, cases: list[str] | None, accelerator: str, settings: list[str], as_json: bool
 ) -> int:
-    """Run the cases with both engines, print each comparison, keep the result, and return 0 where
-    the engine conforms.
+    """Run cases (None: all that the engine runs) at size smoke with engine torch and with `engine`,
+    print the comparison, and return the exit code: 0 if the engine conforms, otherwise 1.
+
+    The result is stored in the user's cache for later records, unless a run failed, or only some
+    cases were run and all agree. Records go to a temporary folder and are deleted. Raise
+    RequestError for settings other than engine.KEY, for engine torch itself, and for engines that
+    cannot be compared; KeyboardInterrupt if a run is interrupted.
     """
     row = engine_rows.row(engine)
     of_engine, others = engine_settings(settings)
@@ -57,7 +66,7 @@ def compare_with_torch(
     sound = all(one.ok for one in rows)
     if not finished:
         say("not kept: a run failed, which may be the machine's fault; mend it and run again")
-    # a part of the cases can show that it does not, never that it does
+    # some of the cases can show that an engine does not conform, never that it does
     elif cases is None or not sound:
         say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound, packages)}")
     if as_json:
@@ -76,8 +85,10 @@ def compare_with_torch(
 
 
 def _cases(row: EngineRow, names: list[str] | None) -> list[Resolved]:
-    """Every case that the engine runs, without what is drawn at random in a step: engines draw in
-    their own order.
+    """Return the cases (None: all shipped ones that the engine runs), resolved at size smoke in
+    division closed, with dropout 0: engines draw random numbers in different orders.
+
+    Raise RequestError if the engine refuses a case that was named, or runs none.
     """
     out: list[Resolved] = []
     for name in names or resolve.names():
@@ -100,6 +111,9 @@ def _cases(row: EngineRow, names: list[str] | None) -> list[Resolved]:
 def _run(
     resolved: Resolved, engine: str, of_engine: EngineSettings, accelerator: str, folder: Path
 ) -> Record:
+    """Run a case once and return its record, which is written to `folder`; training runs for two
+    steps. Print a line on stderr before, and raise KeyboardInterrupt if the run was interrupted.
+    """
     steps = STEPS if resolved.case.question.train is not None else None
     say(f"{resolved.case.name} {engine}")
     request = Request(
@@ -117,6 +131,9 @@ def _run(
 
 
 def _table(engine: str, rows: list[Compared], sound: bool) -> str:
+    """Format the comparison as aligned lines, one per quantity, and a last line that says whether
+    the engine conforms.
+    """
     head = ("case", "what", YARDSTICK, engine, "apart", "allowed", "")
     cells = [
         head,
@@ -139,8 +156,10 @@ def _table(engine: str, rows: list[Compared], sound: bool) -> str:
 
 
 def _word(row: Compared) -> str:
+    """Return `ok`, or `WRONG` if a quantity differs by more than its tolerance."""
     return "ok" if row.ok else "WRONG"
 
 
 def _cell(value: float | str | None) -> str:
+    """Format a value for the table: numbers with six digits, `/` for None."""
     return "/" if value is None else value if isinstance(value, str) else f"{value:.6g}"

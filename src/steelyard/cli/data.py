@@ -1,4 +1,4 @@
-"""The verbs for data: data get, data list, data pack and data inspect."""
+"""The commands `data get`, `data list`, `data pack` and `data inspect`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -175,6 +175,9 @@ def inspect(
 
 
 def _written(made: "TokenFiles", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
+    """Return label and value of each line that `data pack` prints about the token files that it
+    wrote; `paths` are their paths and sizes in bytes.
+    """
     return [
         ("documents", str(made.documents)),
         ("skipped", f"{made.skipped} without a word" if made.skipped else "0"),
@@ -185,6 +188,9 @@ def _written(made: "TokenFiles", paths: list[tuple[str, int]]) -> list[tuple[str
 
 
 def _facts(found: "CorpusInspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
+    """Return label and value of each line that `data inspect` prints; `tokenizer` is the one that
+    ids were checked against, or None.
+    """
     from steelyard.data.tokenize import ROW
 
     rows = [

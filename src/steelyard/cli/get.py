@@ -1,5 +1,8 @@
-"""Bring data and weights here, and list what is here: what data get, data list, weights get and
-weights list do.
+"""Download data sets and models into the user's cache, list them, and find what `--data auto`
+means.
+
+The work of the commands `data get`, `data list`, `weights get` and `weights list`; `sources/` does
+the downloading.
 """
 
 import os
@@ -22,7 +25,7 @@ from steelyard.sources.http import Web
 from steelyard.sources.store import CheckedBy, Here, Store
 from steelyard.sources.table import Kind, Source
 
-AUTO = "auto"  # in the place of a path: what was got
+AUTO = "auto"  # in place of a path: what was downloaded
 MOST_TIMEOUT_S = 86400
 
 _CHECKED: dict[CheckedBy, str] = {
@@ -35,8 +38,12 @@ _CHECKED: dict[CheckedBy, str] = {
 
 
 def data_of(data: Path | None, case: Case) -> Path | None:
-    """Return what --data names for a case: a path, or for `auto` what was got for its task; None
-    at size smoke, which makes its own."""
+    """Return the path that --data means for a case: the path itself, or for `auto` the downloaded
+    data set of its task.
+
+    Return None if `data` is None, and for `auto` at size smoke, whose data is generated. Raise
+    RequestError if `auto` has no data set for the task, or it is not downloaded yet.
+    """
     if data is None or str(data) != AUTO:
         return data
     if case.size == "smoke":
@@ -56,7 +63,12 @@ def data_of(data: Path | None, case: Case) -> Path | None:
 
 
 def checked_wish(offline: Path | None, mirrors: list[str] | None, again: bool, repin: bool) -> Wish:
-    """Return how a source is to be had; RequestError where the options do not go together."""
+    """Check the options of `data get` and `weights get` and return them as one object;
+    `offline_folder` is that of --from.
+
+    Raise RequestError if --from is no folder or combined with --mirror, or a mirror is no http
+    address or holds a password.
+    """
     if offline is not None and not offline.is_dir():
         raise RequestError(
             f"--from {str(offline)!r} is not a folder; name the one that has the files"
@@ -72,7 +84,9 @@ def checked_wish(offline: Path | None, mirrors: list[str] | None, again: bool, r
 
 
 def data_name(name: str) -> str:
-    """Return the name of a data set: a case stands for the one that it reads."""
+    """Return the name of the data set to download: that of the case's task if `name` is a shipped
+    case, otherwise `name` unchanged, known or not.
+    """
     if name not in resolve.names():
         return name
     found = table.of_task(resolve.resolve(name).case.question.row.name)
@@ -82,7 +96,12 @@ def data_name(name: str) -> str:
 def get(
     kind: Kind, name: str, revision: str | None, wish: Wish, timeout: float, output: Output
 ) -> int:
-    """Bring a source here and print what it is; return the exit code."""
+    """Download a data set or model into the user's cache unless it is there, print what was got,
+    and return the exit code: 0, or 1 if the download, the disk or the user ended it.
+
+    `revision` is one of the hub, `timeout_s` how long a connection may be silent. Raise
+    RequestError for an unknown name, and for options that do not fit the source.
+    """
     if not 0 < timeout <= MOST_TIMEOUT_S:
         raise RequestError(
             f"--timeout {timeout:g}: must be more than 0 and at most {MOST_TIMEOUT_S} seconds"
@@ -105,6 +124,7 @@ def get(
     store = _store(kind)
 
     def tell(text: str) -> None:
+        """Print a line on stderr; with --quiet only warnings, with --json nothing."""
         if not output.silent or (text.startswith("warning:") and not output.json):
             say(one_line(text))
 
@@ -121,7 +141,7 @@ def get(
     except DownloadError as error:
         say(f"error: {one_line(error)}")
         return 1
-    except OSError as error:  # of the disk: addresses have errors of their own
+    except OSError as error:  # of the disk: network errors are DownloadErrors
         say(
             f"error: {one_line(store.folder)}: {one_line(error.strerror or error)}; mend that, then"
             " run the same command again"
@@ -144,6 +164,9 @@ def get(
 
 
 def _store(kind: Kind) -> Store:
+    """Return the store of downloaded data sets or models in the user's cache, whose folder is
+    created. Raise RequestError if it cannot be.
+    """
     try:
         return Store(environment.private_cache(os.environ, kind))
     except OSError as error:
@@ -153,6 +176,9 @@ def _store(kind: Kind) -> Store:
 
 
 def _got(kind: Kind, source: Source, here: Here, before: bool, store: Store) -> str:
+    """Format what `get` prints: files with sizes, how each download was checked (unless it was
+    there before), the folder, and how to use it.
+    """
     made = here.manifest
     lines = sized([(one.path, one.size_bytes) for one in made.files])
     if not before:
@@ -182,7 +208,9 @@ def _got(kind: Kind, source: Source, here: Here, before: bool, store: Store) -> 
 
 
 def show_list(kind: Kind, as_json: bool) -> None:
-    """Print the sources of a kind, with what is here of each."""
+    """Print all known data sets or models (`kind`), and other downloaded ones, with size, state and
+    licence; or as JSON.
+    """
     store = _store(kind)
     others = [name for name in store.names() if name not in {one.name for one in table.TABLE[kind]}]
     listed = [*table.TABLE[kind], *(table.unlisted(name) for name in others)]
@@ -199,6 +227,9 @@ def show_list(kind: Kind, as_json: bool) -> None:
 
 
 def _row(source: Source, here: Here | None, partial_bytes: int) -> dict[str, Any]:
+    """Return a source as JSON data. `stored` is what is downloaded of it, or None; its size is None
+    if it is not known before the download.
+    """
     known = [file.size_bytes for file in source.files]
     return {
         "name": source.name,
@@ -221,10 +252,14 @@ def _row(source: Source, here: Here | None, partial_bytes: int) -> dict[str, Any
 
 
 def _size(row: dict[str, Any]) -> str:
+    """Format the size in an entry of the list, `/` if unknown."""
     return "/" if row["size_bytes"] is None else size(row["size_bytes"])
 
 
 def _state(row: dict[str, Any]) -> str:
+    """Return the state in an entry of the list: `here`, the size of a partial download, `gated`, or
+    `-`.
+    """
     if row["here"]:
         return "here"
     return (

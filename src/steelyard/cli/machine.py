@@ -1,4 +1,4 @@
-"""The verbs that look at this machine: check and spec."""
+"""The commands `check` and `spec`: is this machine fit to measure, and what are its ceilings."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +58,9 @@ def check(
 
 
 def _findings(rows: "list[Row]") -> list[str]:
-    """Return a line for each finding, and below it what helps."""
+    """Return a line for each finding, its level first, and below it a line with what helps, if
+    there is any; wrapped to the terminal.
+    """
     from steelyard.words import text
 
     out: list[tuple[str, str]] = []
@@ -69,6 +71,9 @@ def _findings(rows: "list[Row]") -> list[str]:
 
 
 def _verdict(rows: "list[Row]", able: bool) -> str:
+    """Return the last line of `check`: `fit to measure` or `not fit to measure`, with the number of
+    findings that are not ok.
+    """
     counts = {
         level: sum(row.level == level for row in rows) for level in ("bad", "warn", "unknown")
     }
@@ -137,7 +142,10 @@ def spec(
 
 
 def _whole(show: "Callable[[PhaseProgress], None]") -> "Callable[[PhaseProgress], None]":
-    """Every row is a phase of its own: what is left is told by the time since the first."""
+    """Return a progress callback that calls `show` with the time since the first row of the
+    measurement began instead of that of the current row, so that the time left is estimated for all
+    rows.
+    """
     from dataclasses import replace
 
     from steelyard.run.clock import now
@@ -145,6 +153,9 @@ def _whole(show: "Callable[[PhaseProgress], None]") -> "Callable[[PhaseProgress]
     begun: list[float] = []
 
     def watch(progress: "PhaseProgress") -> None:
+        """Call `show`; from the first progress with a total on, `elapsed_s` counts from that
+        moment.
+        """
         if progress.total > 0 and not begun:
             begun.append(now())
         show(replace(progress, elapsed_s=now() - begun[0]) if begun else progress)
@@ -153,12 +164,15 @@ def _whole(show: "Callable[[PhaseProgress], None]") -> "Callable[[PhaseProgress]
 
 
 def _lines(silent: bool) -> "Callable[[PhaseProgress], None]":
-    """Without a terminal: a line where a group of rows begins."""
+    """Return a progress callback for output that is no terminal: it prints a line on stderr when a
+    new group of rows begins, and nothing if `silent`.
+    """
     from steelyard.run.session import STARTING
 
     said = [STARTING]
 
     def watch(progress: "PhaseProgress") -> None:
+        """Print a line if this progress is the first of its group: the first word of its phase."""
         group = progress.phase.partition(" ")[0]
         if not silent and group not in said:
             said.append(group)

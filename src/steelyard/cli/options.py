@@ -1,5 +1,8 @@
-"""Declares the options of the verbs, and the order in which help lists them: arguments, then
-options by group."""
+"""Declare the options that commands share, those of `run` as one dataclass, and the order in which
+help lists them.
+
+Each `...Option` is an Annotated type that typer reads from a command's signature.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from typer.core import TyperCommand
 from steelyard.cli import complete
 from steelyard.cli.out import Output
 
-# Groups of options in the help of a verb that has many; what most runs need comes first.
+# Titles of option groups in the help of a command with many options, the most used first.
 MAIN = "Most used"
 QUESTION = "What is measured"
 PART = "How much of it"
@@ -23,8 +26,8 @@ TRAINING = "Training"
 DETAIL = "Detail"
 OUTPUT = "Output"
 REST = "Options"
-FEW = 10  # options that need no groups
-SMOKE = "smoke"  # a size, and in the place of a case: every case at that size
+FEW = 10  # up to this number, options are not grouped
+SMOKE = "smoke"  # a size; in place of a case name: every case at that size
 HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 Options = TypeVar("Options")
@@ -131,7 +134,7 @@ To = Annotated[
 Threshold = Annotated[
     float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")
 ]
-THRESHOLD = 0.01  # what is below it is of no use, however sure it is
+THRESHOLD = 0.01  # a smaller change is not useful to know, even if it is significant
 HangAfter = Annotated[
     float,
     typer.Option(
@@ -147,7 +150,7 @@ TimeLimit = Annotated[
     ),
 ]
 
-# How a source is got.
+# Options of `data get` and `weights get`.
 From = Annotated[
     Path | None,
     typer.Option(
@@ -174,7 +177,9 @@ Timeout = Annotated[
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The command line of `run`, in the order in which its help lists it."""
+    """The command line of `run`, one field per option, in the order in which help lists them.
+    Values are as typed; nothing is checked here.
+    """
 
     cases: Annotated[
         list[str] | None,
@@ -423,30 +428,46 @@ class RunOptions:
 
     @property
     def output(self) -> Output:
+        """Return the options that say how much is printed."""
         return Output(self.as_json, self.quiet, self.wide)
 
 
 def takes(options: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
-    """Return a decorator for a verb that takes one object: typer sees the fields of its dataclass
-    as parameters."""
+    """Return a decorator that turns a function of one options object into a typer command.
+
+    `options_class` is a dataclass; typer sees its fields as the command's parameters. The docstring
+    of the function is kept as the help text.
+    """
 
     def decorated(verb: Callable[[Options], int]) -> Callable[..., int]:
+        """Return a function that makes the options object from its keyword arguments and calls
+        `verb` with it.
+        """
+
         def command(**values: Any) -> int:
+            """Call the command with an options object made from typer's keyword arguments, and
+            return its exit code.
+            """
             return verb(options(**values))
 
         command.__doc__ = verb.__doc__
         command.__annotations__ = get_type_hints(options, include_extras=True)
-        setattr(command, "__signature__", inspect.signature(options))  # noqa: B010  no attribute of a function's type
+        # setattr: __signature__ is no attribute of a function's type
+        setattr(command, "__signature__", inspect.signature(options))  # noqa: B010
         return command
 
     return decorated
 
 
 class Command(TyperCommand):
-    """A verb. Where it has many options they are in groups (`rich_help_panel`), in the order in
-    which these first appear."""
+    """A typer command whose help lists arguments first, then options.
+
+    If there are more than ten options they are listed in groups, by `rich_help_panel`, in the order
+    in which the groups first appear.
+    """
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the groups of options to click's help formatter."""
         arguments: list[tuple[str, str]] = []
         options: list[tuple[str, tuple[str, str]]] = []
         for param in self.get_params(ctx):

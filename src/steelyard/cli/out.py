@@ -1,7 +1,9 @@
-"""The only functions that print: answers on stdout, progress and errors on stderr.
+"""The only functions that print: answers on stdout, progress, warnings and errors on stderr.
 
-A command may find its streams closed, full, broken, or a terminal that is stopped. None of it may
-end a run, hold it up, or change how it ends: its record is on disk."""
+A command may find its streams closed, full or broken, or its terminal suspended. None of this may
+end a run, delay it or change how it ends: its record is on disk. All text is escaped, because
+titles, file names and errors come from strangers.
+"""
 
 import codecs
 import io
@@ -25,28 +27,28 @@ if TYPE_CHECKING:
     from steelyard.record.spec import SpecRecord
     from steelyard.report import Page
 
-BACKLOG = 2000  # pieces that wait for a terminal that takes none; what comes after is dropped
-LAST_S = 1.0  # for the last of them
-COLUMNS = 80  # where nothing says how wide a line may be
+BACKLOG = 2000  # pieces waiting for a terminal that does not read; later ones are dropped
+LAST_S = 1.0  # seconds to wait at the end for pieces to be written
+COLUMNS = 80  # if the width of lines is not known
 NARROWEST = 40
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
-# What steers a terminal or changes how the text around it looks: controls but tab and line feed,
-# marks without a width, overrides of the direction, line separators, and halves of characters,
-# which no encoding has.
+# Characters that steer a terminal or change how the text around them looks: controls except tab and
+# line feed, zero-width marks, direction overrides, line separators, and lone surrogates, which no
+# encoding has.
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 
-# Of the words that a line on stderr begins with: the colours of select graphic rendition (ECMA-48).
+# Colours (SGR codes of ECMA-48) of the words that a line on stderr begins with.
 _COLOURS = {"error": 31, "failed": 31, "invalid": 31, "warning": 33, "valid": 32}
 
 
 @dataclass(frozen=True)
 class Output:
-    """How much a command shows, and how."""
+    """The options --json, --quiet and --wide: how much a command prints, and in which form."""
 
     json: bool = False
     quiet: bool = False
@@ -54,29 +56,37 @@ class Output:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing is said while it runs."""
+        """Return whether no progress is printed: --json or --quiet is given."""
         return self.json or self.quiet
 
 
 def escaped(text: str) -> str:
-    """The text as it may be printed: titles, names of files and errors come from strangers. What is
-    escaped is written as JSON writes it, so that JSON stays JSON with the same value."""
+    """Return the text with control characters, direction overrides and other invisible characters
+    escaped as JSON does (tab and line feed stay), so that JSON keeps its value and no text can
+    steer a terminal.
+    """
     return _STEERING.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 def answer(text: str) -> None:
-    """Print an answer to stdout, without what steers a terminal."""
+    """Print a text on stdout, escaped, with one line feed at its end. Raise LostError or
+    BrokenPipeError if stdout cannot be written.
+    """
     verbatim(escaped(text))
 
 
 def verbatim(text: str) -> None:
-    """Print an answer whose bytes matter, such as CSV with its line ends: the caller has taken out
-    what steers a terminal. Raise LostError or BrokenPipeError if stdout cannot be written."""
+    """Print a text on stdout without escaping it, for output whose bytes matter, such as CSV: the
+    caller has escaped it. A line feed is added if it does not end in one.
+
+    Raise BrokenPipeError if nobody reads stdout, LostError if it cannot be written for another
+    reason. Stdout then points to /dev/null.
+    """
     try:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
         sys.stdout.flush()
     except OSError as error:
-        # What is still in the buffer would fail again, with a traceback, when the interpreter ends.
+        # Otherwise the buffered rest would fail again, with a traceback, at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise BrokenPipeError("nobody reads stdout") from error
@@ -84,8 +94,8 @@ def verbatim(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """An answer that is on disk as well: a run's. Where it cannot be printed, that changes nothing
-    else.
+    """Print the result of a run on stdout. If that fails, print a warning on stderr and go on: the
+    record is on disk.
     """
     try:
         answer(text)
@@ -94,8 +104,8 @@ def tell(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """A line on stderr; its first word in colour where that is a status and the terminal has
-    colours.
+    """Print a text on stderr, escaped, with a line feed. A status or `error`/`warning` before the
+    first colon is coloured if the terminal has colours.
     """
     text = escaped(text)
     word, colon, rest = text.partition(":")
@@ -105,7 +115,7 @@ def say(text: str) -> None:
 
 
 def say_status(made: "Record | SpecRecord", path: object) -> None:
-    """Print on stderr how a run ended, where its record is, and the reasons."""
+    """Print on stderr the status of a record and its path, then one line for each reason."""
     from steelyard import words
 
     say(f"{made.status}: {path}")
@@ -114,32 +124,42 @@ def say_status(made: "Record | SpecRecord", path: object) -> None:
 
 
 def begin(what: str, output: Output) -> None:
-    """A sign of life on a terminal before anything that takes time is imported or started."""
+    """Print on stderr what the command is about to do, before slow imports; only on a terminal and
+    unless output is silent.
+    """
     if not output.silent and is_terminal(sys.stderr):
         say(f"steelyard {__version__}: {what} …")
 
 
 def paged(page: "Page", wide: bool = False) -> str:
-    """A page as text that fits the terminal."""
+    """Render a report page as text as wide as the terminal, or of any width if `wide`."""
     from steelyard import report
 
     return report.text(page, columns(wide))
 
 
 def dump(value: Any, out: Callable[[str], None] = answer) -> None:
+    """Print a value as indented JSON, by `out`: `print_stdout`, or a function that takes failures
+    otherwise.
+    """
     out(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def one_line(text: object) -> str:
-    """Names and values in a text come from files and command lines, and may hold anything."""
+    """Return any value as text on one line, with white space collapsed and everything unprintable
+    escaped or blanked. For names and values from files and command lines.
+    """
     shown = escaped(" ".join(str(text).split()))
     return "".join(c if c.isprintable() else " " for c in shown)
 
 
 def described(pairs: Sequence[tuple[str, str]], margin: str = "") -> list[str]:
-    """Return lines of names, padded to one width, each with its text beside it, wrapped to the
-    terminal. A word that is longer, such as a hash, stays whole; lines that continue one that
-    begins with an arrow are indented."""
+    """Format pairs of name and text as lines: names padded to one width, the text beside them,
+    wrapped to the terminal.
+
+    `margin` stands before each name. Words longer than a line, such as hashes, stay whole; lines
+    that continue a text that begins with an arrow are indented.
+    """
     indent = len(margin) + max((len(name) for name, _ in pairs), default=0) + 2
     room = max(1, (columns() or COLUMNS) - indent)
     out = []
@@ -157,7 +177,7 @@ def described(pairs: Sequence[tuple[str, str]], margin: str = "") -> list[str]:
 
 
 def plain(value: Any) -> str:
-    """A value as a reader meets it in a list: what is not known is a slash."""
+    """Format a value for a list: text as it is, None as `/`, everything else as JSON."""
     return (
         "/"
         if value is None
@@ -168,7 +188,9 @@ def plain(value: Any) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with columns of one width each."""
+    """Format rows of cells as lines with columns of equal width. All rows must have the same number
+    of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -177,11 +199,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def sized(files: Sequence[tuple[str, int]]) -> list[str]:
-    """Return a line for each file: its name, and its size as a reader takes it in."""
+    """Return a line for each file, from its name and its size in bytes."""
     return aligned([(one_line(name), size(size_bytes)) for name, size_bytes in files])
 
 
 def size(size_bytes: int) -> str:
+    """Format a number of bytes as GiB, MiB or KiB with two decimals, or as bytes below 1 KiB."""
     for unit, number in UNITS:
         if size_bytes >= number:
             return f"{size_bytes / number:.2f} {unit}"
@@ -189,7 +212,11 @@ def size(size_bytes: int) -> str:
 
 
 class Stderr(io.TextIOBase):
-    """Written from a thread of its own: whoever says something never waits, and never fails."""
+    """A replacement of sys.stderr that writes to file descriptor `fd` from a daemon thread, so that
+    printing never blocks and never fails.
+
+    Text is dropped once BACKLOG pieces wait (a suspended terminal) or after a write has failed.
+    """
 
     def __init__(self, fd: int, encoding: str) -> None:
         super().__init__()
@@ -212,17 +239,23 @@ class Stderr(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
+        """Queue a text for the writer thread, or drop it if too much is waiting or the stream is
+        broken. Return its length.
+        """
         if not self._gone and self._pieces.qsize() < BACKLOG:
             self._pieces.put(text.encode(self._encoding, "backslashreplace"))
         return len(text)
 
     def finish(self, within_s: float = LAST_S) -> None:
-        """Wait until what was said is out; not for ever."""
+        """Wait until everything queued before this call is written, at most `timeout_s` seconds."""
         out = threading.Event()
         self._pieces.put(out)
         out.wait(within_s)
 
     def _write(self) -> None:
+        """Write queued pieces forever, in the writer thread; drop them after the first failed
+        write. An Event in the queue is set when it is reached.
+        """
         while True:
             piece = self._pieces.get()
             if isinstance(piece, threading.Event):
@@ -236,8 +269,8 @@ class Stderr(io.TextIOBase):
 
 
 def columns(wide: bool = False) -> int | None:
-    """Return the width of lines on stdout, from the terminal or from COLUMNS; None if it is not
-    limited.
+    """Return the width of lines on stdout, at least 40: from the variable COLUMNS, else that of the
+    terminal, else 80. None, for no limit, if `wide`.
     """
     if wide:
         return None
@@ -250,29 +283,36 @@ def columns(wide: bool = False) -> int | None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
+    """Return whether a stream is open and a terminal; False for None."""
     return stream is not None and not stream.closed and stream.isatty()
 
 
 def coloured(stream: TextIO | None) -> bool:
-    """Only on a terminal that can, and unless NO_COLOR is set (no-color.org)."""
+    """Return whether colours may be printed on a stream: it is a terminal that is not dumb, and
+    NO_COLOR is not set (no-color.org).
+    """
     return is_terminal(stream) and not os.environ.get("NO_COLOR") and not dumb()
 
 
 def dumb() -> bool:
-    """Whether the terminal takes lines and nothing else."""
+    """Return whether TERM names a terminal that takes plain lines only."""
     return os.environ.get("TERM", "") in ("dumb", "unknown")
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """The three are what the rest takes them for. What is closed would otherwise be the number of
-    the next file opened.
+    """Make the standard streams safe inside the `with` block, for the whole process.
+
+    File descriptors 0 to 2 that are closed are opened on /dev/null, because the next file opened
+    would get their number. Characters that stdout's encoding lacks are escaped. sys.stderr is
+    replaced by a `BackgroundStderr`, which is flushed at the end but stays in place; one that
+    somebody else replaced is left alone.
     """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # to write to stdout fails, as it should
+            # stdout is opened read-only: writing to it fails, as it should
             os.open(os.devnull, os.O_WRONLY if fd == 2 else os.O_RDONLY)
     codecs.register_error("steelyard", _spelled)
     if sys.stdout is None:
@@ -280,7 +320,7 @@ def settled() -> Iterator[None]:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="steelyard")
     if sys.stderr is not sys.__stderr__:
-        yield  # somebody listens already
+        yield  # replaced already, for example by a test
         return
     sys.stderr = stderr = Stderr(2, getattr(sys.__stderr__, "encoding", None) or "utf-8")
     try:
@@ -290,7 +330,9 @@ def settled() -> Iterator[None]:
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """A character that the terminal's encoding lacks, as JSON spells it: JSON stays JSON."""
+    """Escape characters that the encoding lacks as JSON does, so that JSON keeps its value. An
+    error handler for codecs; other errors than of encoding are raised again.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end

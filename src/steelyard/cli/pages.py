@@ -1,5 +1,7 @@
-"""Pages and what stands beside them: text, Markdown, HTML, CSV, JSON, and pages in the form of
-FlagPerf's published ones.
+"""Print or write what `report`, `compare` and `history` show: text, Markdown, HTML, CSV, JSON, and
+FlagPerf's page layout.
+
+The pages themselves are made by `report/`.
 """
 
 from collections.abc import Callable
@@ -18,13 +20,13 @@ from steelyard.report.flagperf import CasePage
 
 CSV = "csv"
 FLAGPERF = "flagperf"
-RULE = "\n---\n\n"  # between the pages of two cases
+RULE = "\n---\n\n"  # between the pages of two cases, in Markdown
 
 
 @dataclass(frozen=True)
 class Export:
-    """The options of `report` that say what is shown and how; RequestError where they do not go
-    together.
+    """The options of `report` that say what is shown and how. Creating one raises RequestError if
+    they cannot be combined.
     """
 
     asked_format: str | None
@@ -37,6 +39,9 @@ class Export:
     as_json: bool
 
     def __post_init__(self) -> None:
+        """Raise RequestError for an unknown layout, format or language, and for options that cannot
+        be combined.
+        """
         if self.layout not in (None, FLAGPERF):
             raise RequestError(f"--layout {self.layout!r}: allowed: {FLAGPERF}")
         check_format(self.format, self.lang, (CSV,))
@@ -57,11 +62,16 @@ class Export:
 
     @property
     def format(self) -> str:
+        """Return the format to write: `md` with a layout, otherwise the one asked for, otherwise
+        `text`.
+        """
         return "md" if self.layout else self.asked_format or "text"
 
 
 def _text(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> str:
-    """Return a page, or the table of records."""
+    """Render a page, or the CSV table of records. Spec records are rendered if there are any, the
+    others are then ignored. Raise RequestError for CSV of spec records.
+    """
     if specs and wanted.format == CSV:
         raise RequestError(
             f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or"
@@ -78,7 +88,12 @@ def _text(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> str
 
 
 def export(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> None:
-    """Print or write spec records, or else records of runs, in the form that is wanted."""
+    """Print spec records, or if there are none records of runs, as the options ask; or write them
+    to the file or folder of --to and print its path.
+
+    With --json, data is printed, and the page is also written if --to is given. Raise RequestError
+    for what cannot be shown or written.
+    """
     written = [] if wanted.to is None else _write(wanted, wanted.to, specs, records)
     if wanted.as_json:
         found = (
@@ -98,8 +113,9 @@ def export(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> No
 def _write(
     wanted: Export, to: Path, specs: list[SpecRecord], records: list[Record]
 ) -> list[PageFile]:
-    """Write what is wanted to a file; pages of FlagPerf's form to a folder, unless the name ends in
-    .md.
+    """Write the page to the file `to` and return what was written; with FlagPerf's layout one file
+    per case in the folder `to`, which is created, unless its name ends in .md. Raise RequestError
+    if it cannot be written.
     """
     if wanted.layout and to.suffix != ".md":
         try:
@@ -117,13 +133,16 @@ def _write(
 
 
 def _whole(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> str:
-    """Return all in one text: pages of several cases one after the other."""
+    """Render everything as one text: with FlagPerf's layout the pages of all cases, separated by
+    rules.
+    """
     if wanted.layout:
         return RULE.join(page.text for page in _flagperf(wanted, specs, records))
     return _text(wanted, specs, records)
 
 
 def _flagperf(wanted: Export, specs: list[SpecRecord], records: list[Record]) -> list[CasePage]:
+    """Return one page per case in FlagPerf's layout. Raise RequestError for spec records."""
     if specs:
         raise RequestError(
             f"--layout {FLAGPERF} is of runs, and these records are of kind spec; leave out"
@@ -133,7 +152,9 @@ def _flagperf(wanted: Export, specs: list[SpecRecord], records: list[Record]) ->
 
 
 def check_format(format_: str, lang: str, others: tuple[str, ...] = ()) -> None:
-    """Raise RequestError for an unknown format or language; `others` are formats that are no pages."""
+    """Raise RequestError for an unknown format or language; `others` are formats that are allowed
+    beside those of pages, such as csv.
+    """
     if format_ not in (*report.FORMATS, *others):
         raise RequestError(
             f"--format {format_!r}: allowed: {', '.join((*report.FORMATS, *others))}"
@@ -151,8 +172,13 @@ def show(
     wide: bool,
     as_json: bool,
 ) -> None:
-    """Print a page, as wide as the terminal, or with `--json` its table; or write the page to a
-    file, as wide as it likes, and say where it is. Only what is printed is made."""
+    """Print a page as wide as the terminal, or write it to the file `to` without a limit of width
+    and print its path.
+
+    With `as_json`, `table()` is printed as JSON instead of the page, or after writing it a dict
+    with its path. `page` and `table` are called only if needed. Raise RequestError if the file
+    cannot be written.
+    """
     if to is None and as_json:
         dump(table())
         return
@@ -168,6 +194,9 @@ def show(
 
 
 def write(path: Path, text: str) -> None:
+    """Write a text to the file of --to in one step (whole or not at all). Raise RequestError if it
+    cannot be written.
+    """
     try:
         files.write(path, text.encode("utf-8"))
     except OSError as error:

@@ -1,5 +1,8 @@
-"""Progress while a run goes on: phase, done of total, rate, time left. On a terminal one line that
-changes, elsewhere a line every half a minute."""
+"""Show progress on stderr while something runs: phase, done of total, rate, time left.
+
+On a terminal it is one line that changes, elsewhere a line every 30 seconds. `cli/execute_runs.py`
+passes `ProgressDisplay.show` to the parent of a run as its progress callback.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +20,16 @@ from steelyard.run.clock import now
 from steelyard.run.session import STARTING, PhaseProgress
 
 BAR, SHORTEST_BAR = 24, 4
-LINES_S = 30.0  # between two lines where there is no terminal
+LINES_S = 30.0  # seconds between two lines without a terminal
 
 
 class Display:
-    """A title, then how far it is. Quiet where the console is. Where there is no terminal, the
-    title of a run that stands alone is left out: whoever started it knows."""
+    """A context manager that prints a title on stderr and below it the latest progress; nothing if
+    the console is quiet.
+
+    Without a terminal, the title is printed only if `alone` is False (several runs follow one
+    another). `clock` returns seconds.
+    """
 
     def __init__(
         self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now
@@ -39,6 +46,7 @@ class Display:
         )
 
     def __enter__(self) -> Self:
+        """Print the title and start the live line, if there is a terminal."""
         if self._titled:
             say(self._title)
         self._begin_s = self._said_s = self._now()
@@ -52,24 +60,33 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Remove the live line."""
         if self._live is not None:
             self._live.stop()
 
     def show(self, progress: PhaseProgress) -> None:
+        """Store the latest progress for the live line; without a terminal print it as a line, at
+        most every 30 seconds.
+        """
         self._last = progress
         if self._live is None and not self._console.quiet and self._now() - self._said_s >= LINES_S:
             self._said_s = self._now()
             say(f"  {line(progress, bar=False)}")
 
     def _render(self) -> Text:
+        """Return the live line, cut to the width of the console; before any progress it says that
+        the run is starting.
+        """
         last = self._last or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
         return Text(line(last, self._console.width), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def showing_bytes(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show a title, and below it, in MiB, what the function that is yielded is called with: bytes
-    done, of how many.
+    """Show a title and the progress of bytes, in MiB, on stderr inside the `with` block; nothing if
+    `quiet`.
+
+    Yields the callback to call with bytes done and bytes in total.
     """
     with Display(rich_console.Console(stderr=True, quiet=quiet), title) as display:
         begin_s = clocks.now()
@@ -79,7 +96,12 @@ def showing_bytes(title: str, quiet: bool) -> Iterator[Callable[[int, int], None
 
 
 def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:
-    """A progress as text. The bar takes what room there is."""
+    """Format a progress as one line of at most `columns` characters as far as the bar can shrink:
+    phase, bar, done/total, rate per second, time spent and time left.
+
+    Without a total it is phase and time spent. The bar is left out if `bar` is False or there is no
+    room for it.
+    """
     spent, phase = clock(progress.elapsed_s), one_line(progress.phase)
     if progress.total <= 0:
         return f"{phase}  {spent}"
@@ -98,6 +120,7 @@ def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:
 
 
 def clock(seconds: float) -> str:
+    """Format seconds as `h:mm:ss`, or `m:ss` below an hour."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,8 @@
-"""Find and read records: files and folders that a command line names, runs and spec records apart."""
+"""Find, read and verify the records that a command line names: files and folders, with records of
+runs and spec records told apart.
+
+Commands on records (`report`, `compare`, `verify`, `sign`, ...) call it.
+"""
 
 import shlex
 from dataclasses import dataclass
@@ -12,12 +16,14 @@ from steelyard.record.record import Record
 from steelyard.record.signature import Signature
 from steelyard.record.spec import SpecRecord
 
-SHOWN = 3  # spec records that a line names
+SHOWN = 3  # spec records that a message names at most
 
 
 def paths(places: list[Path]) -> list[Path]:
-    """Return the files of records, one by one; those in folders too. Raise RequestError if there is
-    none.
+    """Return the paths of records: files as they were given, existing or not, and every .json file
+    in folders and below them.
+
+    Raise RequestError if there is none.
     """
     out: list[Path] = []
     for place in places:
@@ -31,8 +37,8 @@ def paths(places: list[Path]) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Records in a folder and the folders in it, but for those of checkpoints, whose tables are
-    JSON too.
+    """Return the .json files in a folder and below it, sorted, without those in folders named
+    `checkpoints`, which hold JSON that is no record.
     """
     return sorted(
         path
@@ -42,7 +48,9 @@ def _below(folder: Path) -> list[Path]:
 
 
 def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Separate the paths of spec records from all others, which are read as records of runs."""
+    """Split paths into those of spec records and all others, which are taken for records of runs.
+    The first bytes of each file are read.
+    """
     out: tuple[list[Path], list[Path]] = ([], [])
     for path in every:
         out[sealed.kind(path) != "spec"].append(path)
@@ -50,8 +58,9 @@ def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def only_runs(every: list[Path]) -> list[Path]:
-    """Return the paths that are no spec records, and print a line on the spec records that are left
-    out. Raise RequestError if there is no other path."""
+    """Return the paths that are not spec records, and print a line on stderr that names spec
+    records that are left out. Raise RequestError if nothing else is there.
+    """
     of_spec, runs = by_kind(every)
     if not of_spec:
         return runs
@@ -68,18 +77,25 @@ def only_runs(every: list[Path]) -> list[Path]:
 
 
 def read_specs(every: list[Path]) -> list[SpecRecord]:
-    """Read spec records that verify, and raise RequestError for the first that does not."""
+    """Read and verify spec records. Raise RequestError for the first that does not verify."""
     return [ceilings.read(path) for path in every]
 
 
 def read(places: list[Path]) -> list[Record]:
-    """Read the records of runs from files and folders, without the spec records among them. Raise
-    RequestError if there is no run, or for the first that does not verify."""
+    """Read and verify the records of runs in files and folders; spec records among them are left
+    out, with a line on stderr.
+
+    Raise RequestError if there is no run record, or for the first that does not verify.
+    """
     return [verify.read(path) for path in only_runs(paths(places))]
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The result of verifying one record: what is wrong (empty: it verifies), remarks that are no
+    errors, and its signature (None if the file is no record).
+    """
+
     path: Path
     wrong: list[str]
     remarks: list[str]
@@ -87,8 +103,11 @@ class Verdict:
 
 
 def verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
-    """Verify a record and its signature. A file that is no record is a wrong one, or raises
-    RequestError if `alone`.
+    """Verify a record of a run or a spec record, and its signature. With `signers`, an
+    allowed_signers file of SSH, a record that none of them signed is wrong.
+
+    A file that is no record gives a result with the error in `wrong`, or raises RequestError if
+    `alone`, that is if it is the only one.
     """
     try:
         of_spec = sealed.kind(path) == "spec"

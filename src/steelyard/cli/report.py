@@ -1,4 +1,4 @@
-"""The verbs for records that are there: report, verify, sign and schema."""
+"""The commands on existing records: `report`, `verify`, `sign` and `schema`."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -158,7 +158,7 @@ def sign(
 
     every = paths(records)
     of_spec, runs = by_kind(every)
-    read_specs(of_spec)  # all records before the first is signed
+    read_specs(of_spec)  # all records must verify before the first is signed
     for path in runs:
         read(path)
     made = [signature.sign(path, key) for path in every]

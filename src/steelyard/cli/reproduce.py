@@ -1,4 +1,6 @@
-"""Run again what a record describes, and compare with it."""
+"""Run again what a record describes, and compare the new runs with it: the work of the command
+`reproduce`.
+"""
 
 import json
 import subprocess
@@ -27,7 +29,11 @@ from steelyard.run.ready import Ready, ready
 
 
 def read_request(source: Path) -> tuple[Side, Request]:
-    """Read a record, or a folder of its repeats, and return it with the run that it describes."""
+    """Read a record, or a folder of its repeats; return it as the base of a comparison, with the
+    request that would run it again.
+
+    Raise RequestError if a record does not verify or cannot be run again.
+    """
     base = compare.side(str(source), read([source]))
     return base, again.request((base.finished or base.records)[0])
 
@@ -35,8 +41,14 @@ def read_request(source: Path) -> tuple[Side, Request]:
 def reproduce_record(
     base: Side, asked: Request, settings: list[str], repeat: int, threshold: float, output: Output
 ) -> int:
-    """Run `asked`, which the record describes; print the comparison with it and return the exit
-    code. Raise RequestError if it cannot be the same run."""
+    """Run `request`, which describes the record `base`, `repeat` times; print the comparison and
+    return the exit code: 0 if all runs are valid and not significantly slower by more than
+    `threshold` (a share), otherwise 1.
+
+    The new records are written. Raise RequestError if it cannot be the same run: settings other
+    than engine.KEY, other data, weights or plan. What differs on this host is printed on stderr
+    before.
+    """
     found = (base.finished or base.records)[0]
     of_engine, others = engine_settings(settings)
     if others:
@@ -62,8 +74,10 @@ def reproduce_record(
 
 
 def _check_weights(found: Record, one: Ready) -> None:
-    """Before the run, where they lie on this host. Their reader imports torch, which a parent never
-    does: another process looks at them."""
+    """Raise RequestError if the weights of the request, where they are on this host, are not those
+    of the record. Their headers are read by a subprocess, because the reader imports torch. Nothing
+    is checked without a local folder or without torch.
+    """
     folder = one.request.weights
     if folder is None or not folder.is_dir() or find_spec("torch") is None:
         return
@@ -78,6 +92,9 @@ def _check_weights(found: Record, one: Ready) -> None:
 
 
 def _say_before(found: Record, before: tuple[Field, ...]) -> None:
+    """Print on stderr the remarks on the record's case, and what differs between the record and
+    this host.
+    """
     for said in again.remarks(found):
         say(one_line(said))
     say(
@@ -97,7 +114,12 @@ def _after(
     output: Output,
     times: int,
 ) -> int:
-    """The comparison with the record; refused where the runs read something else."""
+    """Print the comparison of the new records with the base and return the exit code: 0 if there
+    are `times` valid runs and they are not significantly slower.
+
+    Raise RequestError if a run read other data or weights than the record. `differences` are those
+    between the record and this host, for --json.
+    """
     found = (base.finished or base.records)[0]
     other = [one for made in done for one in again.differs(found, made)]
     if other:

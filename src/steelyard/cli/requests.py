@@ -1,4 +1,8 @@
-"""Make one request for each run that a command line asks for."""
+"""Make one `Request` for each run that the command line of `run` asks for: cases x sweep points x
+engines.
+
+`cli/run.py` calls `make_requests`; `cli/execute_runs.py` checks and runs the requests.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +30,17 @@ from steelyard.plan import degrees
 from steelyard.run import site as sites
 
 RANDOM = "random"
-ALL = "all"  # every engine, in the place of one's name
+ALL = "all"  # in place of an engine's name: every engine
 MOST_REPEATS = 10_000
 
 
 def read(options: RunOptions) -> tuple[list[Request], tuple[Axis, ...]]:
-    """Return a request for every run that the options ask for, and the axes of their sweep. Raise
-    RequestError where the options do not go together or name what is not there."""
+    """Return a request for every run that the options ask for, and the axes of their sweep. Repeats
+    are not multiplied here.
+
+    Cases and site file are read, and with --model a case is made. Raise RequestError if options
+    cannot be combined, or name something unknown or missing.
+    """
     weights = None if options.weights in (None, RANDOM) else Path(str(options.weights))
     cases: tuple[str | Source, ...] = tuple(options.cases or ())
     if options.model is not None or options.task is not None:
@@ -110,8 +118,13 @@ def read(options: RunOptions) -> tuple[list[Request], tuple[Axis, ...]]:
 def _case_of_model(
     options: RunOptions, given: Path | None
 ) -> tuple[Source, RunOptions, Path | None]:
-    """Make the case of a model's folder and a task, and say what it assumes. Return it with the
-    options and the weights that follow from the folder; `given` are other weights."""
+    """Make the case for --model and --task, and print what it assumes on stderr.
+
+    Return it with options in which engine and tokenizer are filled in from the folder, and the
+    weights to load: the model's folder if --weights is not given and the task loads weights,
+    otherwise `given_weights`. Raise RequestError if one of the two options is missing, a case is
+    named too, or no case can be made.
+    """
     model, task, weights = options.model, options.task, options.weights
     if model is None:
         raise RequestError(f"--task {task}: only with --model DIR; a case has its task")
@@ -144,8 +157,12 @@ def _case_of_model(
 def engines_and_settings(
     engine: str, settings: list[str]
 ) -> tuple[list[tuple[str, EngineSettings]], list[str]]:
-    """Return the engines of a command line, each with where it lives, and the settings that are not
-    about engines."""
+    """Return the engines that --engine names (all of them for `all`), each with its own settings,
+    and the values of --set that are not about engines.
+
+    Raise RequestError for an engine setting that is not allowed. The name of a single engine is not
+    checked.
+    """
     if engine != ALL:
         of_engine, others = engine_settings(settings)
         return [(engine, of_engine)], others
@@ -155,7 +172,9 @@ def engines_and_settings(
 
 
 def _set_by(options: RunOptions, settings: list[str]) -> dict[str, str]:
-    """Return the keys that the command line sets, each with the words that do."""
+    """Return the keys that the command line sets, each with the option that sets it, such as
+    `--devices 2`; to refuse a sweep of the same key.
+    """
     given = (
         ("devices", "--devices", options.devices),
         ("nodes", "--nodes", None if options.nodes == 1 else options.nodes),
@@ -169,6 +188,7 @@ def _set_by(options: RunOptions, settings: list[str]) -> dict[str, str]:
 
 
 def checked_repeat(repeat: int) -> int:
+    """Return the number of repeats unchanged; raise RequestError unless it is 1 to 10,000."""
     if not 1 <= repeat <= MOST_REPEATS:
         raise RequestError(f"--repeat {repeat}: must be 1 to {MOST_REPEATS:,}")
     return repeat
@@ -177,7 +197,11 @@ def checked_repeat(repeat: int) -> int:
 def cases_at(
     point: Point, name: str | Source, engine: str, options: RunOptions
 ) -> list[tuple[Resolved, int]]:
-    """Return what a name stands for at a point of a sweep: cases, each with a number of devices."""
+    """Resolve a case at a point of a sweep: return it with its number of devices per host. The name
+    `smoke` gives every case that the engine runs at size smoke, once per device count.
+
+    Raise RequestError, with the point in its message, if the case cannot be resolved.
+    """
     with sweep.named(point):
         settings = [*(options.settings or []), *sweep.settings(point)]
         devices = sweep.number(point, "devices") or options.devices
@@ -196,7 +220,9 @@ def cases_at(
 
 
 def _smoke(engine: str, options: RunOptions) -> list[Resolved]:
-    """Return every case that the engine runs at size smoke, in every division that both have."""
+    """Return every shipped case that the engine runs at size smoke, once for each division that
+    both have, or for the one in the options. Raise RequestError if the options name another size.
+    """
     if options.size not in (None, SMOKE):
         size = options.size
         raise RequestError(
@@ -219,8 +245,9 @@ def _smoke(engine: str, options: RunOptions) -> list[Resolved]:
 
 
 def _device_counts(case: Case, engine: str, accelerator: str | None) -> list[int]:
-    """Return the device counts of the case that this host has and the engine can divide it over; 1
-    in any case."""
+    """Return the device counts that the case lists for smoke runs, as far as this host has the
+    devices and the engine can divide the case over them; `[1]` if none is left.
+    """
     if max(case.devices) == 1:
         return [1]
     row = accelerators.named(accelerator) if accelerator else accelerators.detect()
@@ -230,7 +257,10 @@ def _device_counts(case: Case, engine: str, accelerator: str | None) -> list[int
 
 
 def site_file(named: Path | None, output: Output) -> Path | None:
-    """Return the site file to use, and say which one is used unasked and which one is left out."""
+    """Return the site file to use, the named one or the user's own, or None. Print on stderr which
+    one is used without being named, and a warning about one in the working directory that is not
+    used.
+    """
     path = sites.find(named)
     if path is not None and named is None and not output.silent:
         say(f"site: {path}")

@@ -1,4 +1,6 @@
-"""The verbs that run cases: run, reproduce and conform."""
+"""The commands that run cases: `run`, `reproduce` and `conform`. They read the options and call the
+modules that do the work.
+"""
 
 from dataclasses import replace
 from pathlib import Path

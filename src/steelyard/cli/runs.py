@@ -1,5 +1,9 @@
-"""The runs of a command, one after the other, and what is printed of them: a table of runs, of the
-points of a sweep, or of engines side by side."""
+"""Execute the runs of a command one after the other, and print the results: a table of runs, of the
+points of a sweep, or of engines side by side.
+
+`cli/run.py` passes in the requests; `run/ready.py` checks each, `run/parent.py` runs it and writes
+its record.
+"""
 
 import shlex
 import sys
@@ -26,14 +30,17 @@ from steelyard.run import launch, parent, reproduce
 from steelyard.run.launch import Allocation
 from steelyard.run.ready import Ready, ready
 
-QUEUE_S = 10  # between two lines on the wait in a queue
+QUEUE_S = 10  # seconds between two lines while waiting in a queue
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One run in the order of a command: what it runs, the place of its request among those of the
-    command, a line that is printed before it, and the record of an earlier run that is taken
-    instead, with its path."""
+    """One run in the sequence of a command, already checked. Repeats of a request share its
+    `request_index`.
+
+    `heading` is a line to print before it, if not empty. `earlier` is the path and record of a
+    valid earlier run that is taken instead of running, or None.
+    """
 
     ready: Ready
     place: int = 0
@@ -46,24 +53,32 @@ Made = tuple[Turn, Record]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """An engine that does not take part, and why."""
+    """An engine that cannot run a case, and why. Printed, and part of the JSON of `run --engine
+    all`.
+    """
 
     engine: str
     case: str
     reason: str
 
     def say(self) -> None:
+        """Print the engine and the reason on stderr."""
         say(f"left out: {self.engine}: {one_line(self.reason)}")
 
 
 def run_each(requests: list[Request], output: Output) -> int:
-    """Run every request, print the table of runs, and return the exit code: 0 where all are
-    valid."""
-    # all before the first is run
+    """Check all requests, then run each once, print the table of runs, and return the exit code: 0
+    if all are valid, otherwise 1.
+
+    A record of each run is written. Raise RequestError, before the first run, if a request is
+    wrong.
+    """
+    # all are checked before the first is run
     turns = [Turn(ready(request), place) for place, request in enumerate(requests)]
     made = carry_out_all(turns, output)
 
     def show(records: list[Record]) -> None:
+        """Print the table of runs, and one of each group of repeats."""
         tell(paged(report.table(records), output.wide))
         show_repeats(records, output.wide)
 
@@ -71,9 +86,14 @@ def run_each(requests: list[Request], output: Output) -> int:
 
 
 def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, output: Output) -> int:
-    """Run each point `times` times, less the valid records that are there, and print the table of
-    points. Return 0 where every point has its valid records."""
-    runs = [_ready_at_point(request) for request in requests]  # all of them before the first is run
+    """Run each point of a sweep `times` times, less the valid records of it that are already in the
+    output folder, print the table of points, and return the exit code: 0 if every point has its
+    valid records, otherwise 1.
+
+    Raise RequestError, before the first run, if a request is wrong or two points are the same run.
+    A sweep over devices or nodes also prints a scaling table.
+    """
+    runs = [_ready_at_point(request) for request in requests]  # checked before the first runs
     _check_different(runs)
     found, warnings = reproduce.find_earlier(requests[0].out, runs)
     for warning in warnings:
@@ -94,6 +114,7 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
     repeated = [one for every in by_point.values() if len(every) > 1 for _, one in every]
 
     def show(records: list[Record]) -> None:
+        """Print the table of points, the repeats, and if devices are swept the scaling."""
         names = [_point_name(turn.ready) for turn, _ in made]
         tell(paged(report.table(records, points=names), output.wide))
         show_repeats(repeated, output.wide)
@@ -104,6 +125,9 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
             say("no scaling table: it needs valid records with two device counts")
 
     def table(records: list[Record]) -> dict[str, Any]:
+        """Return what the JSON of a sweep adds to the records: repeats, and the keys, points and
+        scaling of the sweep.
+        """
         keys = {axis.key: [resolve.typed(value) for value in axis.values] for axis in axes}
         points = [_point_table(every) for every in by_point.values()]
         scaling = _tables(groups.scaling(records)) if over_devices else []
@@ -116,11 +140,15 @@ def run_sweep(requests: list[Request], axes: tuple[Axis, ...], times: int, outpu
 
 
 def run_engines(requests: list[Request], times: int, output: Output) -> int:
-    """Run every engine once, then every engine again, `times` times, so that what changes on the
-    machine meanwhile meets all alike, and print them side by side. Return 0 where all runs are
-    valid; an engine that cannot do the case is no error while one can."""
+    """Run the requests, one per engine and case, `times` times in turn, so that changes on the
+    machine affect all engines alike; print the engines side by side and return the exit code: 0 if
+    all runs are valid, otherwise 1.
+
+    An engine that cannot run a case is left out with a line on stderr. Raise RequestError if no
+    engine can run a case.
+    """
     runs, left_out = able(requests)
-    # several cases may have one reason
+    # an engine may have the same reason for several cases: print it once
     for one in {f"{one.engine}: {one.reason}": one for one in left_out}.values():
         one.say()
     late: list[LeftOut] = []
@@ -130,6 +158,7 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
         raise RequestError(_no_engine(late))
 
     def show(records: list[Record]) -> None:
+        """Print engines side by side, the table of runs if not all are in it, and repeats."""
         page = report.engines(records)
         compared = [record for group in engines.groups(records) for record in group.records]
         if page is None or len(compared) < len(records):
@@ -141,6 +170,9 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
         show_repeats(records, output.wide)
 
     def table(records: list[Record]) -> dict[str, Any]:
+        """Return what the JSON of several engines adds to the records: groups, and the engines that
+        were left out.
+        """
         reasons = [asdict(one) for one in (*left_out, *late)]
         return {"engines": {"left_out": reasons, "groups": _tables(groups.engines(records))}}
 
@@ -150,9 +182,13 @@ def run_engines(requests: list[Request], times: int, output: Output) -> int:
 def carry_out_all(
     turns: list[Turn], output: Output, left_out: list[LeftOut] | None = None
 ) -> list[Made]:
-    """Carry out the turns in order and return each with its record; an interrupted run is the last.
-    What only a host or a worker finds wrong with a request raises RequestError, or is printed and
-    added to `left_out`, and no other turn of that request is run."""
+    """Execute the runs in order and return each with its record; the last one may be an interrupted
+    run, after which no other starts.
+
+    If only a host or a worker finds a request wrong, RequestError is raised; if a list `left_out`
+    is given, the error is printed and appended to it instead, and later runs of that request are
+    skipped. With Slurm, one allocation is held for all runs.
+    """
     made: list[Made] = []
     dropped: set[int] = set()
     with _hosts([turn.ready for turn in turns if turn.there is None], output) as allocation:
@@ -169,7 +205,7 @@ def carry_out_all(
             point = turn.ready.request.point
             try:
                 with sweep.named(point):
-                    # a point has a heading of its own
+                    # a point of a sweep has its own heading, so no number is shown
                     place = (1, 1) if point else (number, len(turns))
                     made.append((turn, carry_out(turn.ready, output, allocation, place)))
             except RequestError as error:
@@ -189,8 +225,13 @@ def carry_out_all(
 def carry_out(
     one: Ready, output: Output, allocation: Allocation | None, place: tuple[int, int]
 ) -> Record:
-    """Carry out one run, with what a user sees of it, and return its record; `place` is its number
-    of how many."""
+    """Execute one run with its progress display, print its status, sign its record if requested,
+    and return the record, which is on disk.
+
+    `position` is the number of this run and the number of all runs, for the title. Raise
+    RequestError if a host or worker finds the request wrong, LostError if the record cannot be
+    signed.
+    """
     number, runs = place
     title = f"[{number}/{runs}] {label(one.request)}" if runs > 1 else label(one.request)
     with Display(Console(stderr=True, quiet=output.silent), title, alone=runs == 1) as display:
@@ -207,6 +248,9 @@ def carry_out(
 
 
 def _sign(path: Path, key: Path) -> Path:
+    """Sign a record and return the path of the signature. Raise LostError if that fails: the record
+    itself is written.
+    """
     try:
         return signature.sign(path, key)
     except RequestError as error:
@@ -216,6 +260,9 @@ def _sign(path: Path, key: Path) -> Path:
 
 
 def label(request: Request) -> str:
+    """Return the title of a run: case, division, precision, engine and, if more than one device,
+    `NODESxDEVICES`.
+    """
     question = request.resolved.case.question
     text = (
         f"{request.resolved.case.name} {question.division} {question.precision.name}"
@@ -229,17 +276,24 @@ def label(request: Request) -> str:
 
 
 def interrupted(made: Record) -> bool:
+    """Return whether the run was interrupted by the user or a signal, from the reasons in its
+    record.
+    """
     return any(reason.code == "interrupted" for reason in made.reasons)
 
 
 def _hosts(runs: list[Ready], output: Output) -> AbstractContextManager[Allocation | None]:
-    """Return one allocation for all runs of a command, where their launcher asks a scheduler for
-    hosts. The wait is shown, and is in no record."""
+    """Return a context manager that holds one allocation of hosts for all runs, if their launcher
+    asks a scheduler (Slurm) for hosts; otherwise one that gives None.
+
+    While it waits in the queue, a line is printed every ten seconds. The wait is in no record.
+    """
     if not runs or not runs[0].launcher.scheduler:
         return nullcontext()
     shown: list[int] = []
 
     def waiting(seconds: float) -> None:
+        """Print the seconds waited so far, at most once in ten seconds, unless output is silent."""
         if not output.silent and int(seconds) // QUEUE_S > len(shown) - 1:
             shown.append(int(seconds))
             say(f"waiting for {nodes} host(s) from Slurm: {int(seconds)} s")
@@ -255,8 +309,11 @@ def _finish(
     show: Callable[[list[Record]], None],
     table: Callable[[list[Record]], dict[str, Any]],
 ) -> int:
-    """Print what was made, by `show` for a reader, or as one document with what `table` adds to it.
-    Return 0 where as many runs as were wanted are valid, otherwise 1."""
+    """Print the results: with --json one document of all records, to which `extra_json` adds;
+    otherwise what `print_tables` prints, and a waterfall if the runs were profiled.
+
+    Return the exit code: 0 if there are `expected_runs` runs and all are valid, otherwise 1.
+    """
     records = [one for _, one in made]
     if output.json:
         tables = [record.printed(one) for one in records]
@@ -274,19 +331,21 @@ def _finish(
 
 
 def _tables(models: Any) -> list[dict[str, Any]]:
+    """Return pydantic models as JSON data."""
     return [one.model_dump(mode="json") for one in models]
 
 
 def show_repeats(records: list[Record], wide: bool) -> None:
-    """Print a table of each group of repeats; nothing where there is none."""
+    """Print a table for each group of repeats in the records; nothing if there is none."""
     page = report.repeats(records)
     if page is not None:
         tell("\n" + paged(page, wide))
 
 
 def show_waterfall(records: list[Record], out: Path, output: Output) -> None:
-    """Print the waterfall of every run that was profiled, and a line on stderr that says how to
-    list the kernels."""
+    """Print the waterfall of every profiled run on stdout, and on stderr how to list the kernels of
+    records in folder `out`; only a line on stderr if no run was profiled.
+    """
     page = report.explain_runs(records)
     if page is None:
         say("no waterfall: no run got to the steps that are profiled")
@@ -297,12 +356,17 @@ def show_waterfall(records: list[Record], out: Path, output: Output) -> None:
 
 
 def _ready_at_point(request: Request) -> Ready:
+    """Check a request of a sweep and return it checked, ready to run. Raise RequestError, with the
+    point in its message, if it is wrong.
+    """
     with sweep.named(request.point):
         return ready(request)
 
 
 def _check_different(runs: list[Ready]) -> None:
-    """Two points that are the same run could not be told apart in the folder of records."""
+    """Raise RequestError if two points of a sweep are the same run: their records could not be told
+    apart.
+    """
     seen: dict[tuple[str, str, tuple[str, ...]], Ready] = {}
     for one in runs:
         auto = one.request.resolved.auto
@@ -315,11 +379,14 @@ def _check_different(runs: list[Ready]) -> None:
 
 
 def _point_name(one: Ready) -> str:
+    """Return the values of a run's point in the sweep as text, such as `devices=2`."""
     return sweep.text(one.request.point)
 
 
 def _title(one: Ready, runs: list[Ready]) -> str:
-    """Return a point's values, after the case where there are several."""
+    """Return the values of a run's point in the sweep, with case and division before them if the
+    sweep has several.
+    """
     cases = {f"{each.case.name} {each.case.question.division}" for each in runs}
     return (
         f"{one.case.name} {one.case.question.division} {_point_name(one)}"
@@ -329,6 +396,9 @@ def _title(one: Ready, runs: list[Ready]) -> str:
 
 
 def _point_table(made: list[Made]) -> dict[str, Any]:
+    """Return a point of a sweep as JSON data, from its runs: case, values, ids of its records, and
+    how many of them were there before.
+    """
     ready = made[0][0].ready
     return {
         "case": ready.case.name,
@@ -340,8 +410,12 @@ def _point_table(made: list[Made]) -> dict[str, Any]:
 
 
 def able(requests: list[Request]) -> tuple[list[Ready], list[LeftOut]]:
-    """Return the runs that can start, and why others cannot. RequestError where no engine can do a
-    case, and for what is wrong whatever the engine."""
+    """Check requests of several engines; return the runs that can start, and the engines that
+    cannot run their case, with the reason.
+
+    Raise RequestError if no engine can run one of the cases, or if a request is wrong whatever the
+    engine.
+    """
     runs: list[Ready] = []
     left_out: list[LeftOut] = []
     for request in requests:
@@ -356,7 +430,9 @@ def able(requests: list[Request]) -> tuple[list[Ready], list[LeftOut]]:
 
 
 def _no_engine(lost: list[LeftOut]) -> str:
-    """Say what is wrong where no engine is left for a case."""
+    """Return the message for a case that no engine can run: the reason of each engine. `excluded`
+    are the engines left out; empty if no engine runs any case.
+    """
     if not lost:
         return "--engine all: no engine runs any of the cases; see steelyard list"
     ours = [one for one in lost if one.case == lost[0].case]

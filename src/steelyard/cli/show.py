@@ -1,4 +1,4 @@
-"""The verbs that only look: list and show."""
+"""The commands `list` and `show`, which print what there is and run nothing."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +66,10 @@ def list_(as_json: Json = False) -> None:
 
 
 def _able(row: dict[str, Any], cases: int) -> str:
-    """What an engine runs, in words."""
+    """Describe in one line what an engine runs: cases, divisions, precisions, parallel degrees, and
+    what is missing to run it. `row` is one of `_engine_to_json`, `case_count` the number of all
+    cases.
+    """
     what = (
         "all cases"
         if len(row["cases"]) == cases
@@ -88,20 +91,24 @@ def _able(row: dict[str, Any], cases: int) -> str:
 
 
 def _named_precisions(row: dict[str, Any]) -> list[str]:
-    """Return the values of --precision that an engine takes: those of matmuls if it scores, and
-    those that it trains in."""
+    """Return the values of --precision that an engine takes: the precisions of its matmuls if it
+    scores, and those that it trains in.
+    """
     scores = not all(_is_training(work) for work in row["works"])
     return list(dict.fromkeys([*(row["precisions"] if scores else []), *row["trains_in"]]))
 
 
 def _is_training(work: str) -> bool:
+    """Return whether a kind of work, such as `train_rows`, belongs to training."""
     from steelyard.tasks import kind as kinds
 
     return any(kind.trains and work in kind.works for kind in kinds.table().values())
 
 
 def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
-    """What an engine can do, from its row."""
+    """Return what an engine can do, as JSON data: the names of the cases that it accepts, works,
+    families, divisions, precisions, degrees, and a package that is missing, or None.
+    """
     able = [case.name for case in cases if row.refusal(case) is None]
     return {
         "name": row.name,
@@ -202,7 +209,9 @@ def show(
 
 
 def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
-    """What a run on one such device would take for what is auto, with where that comes from."""
+    """Return for each tune that is `auto` a new origin text, by dotted key, with the value that a
+    run with engine torch on one such device would choose.
+    """
     from steelyard.case.case import AUTO
     from steelyard.engine.rows import TORCH
     from steelyard.plan import auto, degrees
@@ -218,6 +227,9 @@ def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
 
 
 def _published(row: dict[str, Any]) -> str:
+    """Format a published row: precision (and the one that ran, if another), configuration and
+    source.
+    """
     ran = f" (ran as {row['ran_as']})" if row["ran_as"] != row["published_as"] else ""
     return f"{row['published_as']}{ran}, {row['config']}; {row['source']}"
 
@@ -229,7 +241,9 @@ def _smoke(
     settings: list[str] | None,
     as_json: bool,
 ) -> None:
-    """What `run smoke` runs with engine torch on this machine."""
+    """Print the runs that `run smoke` makes with engine torch on this machine, as a table or as
+    JSON.
+    """
     from steelyard.case.request import DEFAULT_ENGINE
     from steelyard.cli.requests import cases_at
 
@@ -255,6 +269,9 @@ def _smoke(
 
 
 def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the values of a nested dict with their dotted keys, in order. An empty dict counts as
+    a value.
+    """
     out: list[tuple[str, Any]] = []
     for key, value in table.items():
         if isinstance(value, dict) and value:

@@ -1,4 +1,4 @@
-"""The verbs for weights: weights get, weights list, weights inspect and weights convert."""
+"""The commands `weights get`, `weights list`, `weights inspect` and `weights convert`."""
 
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -172,6 +172,9 @@ def convert(
 
 
 def _check(to: str, tp: int) -> None:
+    """Raise RequestError if the target format is unknown, or the number of tensor-parallel shards
+    is not allowed for it.
+    """
     if to not in FORMATS:
         raise RequestError(f"--to {to!r}: allowed: {', '.join(FORMATS)}")
     if tp < 1:
@@ -184,6 +187,9 @@ def _check(to: str, tp: int) -> None:
 
 
 def _model(name: str | None) -> "LlamaModel | None":
+    """Return the Llama model of a case, or None if no case is named. Raise RequestError for a case
+    with another model family.
+    """
     from steelyard.case.resolve import resolve
     from steelyard.models.shapes import LlamaModel
 
@@ -197,7 +203,9 @@ def _model(name: str | None) -> "LlamaModel | None":
 
 
 def _ready(folder: Path) -> None:
-    """What can be known before torch is imported, which takes seconds."""
+    """Raise RequestError if the folder does not exist or torch is not installed; called before
+    torch is imported, which takes seconds.
+    """
     if not folder.is_dir():
         raise RequestError(
             f"{str(folder)!r} is not a folder; give a Hugging Face folder or a Megatron checkpoint"
@@ -209,6 +217,7 @@ def _ready(folder: Path) -> None:
 
 
 def _facts(found: "Inspection") -> str:
+    """Format what `weights inspect` prints as aligned lines, with at most MAX_FILES files."""
     rows: list[tuple[str, str]] = [
         ("layout", found.layout),
         ("shards", f"{found.tp}" if found.tp == 1 else f"{found.tp} (tensor parallel)"),
@@ -231,6 +240,9 @@ def _facts(found: "Inspection") -> str:
 
 
 def _written(made: "Conversion", target: Path, form: str) -> str:
+    """Format what `weights convert` prints: its files with sizes, and how many were there from an
+    earlier, interrupted conversion. `layout` names the format written.
+    """
     lines = sized([(str(target / name), size_bytes) for name, size_bytes in made.files])
     done = "already complete, " if made.kept == len(made.files) else ""
     kept = (
@@ -244,4 +256,5 @@ def _written(made: "Conversion", target: Path, form: str) -> str:
 
 
 def _named(files: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Return pairs of file name and size in bytes as JSON data."""
     return [{"name": name, "size_bytes": size} for name, size in files]

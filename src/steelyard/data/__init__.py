@@ -1,1 +1,1 @@
-"""Data: reading, checking, tokenising and packing. No torch here: arrays are numpy."""
+"""Read, check, tokenize and pack data sets. Nothing here imports torch: arrays are numpy's."""

@@ -1,8 +1,8 @@
-"""An untrusted tar, read within limits: how large it is packed and unpacked, and how much one read
-may take.
+"""Open an untrusted tar with limits on its packed size, its unpacked size and the size of one read.
 
-`tarfile` reads the name and the attributes of a member into memory, however long its header says
-they are, so the limits stand below it, around what it reads from.
+`tarfile` reads a member's name and attributes into memory, however long the header says they are.
+So the limits are enforced below it, in the file object that it reads from. Used by `tasks/mmlu` and
+`sources/unpack`.
 """
 
 import bz2
@@ -17,20 +17,28 @@ from typing import IO, Any
 from steelyard import files
 from steelyard.errors import RequestError
 
-MAX_READ_BYTES = 65 << 20  # in one piece: a member of 64 MiB, and its padding
+MAX_READ_BYTES = 65 << 20  # of one read: a member of 64 MiB with its padding
 OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
 
 
 class Bounded:
-    """What a tar is read from, unpacked."""
+    """The unpacked byte stream that `tarfile` reads from; it raises RequestError beyond its limits.
+
+    `most_bytes` limits the position in the unpacked stream. `size_hint` is appended to the error
+    and says how large such a file normally is.
+    """
 
     def __init__(self, file: IO[bytes], source: Path, most_bytes: int, usual: str) -> None:
+        """Wrap `file`, the unpacked stream; `source` is the archive's path, for messages."""
         self.file = file
         self.source = source
         self.most_bytes = most_bytes
         self.usual = usual
 
     def read(self, size: int = -1) -> bytes:
+        """Read `size` bytes from the unpacked stream. Raises RequestError if `size` is negative or
+        more than `MAX_READ_BYTES`, or if the stream's limit is exceeded.
+        """
         if not 0 <= size <= MAX_READ_BYTES:
             raise RequestError(
                 f"{self.source}: a part of {size} bytes; at most {MAX_READ_BYTES} are read at once"
@@ -39,13 +47,18 @@ class Bounded:
         return self.file.read(size)
 
     def seek(self, place: int, whence: int = 0) -> int:
+        """Move to a position in the unpacked stream and return it. Raises RequestError if
+        `position` is beyond the stream's limit.
+        """
         self._within(place)
         return self.file.seek(place, whence)
 
     def tell(self) -> int:
+        """Return the position in the unpacked stream."""
         return self.file.tell()
 
     def _within(self, place: int) -> None:
+        """Raise RequestError if a position is beyond `most_bytes`."""
         if place > self.most_bytes:
             raise RequestError(
                 f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.usual}"
@@ -56,8 +69,13 @@ class Bounded:
 def opened(
     source: Path, most_bytes: int, usual: str = ""
 ) -> Iterator[tuple[tarfile.TarFile, Bounded]]:
-    """A tar, compressed or not, and what it is read from. Neither may be larger than the limit;
-    `usual` says how large one of its kind is."""
+    """Open a tar, plain or compressed with gzip, bzip2 or xz, and yield it with the bounded stream
+    below it; both are closed afterwards.
+
+    Raises RequestError if the file itself is larger than `most_bytes`, and on any later read beyond
+    that many unpacked bytes. `size_hint` ends these messages (such as "; MMLU's tar has 166 MB").
+    Errors of `tarfile` and of the decompressors are not caught.
+    """
     if source.stat().st_size > most_bytes:
         raise RequestError(f"{source}: larger than {most_bytes} bytes{usual}")
     with files.open_regular(source) as file:

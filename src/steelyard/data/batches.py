@@ -1,8 +1,10 @@
-"""Batches of prompts, of equal token count and without padding.
+"""Divide prompts into batches of nearly equal token count, and lay a batch end to end as arrays
+without padding.
 
-Closed: every prompt is a row of its own. Open: the tokens that prompts of a group have in common
-are computed once, as a row of their own, and each prompt's remaining tokens are a row that sees
-them.
+In division closed each prompt is one row. In division open the tokens that the prompts of a group
+begin with are computed once, as a row of their own, and the remaining tokens of each prompt are a
+row that attends to them. `scoring/batches.py` plans the batches of a pass with these functions;
+`sorted_batches` is for engines that pad.
 """
 
 import heapq
@@ -17,8 +19,12 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows laid end to end, as arrays. `gather` names each key's row in (cached prefix ++ this
-    batch); see models.
+    """The rows of one scoring batch, laid end to end without padding.
+
+    `tokens` and `positions` hold one entry per token, `q_lens` and `k_lens` the query and key
+    lengths of each row (`k_lens` None: equal to `q_lens`). `gather` lists, row after row, where
+    each key lies in the concatenation of the cached prefix and this batch; None in division closed.
+    `counts` is what `count_batch` returns.
     """
 
     tokens: Ids
@@ -26,26 +32,32 @@ class Batch:
     q_lens: list[int]
     k_lens: list[int] | None
     gather: Ids | None
-    keep: tuple[int, int] | None  # tokens whose keys and values later batches need
-    pick: Ids  # where logits are needed
-    items: list[int]  # which prompt each pick belongs to
+    keep: tuple[int, int] | None  # token range whose keys and values the next batch needs
+    pick: Ids  # indices of the tokens whose logits are needed
+    items: list[int]  # the prompt of each entry of `pick`
     counts: dict[str, int]
-    prefixes: tuple[int, ...] = ()  # groups whose common beginning is a row of its own here
+    prefixes: tuple[int, ...] = ()  # groups whose shared prefix is a row of this batch
 
 
 @dataclass(frozen=True)
 class PromptPiece:
-    """A row of an open batch: the shared prefix of a group, or the rest of one prompt behind it."""
+    """A row of a batch in division open: the prefix that a group shares, or the remainder of one
+    prompt behind it.
+    """
 
     group: int
-    item: int | None  # None for the prefix itself
+    item: int | None  # index of the prompt; None: the shared prefix
     length: int
 
 
 def equal_bins(lengths: list[int], budget: int, seed: int, multiple: int = 1) -> list[list[int]]:
-    """Prompts dealt into the fewest bins of about `budget` tokens, a multiple of `multiple` of
-    them, of nearly equal token count (longest first, each into the emptiest bin), in seeded random
-    order: any prefix of them is a fair sample."""
+    """Divide prompts into bins of nearly equal token count, and return the prompt indices of each
+    bin.
+
+    There are as few bins as hold about `budget_tokens` each, rounded up to a multiple of
+    `multiple`, but never more bins than prompts. Prompts are dealt longest first into the emptiest
+    bin; then prompts and bins are shuffled with `seed`, so that any leading bins are a fair sample.
+    """
     count = max(1, -(-sum(lengths) // budget))
     count = min(-(-count // multiple) * multiple, max(1, len(lengths)))
     rng = random.Random(f"bins:{seed}")
@@ -65,7 +77,9 @@ def equal_bins(lengths: list[int], budget: int, seed: int, multiple: int = 1) ->
 
 
 def closed_batch(rows: list[list[int]], items: list[int]) -> Batch:
-    """The prompts `items` as rows of their own."""
+    """Return the batch of division closed in which each of the prompts `items` (indices into
+    `rows`) is a row of its own. Logits are picked at the last token of each.
+    """
     lens = [len(rows[i]) for i in items]
     sizes = np.array(lens, dtype=np.int64)
     return Batch(
@@ -84,8 +98,12 @@ def closed_batch(rows: list[list[int]], items: list[int]) -> Batch:
 def counts(
     q_lens: list[int], k_lens: list[int], samples: int, padded: int = 0, window: int | None = None
 ) -> dict[str, int]:
-    """What a batch's FLOPs are counted from: tokens, query-key pairs under the causal mask and
-    without it, logits.
+    """Return the counts of a batch from which its FLOPs are computed: `tokens`, `samples`,
+    `padded`, `logits` (one per sample), `pairs` and `square`.
+
+    `pairs` are query-key pairs under the causal mask (and the sliding window of `window` tokens, if
+    any), `square` those without a mask. A row has `q_lens[i]` queries, which are the last of its
+    `k_lens[i]` keys.
     """
     return {
         "tokens": sum(q_lens),
@@ -100,23 +118,27 @@ def counts(
 
 
 def seen(length: int, window: int | None) -> int:
-    """Query-key pairs of a row of so many tokens: each sees itself and what is before it, or the
-    window's last ones of that.
+    """Return the number of query-key pairs of one causal row of `length` tokens: each token attends
+    to itself and all before it, or with `window` to the last `window` of these.
     """
     short = length if window is None else min(length, window)
     return short * (short + 1) // 2 + (length - short) * short
 
 
 def common_prefix(rows: list[list[int]]) -> int:
-    """Return the number of tokens with which all of these rows begin."""
-    low, high = min(rows), max(rows)  # the two that differ first
+    """Return the number of tokens with which all of these rows begin. Raises ValueError if there
+    are no rows.
+    """
+    low, high = min(rows), max(rows)  # of all pairs, these differ first
     pairs = enumerate(zip(low, high, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(low), len(high)))
 
 
 def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
-    """Length of what each group's prompts have in common; at least one token of every prompt is
-    left to itself.
+    """Return, for each group number, how many leading tokens its prompts share.
+
+    `groups` has the group number of each row. At least one token of every prompt stays outside the
+    prefix; a group of one prompt has 0.
     """
     members: list[list[int]] = [[] for _ in range(max(groups, default=-1) + 1)]
     for item, group in enumerate(groups):
@@ -132,9 +154,14 @@ def prefixes(rows: list[list[int]], groups: list[int]) -> list[int]:
 def open_bins(
     rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int = 1
 ) -> list[list[list[PromptPiece]]]:
-    """Bins of about `budget` tokens for each of `world` ranks. Groups come in seeded random order
-    and stay together; one that spills into the next bin is carried on there, and one cut between
-    ranks computes its prefix on both."""
+    """Plan the batches of division open: return, for each replica, its bins of about
+    `budget_tokens` tokens as lists of pieces.
+
+    Groups come in an order shuffled with `seed` and stay together. A group that does not fit
+    continues in the next bin of the replica without computing its prefix again; a group that is cut
+    between two replicas computes its prefix on both. A replica that gets no prompts has an empty
+    list.
+    """
     shared = prefixes(rows, groups)
     rng = random.Random(f"bins:{seed}")
     order = list(range(len(shared)))
@@ -162,6 +189,12 @@ def open_bins(
 def _fill(
     line: list[tuple[int, int, int]], shared: list[int], budget: int
 ) -> list[list[PromptPiece]]:
+    """Return one replica's bins from its line of prompts, each (group, prompt, tokens behind the
+    prefix).
+
+    A group's prefix is a piece before its first prompt only. Returns an empty list if the line is
+    empty.
+    """
     tokens = sum(length for _, _, length in line) + sum(
         shared[group] for group in {group for group, _, _ in line}
     )
@@ -188,8 +221,12 @@ def open_batch(
     shared: list[int],
     cache: int,
 ) -> Batch:
-    """A bin of an open pass. `after` is the next bin: the group it continues must keep its prefix;
-    `cache` is the number of rows kept for the carried prefix, which stand before this batch's own.
+    """Return one bin of division open as a batch.
+
+    `next_pieces` is the replica's next bin, or None: if it continues a group whose prefix is
+    computed here, `keep` names that prefix. `prefix_lens` holds the prefix length of each group.
+    `cache_rows` is the number of key/value rows reserved for the prefix carried over from the bin
+    before; they precede this batch's own in `gather`.
     """
     starts = np.cumsum([0] + [piece.length for piece in pieces])
     begin = {
@@ -225,12 +262,16 @@ def open_batch(
 
 
 def _items(pieces: list[PromptPiece]) -> list[tuple[int, int]]:
+    """Return (prompt, group) of each piece that is not a prefix."""
     return [(piece.item, piece.group) for piece in pieces if piece.item is not None]
 
 
 def _keep(
     pieces: list[PromptPiece], after: list[PromptPiece] | None, starts: Ids
 ) -> tuple[int, int] | None:
+    """Return the half-open token range of the prefix that the next bin continues to use, or None if
+    that bin begins with a prefix of its own, or the prefix is not in this batch.
+    """
     if not after or after[0].item is None:
         return None
     for i, piece in enumerate(pieces):
@@ -240,8 +281,13 @@ def _keep(
 
 
 def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> list[list[int]]:
-    """Padded batches of like length, each of at most `budget` tokens with its padding (one prompt
-    more where a last batch of one was left over), in seeded random order."""
+    """Divide prompts into batches of similar length for padding, and return the prompt indices of
+    each batch in an order shuffled with `seed`.
+
+    A batch has at most `budget_tokens` tokens including padding to a multiple of `pad_to`.
+    Exceptions: a prompt longer than that is a batch of its own, and a last batch of one prompt
+    joins the batch before if that has several.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     out: list[list[int]] = []
     width = 0
@@ -250,7 +296,7 @@ def sorted_batches(lengths: list[int], budget: int, pad_to: int, seed: int) -> l
             out.append([])
             width = -(-lengths[i] // pad_to) * pad_to
         out[-1].append(i)
-    # a batch of one is a shape of its own to a compiler
+    # a compiler would compile once more for a batch of one
     if len(out) > 1 and len(out[-1]) == 1 < len(out[-2]):
         last = out.pop()
         out[-1] += last

@@ -1,12 +1,13 @@
-"""A cloze whose answers have several tokens, as GLM reads it: a context with a mask, and candidates
-generated in its place.
+"""Cloze samples whose candidates have several tokens, as GLM reads them: a context with a mask, and
+candidates generated in its place.
 
-Context token i has position i and block position 0. A candidate of n pieces is a span of n + 1
-tokens, start-of-piece and the pieces, all at the mask's position and at block positions 1 to n + 1;
-their targets are the pieces and end-of-piece.
+Context token i has position i and block position 0. A candidate of n tokens is a span of n + 1
+inputs, the start-of-piece token and the n tokens, all at the mask's position and at block positions
+1 to n + 1; the targets are the n tokens and the end-of-piece token. ("Block position" is GLM's term
+and has nothing to do with transformer blocks.)
 
-In division closed every candidate has a context of its own; in open the candidates of a sample
-share one.
+In division closed every candidate has its own copy of the context; in open the candidates of a
+sample share one. `tasks/superglue_record` makes the samples, the engines train on a `ClozeDataset`.
 """
 
 from collections.abc import Iterable
@@ -22,40 +23,47 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class Cloze:
-    """One tokenised sample."""
+    """One tokenized cloze sample: a context with one [MASK], the candidates for it, and which of
+    them are right.
+    """
 
     context: tuple[int, ...]
-    mask: int  # where [MASK] stands in the context
-    candidates: tuple[tuple[int, ...], ...]  # the pieces of each, and nothing around them
-    right: tuple[int, ...]  # numbers of the candidates that are answers
-    texts: tuple[str, ...]  # of the candidates
+    mask: int  # index of [MASK] in the context
+    candidates: tuple[tuple[int, ...], ...]  # token ids, no special ones
+    right: tuple[int, ...]  # indices of the candidates that are answers
+    texts: tuple[str, ...]  # the candidates as text
     answers: tuple[str, ...]
-    name: str  # of the query
+    name: str  # identifies the query in messages
 
 
 @dataclass(frozen=True)
 class Pack:
-    """Samples computed at once, end to end: all contexts, then all spans, both in the order of the
-    samples.
+    """Cloze samples computed in one forward, laid end to end: all contexts, then all candidate
+    spans, both in the order of the samples.
     """
 
     tokens: Ids
     positions: Ids
     blocks: Ids
-    contexts: list[int]  # lengths
-    spans: list[int]  # lengths, candidate by candidate
-    groups: list[int]  # of each context, how many spans see it; they follow each other
-    targets: Ids  # of the spans' tokens
-    candidates: list[int]  # of each sample, how many
-    right: Ids  # of each sample, the first candidate that is right; -1 where none is
+    contexts: list[int]  # lengths of the contexts
+    spans: list[int]  # lengths of the spans, candidate by candidate
+    groups: list[int]  # per context, how many consecutive spans attend to it
+    targets: Ids  # one per token of the spans
+    candidates: list[int]  # per sample, its number of candidates
+    right: Ids  # per sample, the index of its first right candidate; -1 if none
     counts: dict[str, int]
 
 
 def pack(samples: list[Cloze], division: Division, start: int, end: int) -> Pack:
-    """`start` and `end` are the tokens that begin and end a piece."""
+    """Lay samples end to end for one forward. Raises ValueError if there are none.
+
+    In division closed the context is repeated for each candidate. `start_token` and `end_token` are
+    the ids of start-of-piece and end-of-piece. The counts treat a context as fully visible to
+    itself and a span as causal.
+    """
     if not samples:
         raise ValueError("a pack of no samples")
-    # with its number of contexts
+    # each sample with the number of its contexts
     every = [(one, len(one.candidates) if division == "closed" else 1) for one in samples]
     contexts = [len(one.context) for one, times in every for _ in range(times)]
     groups = [len(one.candidates) // times for one, times in every for _ in range(times)]
@@ -93,8 +101,12 @@ def pack(samples: list[Cloze], division: Division, start: int, end: int) -> Pack
 
 
 class ClozeRows:
-    """Samples to train on, in global batches of an endless sequence of epochs, and samples to
+    """The samples to train on, in global batches over endless shuffled epochs, and the samples to
     evaluate.
+
+    Samples are named by their index in the training or in the evaluation set; `held_out` True means
+    the evaluation set. `start_token` and `end_token` are the ids of start-of-piece and
+    end-of-piece.
     """
 
     def __init__(
@@ -107,6 +119,7 @@ class ClozeRows:
         start: int,
         end: int,
     ) -> None:
+        """Raises RequestError if there are no training samples or the global batch is below 1."""
         if not train:
             raise RequestError("no samples to train on; allowed: 1 or more")
         if batch < 1:
@@ -119,29 +132,37 @@ class ClozeRows:
         self._end = end
 
     def batch(self, step: int) -> list[int]:
-        """The training samples of a step, counted from 0: the same for every plan, the longest
-        first. Each epoch is a permutation of its own, so that lengths are sorted inside a batch and
-        nowhere else."""
+        """Return the indices of the training samples in the global batch of a step (counted from
+        0), longest first.
+
+        The batch is the same for every parallel plan. Each epoch is its own permutation of all
+        training samples.
+        """
         count = len(self._samples[False])
         return self._sorted(
             batch_of_step(step, self._batch, count, f"record:{self._seed}"), held=False
         )
 
     def held_out(self) -> list[int]:
-        """All samples of the evaluation, the longest first."""
+        """Return the indices of all evaluation samples, longest first."""
         return self._sorted(range(len(self._samples[True])), held=True)
 
     def _sorted(self, keys: Iterable[int], held: bool) -> list[int]:
+        """Sort sample indices by token count, longest first, then by index."""
         return sorted(keys, key=lambda key: (-self.size(key, held), key))
 
     def pack(self, keys: list[int], held: bool) -> Pack:
+        """Lay the samples with these indices end to end for one forward."""
         return pack([self.sample(key, held) for key in keys], self.division, self._start, self._end)
 
     def sample(self, key: int, held: bool) -> Cloze:
+        """Return one sample of the training set, or of the evaluation set if `held_out`."""
         return self._samples[held][key]
 
     def size(self, key: int, held: bool) -> int:
-        """Tokens of a sample in this division."""
+        """Return the number of tokens that a sample is computed with in this division: all
+        candidate spans and one context, or in closed one context per candidate.
+        """
         one = self.sample(key, held)
         spans = sum(len(piece) + 1 for piece in one.candidates)
         return spans + len(one.context) * (len(one.candidates) if self.division == "closed" else 1)

@@ -1,9 +1,10 @@
-"""Token files for pretraining, and the rows a model is trained on.
+"""Read token files for pretraining, and cut them into training rows.
 
-Read from the published layout (PaddleNLP's `create_pretraining_data.py`): `PREFIX_ids.npy` holds
-the tokens of all documents end to end; `PREFIX_idx.npz` holds `lens`, the length of every sentence,
-and `docs`, the number of sentences before every border of documents, from 0 to all of them. A
-document is its sentences end to end.
+The layout is that of PaddleNLP's `create_pretraining_data.py`: `PREFIX_ids.npy` holds the tokens of
+all documents end to end. `PREFIX_idx.npz` holds `lens`, the length of every sentence, and `docs`,
+the number of sentences before each document, from 0 up to the number of all sentences. A document
+is its sentences end to end. `data/token_files.py` writes such pairs; `tasks/openwebtext` trains on
+them.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from steelyard.errors import RequestError
 IDS, IDX = "_ids.npy", "_idx.npz"
 DTYPES = ("uint16", "int32", "uint32", "int64")
 MAX_INDEX_BYTES = 4 << 30
-MAX_HEADER_BYTES = 10_000  # of a .npy; numpy evaluates no longer ones
+MAX_HEADER_BYTES = 10_000  # of a .npy header; numpy refuses longer ones too
 BLOCK_TOKENS = 16 << 20  # 64 MiB of int32
 FEWEST = 3  # documents: one to train on, one to validate, one to test
 AGAIN = "make the pair anew with steelyard data pack"
@@ -38,16 +39,21 @@ AGAIN = "make the pair anew with steelyard data pack"
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents end to end. From files, the tokens are mapped: none is read before it is asked for."""
+    """The tokens of all documents end to end. Those of a file are memory-mapped, and read only when
+    they are used.
+    """
 
     ids: NDArray[Any]
-    ends: Ids  # where each document ends in ids
+    ends: Ids  # index in ids behind the last token of each document
     name: str  # the last part of the prefix
 
 
 def open_corpus(source: Path) -> Corpus:
-    """A corpus from its prefix (`folder/name`), from one of its two files, or from the folder of
-    one pair.
+    """Open a pair of token files by its prefix (`folder/name`), by one of the two files, or by a
+    folder that holds exactly one pair.
+
+    The index is read and checked, tokens are memory-mapped and not read. Raises RequestError if a
+    file is missing, unreadable or of another type, or if the two files do not belong together.
     """
     prefix, tokens, index = _pair(source)
     ids = _mapped(tokens)
@@ -58,8 +64,11 @@ def open_corpus(source: Path) -> Corpus:
 
 
 def check_files(source: Path) -> None:
-    """Raise RequestError if there is no pair of token files, by their names, the header of the
-    tokens and what the index holds. Neither tokens nor index are read."""
+    """Raise RequestError if there is no pair of token files at this path.
+
+    Checks the names, the header and size of the token file, and that the index is a zip with `lens`
+    and `docs`; reads neither tokens nor index arrays.
+    """
     _, tokens, index = _pair(source)
     _mapped(tokens)
     with _index_members(index):
@@ -67,7 +76,9 @@ def check_files(source: Path) -> None:
 
 
 def _pair(source: Path) -> tuple[Path, Path, Path]:
-    """The prefix of a pair, and its two files."""
+    """Return the prefix, the token file and the index file of a pair. Raises RequestError if one of
+    the files is missing.
+    """
     prefix = _prefix(source)
     tokens, index = Path(f"{prefix}{IDS}"), Path(f"{prefix}{IDX}")
     for path in (tokens, index):
@@ -79,6 +90,9 @@ def _pair(source: Path) -> tuple[Path, Path, Path]:
 
 
 def _prefix(source: Path) -> Path:
+    """Return the prefix of a pair, given the prefix, one of its files or the folder of exactly one
+    pair. Raises RequestError if there is none, or more than one.
+    """
     if any(Path(f"{source}{suffix}").is_file() for suffix in (IDS, IDX)):
         return source
     if source.is_file():
@@ -111,6 +125,9 @@ def _prefix(source: Path) -> Path:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
+    """Return the tokens of a .npy file as a read-only memory map. Raises RequestError if it is
+    unreadable, empty, has another size than its header says, or a type that is not in `DTYPES`.
+    """
     try:
         with files.open_regular(path) as file:
             count, dtype = _header(file, str(path))
@@ -131,8 +148,9 @@ def _mapped(path: Path) -> NDArray[Any]:
 
 
 def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
-    """The length and type of a 1-D array of integers; nothing of it is read, and no memory is taken
-    for it.
+    """Read the header of a .npy file of integers in one dimension, and return its length and type;
+    the file is left at the first element. Raises RequestError, which begins with `location`, for
+    anything else. Nothing is allocated for the array.
     """
     try:
         version = np.lib.format.read_magic(file)
@@ -161,7 +179,10 @@ def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
 
 
 def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """As numpy reads it, once its length is known to be within a limit."""
+    """Read a .npy header (shape, Fortran order, type) with numpy, after its length was checked:
+    ValueError beyond `MAX_HEADER_BYTES`. `short` means format 1.0, whose length field has two
+    bytes.
+    """
     length = file.read(2 if short else 4)
     size = int.from_bytes(length, "little")
     if size > MAX_HEADER_BYTES:
@@ -169,11 +190,14 @@ def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, 
     header = io.BytesIO(length + file.read(size))
     read = np.lib.format.read_array_header_1_0 if short else np.lib.format.read_array_header_2_0
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's advice on headers that Python 2 wrote
+        warnings.simplefilter("ignore")  # numpy warns of headers that Python 2 wrote
         return read(header)
 
 
 def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Read `lens` and `docs` of an index file. Raises RequestError if it cannot be read, or has
+    more entries than `tokens` tokens allow.
+    """
     with _index_members(path) as (archive, lens, docs):
         return _member(archive, lens, path, tokens), _member(archive, docs, path, tokens + 1)
 
@@ -182,8 +206,11 @@ def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
 def _index_members(
     path: Path,
 ) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
-    """An open index and its two members, of which nothing was read. What goes wrong inside the
-    block is refused too."""
+    """Open an index file and yield the zip archive with its members `lens` and `docs`, unread.
+
+    Raises RequestError if a member is missing, both are too large, or the archive cannot be read;
+    that includes read errors inside the `with` block.
+    """
     try:
         with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
@@ -199,8 +226,7 @@ def _index_members(
                     " in all"
                 )
             yield archive, infos["lens"], infos["docs"]
-    # What a zip can go wrong with has no common name: an unknown compression, a password, a
-    # checksum.
+    # Errors of a zip have no common base class: unknown compression, password, wrong checksum.
     except (
         zipfile.BadZipFile,
         OSError,
@@ -216,11 +242,14 @@ def _index_members(
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, most: int) -> NDArray[Any]:
+    """Read one integer array of the index. Raises RequestError if it has more than `max_entries`
+    entries, or its header disagrees with the zip directory's size; both are checked before
+    unpacking.
+    """
     where = f"{path}: {info.filename}"
     with archive.open(info) as file:
         count, dtype = _header(file, where)
-        # A header is believed only where the archive's own directory agrees, and before anything is
-        # unpacked.
+        # The header must agree with the zip's directory; checked before anything is unpacked.
         if count > most or info.file_size != file.tell() + count * dtype.itemsize:
             raise RequestError(
                 f"{where}: {count} {dtype} in {info.file_size} bytes; allowed: at most {most},"
@@ -230,6 +259,9 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, most: i
 
 
 def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int) -> None:
+    """Raise RequestError unless sentence lengths are 1 or more and add up to `tokens`, and document
+    boundaries increase strictly from 0 to the number of sentences.
+    """
     if not len(lens) or not len(docs):
         raise RequestError(
             f"{path}: {len(lens)} lens and {len(docs)} docs; allowed: 1 or more; {AGAIN}"
@@ -254,13 +286,15 @@ def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int
 
 
 def blocks(corpus: Corpus) -> Iterator[tuple[int, NDArray[Any]]]:
-    """All tokens, in blocks, each with the place of its first."""
+    """Yield all tokens in chunks of `CHUNK_TOKENS`, each with the position of its first token."""
     for begin in range(0, len(corpus.ids), BLOCK_TOKENS):
         yield begin, np.asarray(corpus.ids[begin : begin + BLOCK_TOKENS])
 
 
 def check_ids(corpus: Corpus, vocab: int) -> None:
-    """Every token is one of the vocabulary; this reads all of them once."""
+    """Raise RequestError, which names the first bad token, if a token is negative or not below
+    `vocab`. Reads all tokens once.
+    """
     for begin, block in blocks(corpus):
         if int(block.max()) >= vocab or int(block.min()) < 0:
             at = int(np.flatnonzero((block >= vocab) | (block < 0))[0])
@@ -272,8 +306,8 @@ def check_ids(corpus: Corpus, vocab: int) -> None:
 
 
 def fingerprint(corpus: Corpus, tokenizer_sha256: str | None) -> str:
-    """The hash of all tokens and borders of documents, however the tokens are stored, and of the
-    vocabulary if known.
+    """Return the SHA-256 (hex) of all tokens and document ends, whatever integer type stores them,
+    and of the tokenizer's hash if given. Reads all tokens.
     """
     digest = hashlib.sha256((tokenizer_sha256 or "").encode())
     for _, block in blocks(corpus):
@@ -283,8 +317,11 @@ def fingerprint(corpus: Corpus, tokenizer_sha256: str | None) -> str:
 
 
 def splits(documents: int) -> tuple[range, range, range]:
-    """The documents to train on, to validate and to test, 998 : 1 : 1 by place, rounded as the
-    reference does; none empty.
+    """Return the document numbers to train on, to validate and to test on, as three ranges in file
+    order.
+
+    The split is 998 : 1 : 1: validation and test get a thousandth of the documents each, rounded as
+    in the reference, and at least one. Raises RequestError if there are fewer than three documents.
     """
     if documents < FEWEST:
         raise RequestError(
@@ -295,35 +332,37 @@ def splits(documents: int) -> tuple[range, range, range]:
     return range(train), range(train, valid), range(valid, documents)
 
 
-# of a document: where it begins and stops in ids, and where the document ends
+# part of a document: its begin and stop in ids, and the end of the whole document
 _Piece = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """Documents in some order, end to end."""
+    """Documents in some order, laid end to end."""
 
     order: Ids
-    ends: Ids  # where each ends in the stream
+    ends: Ids  # position in the stream behind each document's last token
 
 
 class CorpusRows:
-    """Rows of `length` tokens from the training documents; implements `Rows`.
+    """Rows of `length` tokens cut from the training documents; implements `TrainingRows`.
 
-    An epoch is all of them in an order drawn from (seed, epoch), end to end, and the epochs follow
-    each other without a gap: row k is the tokens k*length to (k+1)*length of that endless stream,
-    and the batch of a step the next `batch` rows. So nothing depends on how many ranks share them,
-    and any row is found without those before it.
+    An epoch is all training documents, end to end, in an order drawn from (seed, epoch), and epochs
+    follow each other without a gap. Row k is tokens k*length to (k+1)*length of that endless
+    stream, and the batch of a step the next `batch_rows` rows. So rows do not depend on how many
+    ranks share them, and any row is found without computing those before it.
 
-    A piece of a document is a segment, and does not see what stood in the row before. The target of
-    its last token is the document's next one where that continues in the next row; at a document's
-    end there is none. Held out are the first whole rows of the validation documents in the order of
-    the file, or one padded row where they do not fill one.
+    A piece of a document is a segment of the row and does not attend to the segments before it. The
+    target of its last token is the document's next token if the document continues in the next row;
+    at a document's end there is none. Held out are the first whole rows of the validation documents
+    in file order, at most `held_out_rows`, or one padded row if they do not fill one. The key of a
+    training row is its number, that of a held-out row is ("valid", number).
     """
 
     def __init__(
         self, corpus: Corpus, length: int, batch: int, seed: int, held_out_rows: int
     ) -> None:
+        """Split the documents. Raises RequestError if there are fewer than three."""
         self._corpus, self._length, self._batch, self._seed = corpus, length, batch, seed
         train, valid, _ = splits(len(corpus.ends))
         self._train = len(train)
@@ -334,10 +373,11 @@ class CorpusRows:
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def batch(self, step: int) -> list[Key]:
+        """Return the row numbers of the global batch of a step, counted from 0."""
         return list(range(step * self._batch, (step + 1) * self._batch))
 
     def documents(self) -> Iterator[NDArray[Any]]:
-        """The training documents in the order of the file, for a program that draws rows of them
+        """Yield the tokens of each training document in file order, for a program that draws rows
         itself.
         """
         begin = 0
@@ -346,9 +386,13 @@ class CorpusRows:
             begin = end
 
     def held_out(self) -> list[Key]:
+        """Return the keys of the held-out rows."""
         return [("valid", k) for k in range(self._held_out)]
 
     def row(self, key: Key) -> Row:
+        """Return the tokens and targets of the row with this key. Orders of the last two epochs are
+        cached.
+        """
         if isinstance(key, tuple):
             begin = key[1] * self._length
             return self._row(list(self._pieces(self._valid, begin, begin + self._length)))
@@ -362,16 +406,19 @@ class CorpusRows:
         return self._row(pieces)
 
     def _draw(self, epoch: int) -> _Stream:
-        # Raw draws, for these are the same in every version of numpy, as its permutations need not
-        # be.
+        """Return the training documents in the order of an epoch, drawn from seed and epoch."""
+        # Raw draws are the same in every version of numpy; its permutations need not be.
         draws = np.random.PCG64((self._seed, epoch)).random_raw(self._train)
         return self._stream(np.argsort(draws, kind="stable"))
 
     def _stream(self, order: Ids) -> _Stream:
+        """Lay documents (by number) end to end in this order."""
         return _Stream(order, np.cumsum(self._lens[order]))
 
     def _pieces(self, stream: _Stream, begin: int, end: int) -> Iterator[_Piece]:
-        """What of which documents lies between two places of a stream."""
+        """Yield the pieces of documents that lie between two token positions of a stream, each as
+        (begin, stop, end of its document) in the corpus's tokens.
+        """
         place = int(np.searchsorted(stream.ends, begin, side="right"))
         while begin < end and place < len(stream.order):
             border, document_end = (
@@ -383,6 +430,10 @@ class CorpusRows:
             begin, place = stop, place + 1
 
     def _row(self, pieces: list[_Piece]) -> Row:
+        """Build a row from pieces of documents: tokens, next-token targets and segment lengths.
+        What the pieces do not fill is zeros with ignored targets, as a last segment; the row counts
+        as one sample.
+        """
         tokens = np.zeros(self._length, dtype=np.int64)
         targets = np.full(self._length, IGNORED, dtype=np.int64)
         at = 0

@@ -1,8 +1,10 @@
-"""The counts of a step, from the data alone. An engine only says which rows it computed.
+"""Count the work of scoring batches and training steps from the data alone: tokens, samples, logits
+and attention pairs.
 
-`of` counts rows of a pass, `wanted` what a pass must come to: one table for all of it, or one for
-each step that takes a global batch. A kind of work (tasks/kind.py) names what makes its counter,
-from inputs, division and the model's window.
+An engine only reports which rows it computed. A counter's `count` gives the counts of these rows,
+its `count_expected` those that a complete pass or step must reach, so that `metrics/plausible.py`
+can compare the two. A kind of work (tasks/kind.py) names the function that makes its counter from
+inputs, division and the model's attention window.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,22 +23,32 @@ Counts = dict[str, int]
 
 
 class Counter(Protocol):
+    """What counts the work of a kind of work. Each returned table holds the keys of `COUNT_NAMES`
+    and `padded`.
+    """
+
     def of(
         self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
-        """Return the counts of rows of a pass. `prefixes` are groups whose common beginning was
-        computed with them, once; `held_out` says that the rows are none of a step's global batch.
+        """Return the summed counts of the rows with these keys.
+
+        `prefix_groups` are the groups whose shared prefix was computed together with the rows, once
+        each. `held_out` says that the keys are those of held-out rows, not of a step's global
+        batch.
         """
 
     def wanted(self, steps: range | None) -> list[Counts]:
-        """Return the counts of each of these steps; None: those of a pass without steps of a global
-        batch.
+        """Return the counts that each of these steps must have. With None, return one table: the
+        counts of a whole pass that is not made of global batches.
         """
 
 
 class TextCounts:
-    """Of texts that are scored: in division closed every token of each, in open the tokens behind
-    what its group shares.
+    """Counts texts that are scored: in division closed all tokens of each, in open only those
+    behind the prefix that its group shares.
+
+    `logits` gives the number of logits that a text of some length needs; `window` is the model's
+    sliding attention window in tokens, if any.
     """
 
     def __init__(
@@ -46,15 +58,24 @@ class TextCounts:
         logits: Callable[[int], int],
         window: int | None = None,
     ) -> None:
+        """Keep the texts, the division, the number of logits as a function of a text's length, and
+        the model's attention window (None: full attention).
+        """
         self.texts, self.division, self.logits, self.window = texts, division, logits, window
 
     @cached_property
     def shared(self) -> list[int]:
+        """The number of leading tokens that each group's texts share, by group number; computed
+        once and cached.
+        """
         return prefixes(self.texts.rows, self.texts.groups)
 
     def of(
         self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
+        """Return the summed counts of the texts with these indices, and of the shared prefixes of
+        `prefix_groups`. `held_out` is ignored.
+        """
         lens = [len(self.texts.rows[i]) for i in rows]
         common = [self.shared[group] for group in prefixes]
         before = [
@@ -65,38 +86,58 @@ class TextCounts:
         return made | {"logits": sum(map(self.logits, lens))}
 
     def wanted(self, steps: range | None) -> list[Counts]:
-        """As if nothing were shared, which in division open is the most that there can be."""
+        """Return one table: the counts of all texts as if nothing were shared, which in division
+        open is an upper bound. `steps` is ignored.
+        """
         whole = TextCounts(self.texts, "closed", self.logits, self.window)
         return [whole.of(range(len(self.texts.rows)))]
 
 
 class RowCounts:
-    """Of rows to train on."""
+    """Counts rows of tokens to train on. `division` has no effect."""
 
     def __init__(self, rows: Rows, division: Division, window: int | None = None) -> None:
+        """Keep the rows and the model's attention window (None: full attention); `division` is
+        ignored.
+        """
         self.rows, self.window = rows, window
 
     def of(
         self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
+        """Return the summed counts of the rows with these keys, without padding. The other
+        arguments are ignored.
+        """
         return _sum(of_row(self.rows.row(key), self.window) for key in rows)
 
     def wanted(self, steps: range | None) -> list[Counts]:
+        """Return the counts of each step's global batch, or with None one table for all held-out
+        rows.
+        """
         return [self.of(keys) for keys in _drawn(self.rows, steps)]
 
 
 class ClozeCounts:
-    """Of contexts with candidates."""
+    """Counts cloze samples: contexts with candidate spans. The division is that of the data set;
+    `division` and `window` have no effect.
+    """
 
     def __init__(self, rows: ClozeRows, division: Division, window: int | None = None) -> None:
+        """Keep the data set; `division` and `window` are ignored."""
         self.rows = rows
 
     def of(
         self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
+        """Return the summed counts of the samples with these indices, of the evaluation set if
+        `held_out`; zeros if there are none.
+        """
         return _sum([self.rows.pack(list(rows), held=held_out).counts] if rows else [])
 
     def wanted(self, steps: range | None) -> list[Counts]:
+        """Return the counts of each step's global batch, or with None one table for the whole
+        evaluation set.
+        """
         held_out = steps is None
         return [
             _sum(self.of([key], held_out=held_out) for key in keys)
@@ -105,12 +146,14 @@ class ClozeCounts:
 
 
 def _drawn(rows: Rows | ClozeRows, steps: range | None) -> list[Sequence[Key]]:
-    """Return the rows of each step, or those held out."""
+    """Return the keys of each step's global batch, or with None one list with the held-out rows."""
     return [rows.held_out()] if steps is None else [rows.batch(step) for step in steps]
 
 
 def of_row(row: Row, window: int | None = None) -> Counts:
-    """Padding, a last segment of its own, is no work."""
+    """Return the counts of one training row. Its last segment is left out if it is padding;
+    `logits` counts targets that are learned.
+    """
     real = row.lens if row.real == len(row.tokens) else row.lens[:-1]
     return {
         "tokens": sum(real),
@@ -123,6 +166,7 @@ def of_row(row: Row, window: int | None = None) -> Counts:
 
 
 def _sum(every: Iterable[Counts]) -> Counts:
+    """Add up tables of counts key by key. `padded` is 0 in the result whatever the tables say."""
     out = dict.fromkeys((*COUNTED, "padded"), 0)
     for one in every:
         for key in COUNTED:
@@ -131,10 +175,12 @@ def _sum(every: Iterable[Counts]) -> Counts:
 
 
 def count_choices(texts: Texts, division: Division, window: int | None) -> TextCounts:
-    """Return the counter of texts of which only the token after the last is looked at."""
+    """Return the counter for multiple-choice prompts, which need the logits of one token each."""
     return TextCounts(texts, division, lambda length: 1, window)
 
 
 def count_texts(texts: Texts, division: Division, window: int | None) -> TextCounts:
-    """Return the counter of texts whose losses are read: each needs the logits of the token before."""
+    """Return the counter for texts whose every token has a loss, which need logits for all tokens
+    but the last.
+    """
     return TextCounts(texts, division, lambda length: length - 1, window)

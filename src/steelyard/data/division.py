@@ -1,10 +1,11 @@
-"""Divisions of a case, how much of the work that samples have in common may be done once, and what
-a step of it counts.
-"""
+"""The two divisions of a case, closed and open, and the names of what a step counts."""
 
 from typing import Literal
 
 Division = Literal["closed", "open"]
-"""Closed: every prompt or candidate is computed whole, on its own. Open: what several begin with is computed once."""
+(
+    "Closed: every prompt or candidate is computed whole, on its own."
+    " Open: what several begin with is computed once."
+)
 
-COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # what every working step counts
+COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # keys of a step's counts

@@ -1,8 +1,9 @@
-"""Untrusted JSON lines: one value per line, read within limits. Any error is one line, with its
-location.
+"""Read untrusted JSON lines (one JSON value per line) within limits; every error is a RequestError
+of one line with file and line number.
 
-A reader says what a line of its file looks like (`form`, such as 'a line is {"text": "…"}') and how
-large a file of its kind is (`usual`, such as "; the test set has 2 MB"); both end the refusals.
+The reader of a file passes `line_format`, which says what a line looks like (such as 'a line is
+{"text": "…"}'), and `size_hint`, which says how large such a file is (such as "; the test set has 2
+MB"); error messages end with these.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ from steelyard.errors import RequestError
 
 @dataclass(frozen=True)
 class Line:
-    """A line that is JSON."""
+    """One line of a file, parsed as JSON."""
 
     number: int  # counted from 1
-    raw: bytes  # without its end
+    raw: bytes  # without the line feed
     value: Any
-    where: str  # the file and the line: what the refusal of a value begins with
+    where: str  # `PATH: line N`, with which an error message begins
 
 
 def read(
@@ -34,8 +35,11 @@ def read(
     usual: str = "",
     watch: Callable[[int], None] | None = None,
 ) -> Iterator[Line]:
-    """The lines of a file, one at a time. `watch` is told how far in the file, compressed or not,
-    each ends.
+    """Yield the lines of a file, gzipped or not, parsed one at a time.
+
+    Raises RequestError if the file cannot be read, is larger than `most_bytes` unpacked, or a line
+    is too long or not JSON. `watch` is called before each line with the byte offset reached in the
+    file as it is on disk.
     """
     with refusals(path, usual):
         yield from parse(
@@ -44,7 +48,9 @@ def read(
 
 
 def split(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line, without a copy of them all."""
+    """Yield the number (from 1) and the bytes of each line, without its line feed and without
+    copying the whole content.
+    """
     number = start = 0
     while start < len(content):
         stop = content.find(b"\n", start)
@@ -57,7 +63,9 @@ def split(content: bytes) -> Iterator[tuple[int, bytes]]:
 def parse(
     lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_bytes: int | None = None
 ) -> Iterator[Line]:
-    """The values of numbered lines."""
+    """Parse numbered lines as JSON, one at a time. Raises RequestError with path and line number if
+    a line is longer than `most_line_bytes` or is not JSON in UTF-8.
+    """
     for number, raw in lines:
         where = f"{path}: line {number}"
         if most_line_bytes is not None and len(raw) > most_line_bytes:
@@ -74,8 +82,10 @@ def parse(
 
 
 def text(value: Any, what: str, form: str) -> str:
-    """Return a value that is a text. Raise RequestError otherwise: `what` begins the line, `form`
-    says what is allowed. JSON can write half a character, which no tokenizer reads."""
+    """Return `value` if it is a string of valid Unicode; otherwise raise RequestError. The message
+    begins with `label` and, if it is no string, ends with `line_format`. (JSON can hold half of a
+    surrogate pair, which no tokenizer reads.)
+    """
     if not isinstance(value, str):
         raise RequestError(f"{what} {shown(value)}; {form}")
     try:
@@ -87,7 +97,9 @@ def text(value: Any, what: str, form: str) -> str:
 
 @contextlib.contextmanager
 def refusals(path: Path, usual: str = "") -> Iterator[None]:
-    """Around what reads a file: one that cannot be read, or is too large, is refused in one line."""
+    """Turn errors of reading a file inside the `with` block into RequestError: OSError, and
+    TooLargeError with `size_hint` behind it.
+    """
     try:
         yield
     except files.TooLargeError as error:

@@ -1,7 +1,9 @@
-"""Rows of training data: fixed in length, made of segments that do not see each other.
+"""The form of training data: rows of fixed length, made of segments that do not attend to each
+other.
 
-A training set says which rows make the global batch of a step, the same for every plan; ranks take
-theirs of it.
+A training set (`TrainingRows`) says which rows make the global batch of each step, the same for
+every parallel plan; each rank takes its part of it. `data/corpus.py` and `tasks/alpaca` implement
+it; the engines read it.
 """
 
 from dataclasses import dataclass
@@ -11,27 +13,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
-Key = Any  # what names a row of a set; only the set looks inside
+Key = Any  # identifies a row; opaque to all but the data set
 
-IGNORED = -100  # the target of a token from which nothing is learned
+IGNORED = -100  # the target of a token that has no loss
 
 
 @dataclass(frozen=True)
 class Row:
-    """Segments laid end to end. What is left of the row is padding, a last segment of its own."""
+    """One training row: segments laid end to end, and padding, if any, as a last segment of its
+    own.
+    """
 
     tokens: Ids
     targets: Ids  # the next token of the same segment, or IGNORED
-    lens: tuple[int, ...]  # of the segments, adding up to the length of the row
-    real: int  # tokens that are no padding
+    lens: tuple[int, ...]  # lengths of the segments; they add up to the row's length
+    real: int  # number of tokens that are not padding
     samples: int
 
 
 class Rows(Protocol):
-    def batch(self, step: int) -> list[Key]:
-        """The rows of the global batch of a step, counted from 0."""
+    """A data set of training rows, addressed by keys that only the data set understands."""
 
-    def row(self, key: Key) -> Row: ...
+    def batch(self, step: int) -> list[Key]:
+        """Return the keys of the rows in the global batch of a step, counted from 0."""
+
+    def row(self, key: Key) -> Row:
+        """Return the tokens and targets of the row with this key."""
 
     def held_out(self) -> list[Key]:
-        """Rows that are never trained on, for the loss before and after; the same at every call."""
+        """Return the keys of the rows that are never trained on and whose loss is measured before
+        and after; the same at every call.
+        """

@@ -1,4 +1,4 @@
-"""Seeded draws from a dataset: a sample of it, and its order in every epoch."""
+"""Draw from a data set with a seed: a sample of its items, and its order in every epoch."""
 
 import random
 from functools import lru_cache
@@ -9,8 +9,11 @@ from steelyard.errors import RequestError
 def chosen(
     total: int, sample: int | None, seed: int, noun: str = "question", pool: list[int] | None = None
 ) -> list[int]:
-    """Which items are asked, in the order of the set: all, or a seeded sample; of those in `pool`
-    alone, where one is given.
+    """Return the indices of the items to run, in ascending order of the set: all, or a seeded
+    random sample of `sample` items.
+
+    If `pool` is given, only these indices are chosen from. `noun` names an item in the message.
+    Raises RequestError if `sample` is below 1 or more than there are.
     """
     every = list(range(total)) if pool is None else pool
     if sample is None:
@@ -25,14 +28,17 @@ def chosen(
 
 
 def batch_of_step(step: int, batch: int, count: int, seed: str) -> list[int]:
-    """Return the numbers of the samples in the batch of a step, counted from 0, of an endless
-    sequence of epochs. Each epoch is a permutation of its own of all `count` samples."""
+    """Return the item indices in the batch of a step (counted from 0), of an endless sequence of
+    epochs. Each epoch is its own seeded permutation of all `count` items; a batch may span two
+    epochs.
+    """
     places = (divmod(place, count) for place in range(step * batch, (step + 1) * batch))
     return [permutation(count, f"{seed}:{epoch}")[i] for epoch, i in places]
 
 
 @lru_cache(maxsize=4)
 def permutation(count: int, seed: str) -> tuple[int, ...]:
+    """Return the numbers 0 to count-1, shuffled with `seed`. The last four results are cached."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)

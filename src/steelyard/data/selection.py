@@ -1,9 +1,10 @@
-"""Items of a dataset that a user names: a file of ids, one a line, and names of groups.
+"""Items of a data set that a user names with `--rows FILE` or `--subjects`: ids, ranges of ids, and
+names of groups.
 
-An id is the place of an item in the whole set, counted from 0, which is what a record's
-`outputs.index` holds; where a set has groups, also `group/place`, the place inside that group.
-`first-last` is a range, both ends in it. Ids are kept sorted and joined to ranges, so that ids of
-one kind have one spelling.
+An id is the position of an item in the whole set, counted from 0, as in a record's `outputs.index`.
+In a set with groups it may also be `group/position`, the position inside that group. `first-last`
+is a range that includes both ends. Ids are stored sorted and merged into ranges, so that the same
+items always have the same spelling.
 """
 
 import re
@@ -20,7 +21,7 @@ from steelyard.errors import RequestError, known
 MAX_FILE_BYTES = 16 << 20
 MAX_LINE_BYTES = 512
 MAX_LINES = 500_000
-MAX_ITEMS = 10_000_000  # that ranges may name
+MAX_ITEMS = 10_000_000  # that all ranges together may name
 NEAREST = 5
 
 ID = r"^(?:([^/\x00-\x1f\x7f]{1,200})/)?([0-9]{1,9})(?:-([0-9]{1,9}))?$"  # group, first, last
@@ -30,22 +31,31 @@ _ID = re.compile(ID)
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """Places of the whole set, or of a group of it; both ends are in it."""
+    """A range of positions, both ends included, in the whole set (`group` is empty) or in one
+    group.
+    """
 
     group: str
     first: int
     last: int
 
     def __str__(self) -> str:
+        """Return the canonical spelling: `12`, `12-20`, `group/12` or `group/12-20`."""
         places = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
         return f"{self.group}/{places}" if self.group else places
 
     def __len__(self) -> int:
+        """Return the number of positions in the range."""
         return self.last - self.first + 1
 
 
 def read(path: Path) -> tuple[str, ...]:
-    """The ids of a file. Empty lines, and lines that begin with #, are left out."""
+    """Read ids and ranges from a file, one per line, and return them sorted, with adjacent ones
+    merged, in canonical spelling.
+
+    Empty lines and lines that begin with # are skipped. Raises RequestError if the file is
+    unreadable or too large, holds no ids, a line that is no id, or names an item twice.
+    """
     found: list[tuple[Span, int]] = []
     with jsonl.refusals(path, ", the limit for a file of ids"):
         for number, raw in files.lines(path, MAX_LINE_BYTES, MAX_FILE_BYTES):
@@ -73,15 +83,21 @@ def read(path: Path) -> tuple[str, ...]:
 
 
 def _line(raw: bytes, where: str) -> str:
+    """Decode a line and strip white space and a byte-order mark. Raises RequestError if it is too
+    long or not UTF-8.
+    """
     if len(raw) > MAX_LINE_BYTES:
         raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes; {_FORM}")
     try:
-        return raw.decode("utf-8-sig").strip()  # Windows' editors begin a file with a mark
+        return raw.decode("utf-8-sig").strip()  # with or without a byte-order mark
     except UnicodeDecodeError as error:
         raise RequestError(f"{where} is not UTF-8; {_FORM}") from error
 
 
 def _span(text: str, where: str) -> Span:
+    """Parse `12`, `12-20` or `group/12-20`. Raises RequestError, which begins with `location`, if
+    it is none of these or the range ends before it begins.
+    """
     found = _ID.match(text)
     if found is None:
         raise RequestError(f"{where} is {text[:80]!r}; {_FORM}")
@@ -93,7 +109,7 @@ def _span(text: str, where: str) -> Span:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """Sorted spans, those that touch as one."""
+    """Merge adjacent ranges of one group; the input is sorted."""
     out: list[Span] = []
     for span in spans:
         if out and out[-1].group == span.group and out[-1].last + 1 == span.first:
@@ -104,11 +120,14 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 def spans(ids: Sequence[str]) -> list[Span]:
+    """Parse ids and ranges. Raises RequestError if one is malformed."""
     return [_span(one, "an id") for one in ids]
 
 
 def checked(text: str) -> str:
-    """An id, if it is one. For what is read from a record: ValueError otherwise."""
+    """Return the canonical spelling of an id or range read from a record. Raises ValueError, as
+    pydantic validators must, if it is malformed.
+    """
     try:
         return str(_span(text, "an id"))
     except RequestError as error:
@@ -116,15 +135,18 @@ def checked(text: str) -> str:
 
 
 def size(ids: Sequence[str]) -> int:
-    """How many items they name."""
+    """Return how many items these ids and ranges name."""
     return sum(map(len, spans(ids)))
 
 
 def places(
     ids: Sequence[str], total: int, noun: str, groups: Mapping[str, range] | None = None
 ) -> list[int]:
-    """Where the named items stand in a set of so many, in its order. `groups`: where the items of
-    each group stand.
+    """Return the positions of the named items in a set of `total` items, sorted.
+
+    `groups` maps each group to the positions of its items; None if the set has no groups. `noun`
+    names an item in messages. Raises RequestError if an id is beyond the set, its group does not
+    exist, or two ids name the same item.
     """
     named: dict[int, Span] = {}
     for span in spans(ids):
@@ -149,6 +171,9 @@ def places(
 
 
 def _group(span: Span, groups: Mapping[str, range] | None) -> range:
+    """Return the positions of the group that a range names. Raises RequestError if the set has no
+    groups, or not this one.
+    """
     if groups is None:
         raise RequestError(
             f"--rows: {span}: the data has no groups; allowed: places counted from 0, such as 12 or"
@@ -160,8 +185,8 @@ def _group(span: Span, groups: Mapping[str, range] | None) -> range:
 
 
 def nearest(name: str, names: Mapping[str, range]) -> str:
-    """What to write instead of a name that is none of these: what looks like it or has it inside,
-    else all.
+    """Return the end of an error message for an unknown name: the names that are similar or contain
+    it, at most five; else all known names.
     """
     wanted = name[:200].lower().replace(" ", "_")
     near = get_close_matches(wanted, list(names), NEAREST)
@@ -170,7 +195,9 @@ def nearest(name: str, names: Mapping[str, range]) -> str:
 
 
 def of_groups(wanted: Sequence[str], groups: Mapping[str, range]) -> list[int]:
-    """The places of all items of these groups, in the order of the set."""
+    """Return the positions of all items of the groups named with `--subjects`, sorted. Raises
+    RequestError if there is no such group.
+    """
     for name in wanted:
         if name not in groups:
             raise RequestError(f"--subjects {name!r}: no such subject; {nearest(name, groups)}")
@@ -178,7 +205,9 @@ def of_groups(wanted: Sequence[str], groups: Mapping[str, range]) -> list[int]:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The names of `--subjects a,b`, sorted."""
+    """Split `--subjects a,b` into sorted names. Raises RequestError if a name is empty or given
+    twice.
+    """
     found = [name.strip() for name in text.split(",")]
     if not all(found):
         raise RequestError(

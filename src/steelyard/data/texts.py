@@ -1,29 +1,33 @@
-"""Tokenised texts: the part that scoring engines read. Each task's own class has more."""
+"""The parts of tokenized texts that scoring engines read. Each task's own class implements one of
+these protocols and has more fields.
+"""
 
 from typing import Protocol
 
 
 class Texts(Protocol):
+    """Tokenized texts to score, with groups of texts that share a prefix."""
+
     @property
     def rows(self) -> list[list[int]]:
-        """The tokens of each text."""
+        """The token ids of each text."""
 
     @property
     def groups(self) -> list[int]:
-        """A number for each text; those of one group begin with the same tokens."""
+        """The group number of each text; texts of one group begin with the same tokens."""
 
 
 class Choices(Texts, Protocol):
-    """Texts that are each followed by one of a few answers."""
+    """Prompts that are each followed by one of a few one-token answers."""
 
     @property
     def letters(self) -> list[int]:
-        """The token of each answer."""
+        """The token id of each answer."""
 
 
 class Passages(Texts, Protocol):
-    """Texts that are scored token by token, and their last words on their own."""
+    """Texts whose tokens all have a loss, and whose last words are also scored on their own."""
 
     @property
     def last(self) -> list[int]:
-        """How many tokens the last word of each text has; the end of the text is not one of them."""
+        """The number of tokens of each text's last word, without the token that ends the text."""

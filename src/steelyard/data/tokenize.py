@@ -1,4 +1,8 @@
-"""Token files made from texts (JSON lines, gzip or not), and what a pair of them holds."""
+"""Write token files from texts (JSON lines, gzipped or not), and describe what a pair of token
+files holds.
+
+This is behind `steelyard data pack` and `steelyard data inspect`; `data/corpus.py` reads the files.
+"""
 
 import os
 import secrets
@@ -24,28 +28,36 @@ BATCH_TEXTS, BATCH_CHARACTERS = 512, 1 << 20
 HEADER_BYTES = 128
 ROW = 2048
 
-ByteWatch = Callable[[int, int], None]  # bytes of the input read, and all
+ByteWatch = Callable[[int, int], None]  # bytes of the input read so far, and in all
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """A pair of token files that was written."""
+    """What was written as a pair of token files: its counts, file names with sizes in bytes, and
+    fingerprint.
+    """
 
     documents: int
     tokens: int
-    skipped: int  # documents without a word
+    skipped: int  # documents of white space only
     files: list[tuple[str, int]]
     fingerprint: str
 
 
 @dataclass(frozen=True)
 class Split:
+    """The number of documents and tokens in one split of a corpus."""
+
     documents: int
     tokens: int
 
 
 @dataclass(frozen=True)
 class CorpusInspection:
+    """What a corpus holds: document and token counts, document lengths in tokens, the highest token
+    id, and its splits `train`, `valid` and `test`.
+    """
+
     name: str
     documents: int
     tokens: int
@@ -54,14 +66,14 @@ class CorpusInspection:
     longest: int
     mean: float
     highest: int
-    # of 2048 tokens, whole ones of one epoch; None where there are too few documents to split
+    # whole rows of 2048 tokens in one epoch; None if there are too few documents to split
     rows: int | None
     splits: dict[str, Split] | None
     fingerprint: str
 
 
 def inspect(corpus: Corpus) -> CorpusInspection:
-    """What a corpus holds; all its tokens are read."""
+    """Return the counts, lengths, splits and fingerprint of a corpus. Reads all tokens."""
     lens = np.diff(corpus.ends, prepend=0)
     parts = None
     if len(lens) >= FEWEST:
@@ -93,16 +105,23 @@ def tokenize(
     force: bool = False,
     watch: ByteWatch | None = None,
 ) -> TokenFiles:
-    """Tokenise the text of every line into a pair of token files, one sentence a document; both
-    appear whole, or neither.
+    """Tokenize the text in field `key` of every line into the token files PREFIX_ids.npy and
+    PREFIX_idx.npz, one document per line.
 
-    A document is what begins a sequence for the tokenizer, its text, and the token that ends one.
+    A document is whatever the tokenizer begins a sequence with, its text and, with `append_end`,
+    the end token (once). Texts of white space only are skipped. Both files appear complete or
+    neither does. `watch` is called with bytes read and total bytes. Raises RequestError for bad
+    inputs, existing outputs without `force`, no documents, or a tokenizer without end token;
+    LostError if the files cannot be written.
     """
     end = end_of(tokenizer, "leave the end out with --no-append-end") if append_end else None
     total = _check(inputs, prefix, force)
     skipped = 0
 
     def documents() -> Iterator[list[list[int]]]:
+        """Yield the token ids of the documents batch by batch, count skipped texts and report
+        progress.
+        """
         nonlocal skipped
         for texts, done in _batches(inputs, key):
             full = [text for text in texts if text.strip()]
@@ -136,7 +155,9 @@ def tokenize(
 
 
 def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
-    """The bytes of the input, if all is there and the output may be written."""
+    """Return the total size of the inputs in bytes. Raises RequestError if an input is no file, or
+    the output may not be written there.
+    """
     for path in inputs:
         if not path.is_file():
             raise RequestError(f"{str(path)!r} is not a file; give .jsonl or .jsonl.gz files")
@@ -161,7 +182,9 @@ def _check(inputs: list[Path], prefix: Path, force: bool) -> int:
 
 
 def _batches(inputs: list[Path], key: str) -> Iterator[tuple[list[str], int]]:
-    """Texts, enough for a tokenizer to share among cores, with the bytes of the input read so far."""
+    """Yield lists of texts, large enough for a tokenizer to share among cores, each with the bytes
+    of input read so far.
+    """
     texts: list[str] = []
     characters = before = done = 0
     for path in inputs:
@@ -178,10 +201,11 @@ def _batches(inputs: list[Path], key: str) -> Iterator[tuple[list[str], int]]:
 
 
 def _texts(path: Path, key: str) -> Iterator[tuple[str, int]]:
-    """The texts of a file, each with how far in it was read."""
+    """Yield each text of a file with the byte offset in the file (as on disk) reached so far."""
     at = 0
 
     def watch(read: int) -> None:
+        """Remember the byte offset that the reader reports."""
         nonlocal at
         at = read
 
@@ -190,10 +214,14 @@ def _texts(path: Path, key: str) -> Iterator[tuple[str, int]]:
 
 
 def _form(key: str) -> str:
+    """Return what a line looks like, for error messages."""
     return f'a line is {{"{key}": "…"}}'
 
 
 def _text(line: jsonl.Line, key: str) -> str:
+    """Return the text of a line. Raises RequestError if it has no string under `key`, or one that
+    is not valid Unicode.
+    """
     text = line.value.get(key) if isinstance(line.value, dict) else None
     if not isinstance(text, str):
         raise RequestError(
@@ -205,8 +233,8 @@ def _text(line: jsonl.Line, key: str) -> str:
 def _write_ids(
     file: IO[bytes], batches: Iterator[list[list[int]]], dtype: np.dtype[np.generic]
 ) -> NDArray[np.int32]:
-    """Write tokens as they come, and before them a header for as many as came; the lengths of the
-    documents.
+    """Write the tokens of all documents and, at the beginning of the file, the .npy header for as
+    many as came; return the documents' lengths.
     """
     lens = array("i")
     file.seek(HEADER_BYTES)
@@ -223,8 +251,10 @@ def _write_ids(
 
 @contextmanager
 def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Two files to write beside their places, which they take together once both are written and
-    synced.
+    """Yield two temporary files for tokens and index, open for writing; on success sync both and
+    rename them to their final names.
+
+    Raises LostError if they cannot be written. The temporary files are always removed.
     """
     places = [Path(f"{prefix}{suffix}") for suffix in (IDS, IDX)]
     mark = secrets.token_hex(4)
@@ -246,8 +276,11 @@ def _pair(prefix: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _place(made: list[Path], places: list[Path]) -> None:
-    # Tokens without an index are refused when they are read; with that of older tokens they would
-    # not always be.
+    """Rename the two finished files to their final names, and remove both if either rename fails.
+    An old index is removed first.
+    """
+    # The old index goes first: a reader refuses tokens without index, but might accept new tokens
+    # with an old index.
     places[1].unlink(missing_ok=True)
     try:
         for path, place in zip(made, places, strict=True):

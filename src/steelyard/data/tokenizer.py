@@ -1,5 +1,6 @@
-"""Tokenizers, from `tokenizer.json`, from a SentencePiece `tokenizer.model`, from byte-level BPE's
-`vocab.json` with `merges.txt`, from BERT's `vocab.txt`, or made by the package for its own data."""
+"""Load tokenizers: Hugging Face's `tokenizer.json`, a SentencePiece `tokenizer.model`, byte-level
+BPE (`vocab.json` with `merges.txt`), BERT's `vocab.txt`; and the tokenizer of generated data.
+"""
 
 import hashlib
 import json
@@ -19,18 +20,24 @@ Kind = TypeVar("Kind")
 
 
 class Tokenizer(Protocol):
+    """What tasks need of a tokenizer. `source` is its file name, `vocab` its number of ids."""
+
     source: str
     vocab: int
-    # of the pieces in the order of their ids, so that two files of one vocabulary agree
+    # of the pieces in the order of their ids: equal for any file format of one vocabulary
     sha256: str
-    end: int | None  # the token that ends a text, None where the tokenizer does not tell
+    end: int | None  # id of the token that ends a text; None if not known
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids with whatever begins a sequence for this tokenizer."""
+        """Return the token ids of each text, with whatever this tokenizer begins (and perhaps ends)
+        a sequence with.
+        """
 
 
 class WordPieces(Tokenizer, Protocol):
-    """A tokenizer that adds nothing to a text, and says which pieces begin, fill and mask one."""
+    """A tokenizer that adds nothing around a text, and has the ids of BERT's special tokens [CLS],
+    [PAD] and [MASK].
+    """
 
     cls: int
     pad: int
@@ -38,13 +45,18 @@ class WordPieces(Tokenizer, Protocol):
 
 
 class MadeTokenizer:
-    """For made data: a piece is a word with its leading space, and its id a hash of it. The four
-    answers have ids of their own, so that no other word can be one."""
+    """The tokenizer of generated data: a token is a word with its leading space, and its id a hash
+    of it modulo `vocab`.
+
+    Id 0 ends a text, 1 begins one. The four answers " A" to " D" have ids of their own (2 to 5), so
+    that no other word shares them.
+    """
 
     source = "made"
     end: int | None = 0
 
     def __init__(self, vocab: int) -> None:
+        """Raises RequestError if `vocab` is too small for the special ids."""
         least = 3 + len(_ANSWERS)
         if vocab < least:
             raise RequestError(
@@ -54,9 +66,11 @@ class MadeTokenizer:
         self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return id 1 (begin) and the ids of the words of each text; no end token is added."""
         return [[1, *map(self._id, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts]
 
     def _id(self, piece: str) -> int:
+        """Return the fixed id of an answer, or the hashed id of any other word."""
         if piece in _ANSWERS:
             return 2 + _ANSWERS.index(piece)
         first = 2 + len(_ANSWERS)
@@ -69,9 +83,14 @@ _ANSWERS = (" A", " B", " C", " D")
 
 
 class JsonTokenizer:
-    """Hugging Face `tokenizers` file."""
+    """A tokenizer from a Hugging Face `tokenizer.json`, without padding or truncation. The end
+    token is the one that a `tokenizer_config.json` beside it names.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Load the file. Raises RequestError if it is no tokenizer.json or has no tokens, or if
+        package tokenizers is not installed.
+        """
         tokenizers = _need("tokenizers")
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
@@ -91,15 +110,21 @@ class JsonTokenizer:
         self.end: int | None = _configured_end(path.with_name("tokenizer_config.json"), pieces)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text with the special tokens that the file's post-processor
+        adds.
+        """
         return [encoding.ids for encoding in self._inner.encode_batch(texts)]
 
 
 class SentencePieceTokenizer:
-    """SentencePiece model file; the beginning-of-sequence token comes first where the model has
-    one.
+    """A tokenizer from a SentencePiece model file. It puts the beginning-of-sequence token first if
+    the model has one.
     """
 
     def __init__(self, path: Path) -> None:
+        """Load the file. Raises RequestError if it is no SentencePiece model, or the package is not
+        installed.
+        """
         sentencepiece = _need("sentencepiece")
         try:
             self._inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -111,18 +136,25 @@ class SentencePieceTokenizer:
         self.end: int | None = int(self._inner.eos_id()) if self._inner.eos_id() >= 0 else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, after the beginning-of-sequence token if the model has
+        one; no end token is added.
+        """
         ids: list[list[int]] = self._inner.encode(texts, add_bos=self._inner.bos_id() >= 0)
         return ids
 
 
 class BytePairTokenizer:
-    """Byte-level BPE: `vocab.json`, `merges.txt`, and perhaps `special_tokens.txt` with tokens that
-    follow the vocabulary's.
+    """A byte-level BPE tokenizer from `vocab.json`, `merges.txt` and optionally
+    `special_tokens.txt`, whose tokens get the ids after the vocabulary.
 
-    These are ids to begin and end with and never a reading of a text, which may hold "</s>" as any
-    other letters."""
+    A text begins with [CLS] if that is a special token. Special tokens are never read from a text:
+    "</s>" in it is ordinary characters.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Load the files beside `path` (vocab.json). Raises RequestError if one is malformed or
+        merges.txt is missing.
+        """
         tokenizers = _need("tokenizers")
         byte_level = tokenizers.pre_tokenizers.ByteLevel
         ids = _vocabulary(path, byte_level.alphabet())
@@ -142,16 +174,24 @@ class BytePairTokenizer:
         self._begin = [places["[CLS]"]] if "[CLS]" in special else []
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, after [CLS] if that is a special token; no end token
+        is added.
+        """
         return [self._begin + encoding.ids for encoding in self._inner.encode_batch(texts)]
 
 
 class WordPieceTokenizer:
-    """BERT's uncased word pieces: `vocab.txt`, one a line, whose number (from 0) is the piece's id.
+    """BERT's uncased word-piece tokenizer from `vocab.txt`: one piece per line, whose line number
+    from 0 is its id.
 
-    A text is its words and nothing around them, and "[MASK]" in one is three pieces: the special
-    ones are ids to put."""
+    A text is encoded without anything around it, and "[MASK]" in it is read as three pieces:
+    special tokens are only put by id.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Load the file. Raises RequestError if a line is empty, repeated or has space around it,
+        or a special token is missing.
+        """
         tokenizers = _need("tokenizers")
         pieces = _lines(path)
         ids = {piece: i for i, piece in enumerate(pieces)}
@@ -173,11 +213,12 @@ class WordPieceTokenizer:
         self.source = path.name
         self.vocab = len(pieces)
         self.sha256 = _pieces_sha256(pieces)
-        # BERT's ends a text with [SEP], GLM with [PAD]; the file does not say
+        # BERT ends a text with [SEP], GLM with [PAD]; vocab.txt does not say which
         self.end: int | None = None
         self.pad, self.cls, self.mask = ids["[PAD]"], ids["[CLS]"], ids["[MASK]"]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text's word pieces, with nothing added."""
         return [
             encoding.ids for encoding in self._inner.encode_batch(texts, add_special_tokens=False)
         ]
@@ -187,8 +228,9 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 
 
 def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
-    """What `tokenizer_config.json` names as the end: a tokenizer.json does not say which of its
-    tokens that is.
+    """Return the id of the `eos_token` in a `tokenizer_config.json`, or None if there is no such
+    file, no eos_token, or it is no token of the vocabulary. Raises RequestError if the file is
+    malformed.
     """
     if not path.is_file():
         return None
@@ -208,8 +250,8 @@ def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
 
 
 def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
-    """Pieces and their ids, which are all the numbers from 0 on; with a piece for each byte there
-    is nothing unknown.
+    """Read `vocab.json` and return the id of each piece. Raises RequestError unless ids are exactly
+    0 to n-1, and each of the 256 bytes of `alphabet` has a piece.
     """
     table = _json(path, MAX_TOKENIZER_BYTES)
     if not isinstance(table, dict) or not all(type(i) is int for i in table.values()):
@@ -242,6 +284,9 @@ def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
 
 
 def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Read `merges.txt` beside the vocabulary and return the pairs of pieces in order. Raises
+    RequestError if it is missing, or a line is no merge of two pieces into a third.
+    """
     path = vocabulary.with_name("merges.txt")
     if not path.is_file():
         raise RequestError(
@@ -253,7 +298,7 @@ def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
         if line.startswith("#version"):
             continue
         one, _, other = line.partition(" ")
-        # The library aborts on a merge whose result is no piece.
+        # The library aborts on a merge whose result is not in the vocabulary.
         if not (one in ids and other in ids and one + other in ids):
             raise RequestError(
                 f"{path}: line {number} is {shown(line)}; a merge is two pieces of"
@@ -264,8 +309,9 @@ def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _special(path: Path, ids: dict[str, int]) -> list[str]:
-    """The tokens of `special_tokens.txt`, one a line; their order gives their ids, so that no line
-    may be passed over.
+    """Return the tokens of `special_tokens.txt` in order (their ids follow the vocabulary), or none
+    if there is no such file. Raises RequestError for empty lines, repeated tokens, and tokens of
+    the vocabulary.
     """
     tokens = _lines(path) if path.is_file() else []
     for i, token in enumerate(tokens):
@@ -278,6 +324,9 @@ def _special(path: Path, ids: dict[str, int]) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
+    """Return the lines of a UTF-8 file without line ends, a last empty one left out. Raises
+    RequestError if it cannot be read.
+    """
     try:
         text = _content(path, MAX_TOKENIZER_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -287,6 +336,9 @@ def _lines(path: Path) -> list[str]:
 
 
 def _json(path: Path, most: int) -> Any:
+    """Parse a JSON file of at most `most_bytes` bytes. Raises RequestError if it cannot be read or
+    parsed.
+    """
     try:
         return files.parse(_content(path, most))
     except UnicodeDecodeError as error:
@@ -296,6 +348,9 @@ def _json(path: Path, most: int) -> Any:
 
 
 def _content(path: Path, most: int) -> bytes:
+    """Return the bytes of a file. Raises RequestError if it cannot be read or has more than
+    `most_bytes` bytes.
+    """
     try:
         return files.read(path, most, unpack=False)
     except files.TooLargeError as error:
@@ -305,10 +360,12 @@ def _content(path: Path, most: int) -> bytes:
 
 
 def _pieces_sha256(pieces: list[str]) -> str:
+    """Return the SHA-256 (hex) of the pieces in the order of their ids."""
     return hashlib.sha256(json.dumps(pieces, ensure_ascii=True).encode()).hexdigest()
 
 
 def _need(module: str) -> Any:
+    """Import an optional package. Raises RequestError with the install command if it is missing."""
     import importlib
 
     try:
@@ -327,8 +384,8 @@ _PIECES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordPieceTokeni
 
 
 def load(places: list[Path]) -> Tokenizer:
-    """The first tokenizer found: each place is a file, or a folder that holds one (or a
-    `tokenizer/` folder with one).
+    """Load the first tokenizer found in `paths`: each is a tokenizer file, or a folder that holds
+    one, itself or in its `tokenizer/`. Raises RequestError if there is none, or it is malformed.
     """
     return _first(
         places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt"
@@ -336,18 +393,21 @@ def load(places: list[Path]) -> Tokenizer:
 
 
 def present(places: list[Path]) -> bool:
-    """Return whether `load` finds a tokenizer in these places, without reading it."""
+    """Return whether `load_tokenizer` would find a file in these paths, without reading it."""
     return any(path.is_file() for place in places for path, _ in _candidates(place, FILES))
 
 
 def load_pieces(places: list[Path]) -> WordPieces:
-    """The first word pieces found: those of `vocab.txt`, also where another form of the same
-    tokenizer lies beside it.
+    """Load the first `vocab.txt` of BERT found in `paths`, even if another form of the tokenizer
+    lies beside it. Raises RequestError if there is none.
     """
     return _first(places, _PIECES, "BERT's vocab.txt")
 
 
 def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], wanted: str) -> Kind:
+    """Load the first file that exists, with the class that `loaders` gives for its name. Raises
+    RequestError if there is none (`file_names` says what to put there), or it is too large.
+    """
     for place in places:
         for path, kind in _candidates(place, kinds):
             if path.is_file():
@@ -366,7 +426,9 @@ def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], want
 def _candidates(
     place: Path, kinds: Mapping[str, Callable[[Path], Kind]]
 ) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
-    """A file is what its name says, and under another name what its suffix says."""
+    """Yield the paths where a tokenizer may be, with the class that loads each. A path that is a
+    file is chosen by its name, else by its suffix; a folder is searched itself and in `tokenizer/`.
+    """
     if place.is_file():
         named = [name for name in kinds if name == place.name] or [
             n for n in kinds if place.name.endswith(Path(n).suffix)
@@ -380,8 +442,9 @@ def _candidates(
 
 
 def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer") -> int:
-    """Return the token that ends a text. Raise RequestError if the tokenizer does not tell;
-    `instead` is what else helps."""
+    """Return the id of the token that ends a text. Raises RequestError if the tokenizer does not
+    say which; `remedy` is what else the message proposes.
+    """
     if tokenizer.end is None:
         raise RequestError(
             f"tokenizer {tokenizer.source} does not say which token ends a text; put its"
@@ -391,7 +454,9 @@ def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer")
 
 
 def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
-    """A model's vocabulary is its tokenizer's, up to rows added to round it up."""
+    """Raise RequestError unless the tokenizer has at most `vocab` tokens, the model's embedding
+    rows, and fewer than 1024 below that (models round their rows up).
+    """
     room = 1024
     if not vocab - room < tokenizer.vocab <= vocab:
         raise RequestError(

@@ -1,3 +1,3 @@
-"""The contract of an engine: what it is given, what it yields, and the rows that say what each
-engine can do.
+"""The contract between the package and an engine: the job an engine gets, what it yields, the
+framework under it, and the rows that say what each engine can do.
 """

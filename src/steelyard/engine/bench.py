@@ -1,5 +1,9 @@
-"""Rows of `steelyard spec`: one thing that a device can do, made ready by a framework, held and
-timed by a worker.
+"""Ceilings that `steelyard spec` measures: what a framework offers, one row for each thing a device
+can do.
+
+A framework's `FrameworkCeilings` (engines/torch/device_ceilings.py is torch's) yields
+`CeilingRow`s. The worker of `steelyard spec` (run/ceilings.py) prepares each row, checks its result
+once and times it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,14 +14,20 @@ from steelyard.plan.ceilings import Group, Unit
 
 
 class LacksError(Exception):
-    """The device has no such thing, or it cannot be had in time; the text is the reason."""
+    """Raised by `CeilingRow.prepare` if the device cannot run a row, or not within the time for one
+    call; the message is the reason that the record shows.
+    """
 
 
 @dataclass(frozen=True)
 class Made:
-    """Ready to be called again and again. `check` runs it once and says how far the result is from
-    that in fp64 (a share of its root mean square; not finite where it is none) and how far it may
-    be; None where there is nothing to compare."""
+    """A row of `steelyard spec` with its memory allocated, ready to be called any number of times.
+
+    `check` runs the row once and returns (error, bound): the error is the largest difference from
+    the fp64 result as a fraction of that result's root mean square (or a count of wrong numbers
+    with bound 0), not finite if the result is no number. It is None if there is nothing to compare.
+    `detail` goes to the record: sizes, shapes, how it was measured.
+    """
 
     work: Callable[[], Any]
     amount: float  # FLOPs or bytes of one call
@@ -27,8 +37,10 @@ class Made:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """What a row may take: `rate` is the best of its group and precision so far, `call_s` the
-    longest one call may take.
+    """The time limit of one call of a row, with which rows choose how large they are.
+
+    `rate` is the best rate so far of rows of the same group, precision and kind, in FLOP/s or B/s;
+    None if none was timed yet. `call_s` is the longest that one call may take, in seconds.
     """
 
     rate: float | None
@@ -36,14 +48,18 @@ class Budgeted:
 
     @property
     def most(self) -> float | None:
-        """FLOPs or bytes of a call; None where nothing is known of the rate."""
+        """Return the FLOPs or bytes that one call may have (rate x call_s), or None if no rate is
+        known.
+        """
         return None if self.rate is None else self.rate * self.call_s
 
 
 @dataclass(frozen=True)
 class Row:
-    """`make` takes the memory that the row needs, and may raise LacksError. An amount of bytes is
-    not called.
+    """One ceiling that a framework can measure on this rank's device, not prepared yet.
+
+    `prepare` allocates the row's memory and may raise UnavailableError. A row whose unit is `B` is
+    a capacity: its amount is the result, and it is never called.
     """
 
     group: Group
@@ -51,21 +67,26 @@ class Row:
     precision: str | None
     unit: Unit
     make: Callable[[Budgeted], Made]
-    # why the device has no such thing, where that is known before it is tried
+    # why the device cannot run it, if that is known before trying
     lacks: str | None = None
-    like: str = ""  # rows of a group and a precision that are alike are about equally fast
-    together: bool = False  # all ranks call it at once, equally often
+    like: str = ""  # rows of one group, precision and kind are about equally fast
+    together: bool = False  # all ranks must call it together, equally often
 
 
 class Ceilings(Protocol):
-    """What a framework can show of a device. Made with its Framework object, which has joined all
-    ranks.
+    """The ceilings that a framework can measure on one device. Constructed with the framework
+    object, after it has joined all ranks.
     """
 
-    def rows(self, quick: bool) -> Iterator[Row]: ...
+    def rows(self, quick: bool) -> Iterator[Row]:
+        """Yield the rows in the order in which they are measured; with `quick`, fewer and smaller
+        ones.
+        """
 
     def agree(self, value: float) -> float:
-        """The largest of what all ranks say."""
+        """Return the largest of the values that all ranks pass; every rank must call it. One rank
+        alone gets its own value.
+        """
 
     def release(self) -> None:
-        """Give back memory that the last row took."""
+        """Return the device memory that the last row allocated to the device."""

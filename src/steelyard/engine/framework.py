@@ -1,5 +1,8 @@
-"""What a worker needs of a framework: it joins ranks and drives one device. One object in every
-worker.
+"""The interface of a framework (torch, paddle, an external program): it joins the ranks of a run
+and drives one device.
+
+Each worker process has one such object, made by the class that the framework's row names
+(engine/engine_rows.py). The worker and the measured loop use nothing else of a framework.
 """
 
 from collections.abc import Callable
@@ -13,112 +16,149 @@ from steelyard.plan.matmuls import Matmul
 
 
 class Meeting(Protocol):
-    """Where ranks meet: a file on one host, an address on several. Rank 0 serves `listen_fd`, a
-    socket that is already bound to the interface of the site; no other port may be opened for it.
+    """The rendezvous of a run's ranks: a file if all are on one host, else an address and port.
+
+    With an address, rank 0 serves on `listen_fd`, a socket that is already bound to the network
+    interface of the site; it must not open another port. Other ranks only connect.
     """
 
     @property
-    def file(self) -> Path | None: ...
+    def file(self) -> Path | None:
+        """Return the rendezvous file, or None if ranks are on several hosts."""
 
     @property
-    def address(self) -> str | None: ...
+    def address(self) -> str | None:
+        """Return the address at which rank 0 serves, or None if there is a file."""
 
     @property
-    def port(self) -> int | None: ...
+    def port(self) -> int | None:
+        """Return the TCP port at which rank 0 serves, or None if there is a file."""
 
     @property
-    def listen_fd(self) -> int | None: ...
+    def listen_fd(self) -> int | None:
+        """Return the file descriptor of the bound socket that rank 0 serves on, or None."""
 
 
 class DeviceFramework:
-    """The part of a framework that the accelerator's device class does."""
+    """The framework methods that only pass on to the accelerator's device object, for subclasses to
+    inherit.
+    """
 
     device: Any
 
     def set_precision(self, matmul: str) -> None:
+        """Make fp32 matmuls on the device run in `matmul` (a precision name such as fp32 or tf32),
+        process-wide.
+        """
         self.device.set_precision(matmul)
 
     def event(self) -> Event:
+        """Record an event on the device's current stream without waiting, and return it."""
         event: Event = self.device.event()
         return event
 
     def synchronize(self) -> None:
+        """Block the host until the device has finished all queued work."""
         self.device.synchronize()
 
     def reset_memory(self) -> None:
+        """Restart the peak memory counters of the device."""
         self.device.reset_memory()
 
     def memory(self) -> dict[str, int | None]:
+        """Return the device's memory counters as a new dict: peaks in bytes since the last reset,
+        None where unknown.
+        """
         return dict(self.device.memory())
 
     def identity(self) -> dict[str, Any]:
+        """Return the device's name, uuid, memory size and so on as a new dict, for the record."""
         return dict(self.device.identity())
 
     def versions(self) -> dict[str, str | None]:
+        """Return the versions of the libraries that the device class knows, by library, None where
+        unknown.
+        """
         return dict(self.device.versions())
 
 
 class Framework(Timeline, Protocol):
-    """Made with the accelerator's device class for this framework (a `module:Class`), the local
-    rank and the clock.
+    """The interface that a framework implements. Constructed with the accelerator's device class
+    for this framework (a `module:Class` string, None if it has none), the local rank and the clock.
     """
 
     @property
     def device(self) -> Any:
-        """The framework's own device object, for engines."""
+        """Return the accelerator's device object, which engines get as `Job.device`."""
 
     def set_precision(self, matmul: str) -> None:
-        """Make fp32 matmuls run in `matmul`: TF32 only where it is asked for."""
+        """Make fp32 matmuls run in precision `matmul`, process-wide; TF32 is used only if `matmul`
+        is tf32.
+        """
 
     def make_deterministic(self) -> None:
-        """The same bits in every run; what has no such kernel raises."""
+        """Switch the framework to deterministic kernels for this process, so that every run
+        computes the same bits. An operation without such a kernel raises when it runs.
+        """
 
     def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> Any:
-        """Meet the other ranks, where `meet` says; returns the group of ranks that hold one model
-        together with this one.
+        """Initialize the process group of this run and return the group of ranks that together hold
+        one model with this rank, in the framework's own type (it becomes `Job.group`).
+
+        `meet` says where ranks rendezvous; it is None if the run has one rank. Blocks until all
+        ranks have joined.
         """
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """A small sum over all ranks that can be made again and again, its bytes, and what is wrong
-        with the last result.
+        """Prepare a small sum over all ranks, and return (call, size_bytes, check).
+
+        `call` may be called any number of times, by all ranks equally often; `size_bytes` is the
+        size of its tensor. `check` returns None if the last result was right, else a text that says
+        what is wrong.
         """
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait until all ranks are here; returns at once if there is one rank."""
 
     def leave(self) -> None:
-        """The last call of a worker that is done."""
+        """Leave the process group. The last call of a worker that finished."""
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
-        """One large square matmul on random numbers, and its FLOPs: the rate that no pass may
-        exceed. None where another program drives the device."""
+        """Allocate one large square matmul of random numbers and return (call, FLOPs of a call).
+        Its rate is the one that no pass may exceed. None if another program drives the device.
+        """
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
-        """One matmul of this shape on random numbers, and its FLOPs: what is timed to know the rate
-        that a case can reach. None where the device has no memory left for it, or this framework
-        cannot."""
+        """Allocate one matmul of this shape and layout with random numbers, and return (call, FLOPs
+        of a call). Timed to find the rate that a case can reach. None if the device lacks the
+        memory, or the framework cannot run it.
+        """
 
     def profiler(self) -> Profiler | None:
-        """A new one for this rank's device; None where the framework has none."""
+        """Return a new profiler for this rank's device, or None if the framework has none."""
 
-    def reset_memory(self) -> None: ...
+    def reset_memory(self) -> None:
+        """Restart the peaks that `memory` returns."""
 
     def memory(self) -> dict[str, int | None]:
-        """`allocated_bytes` and `reserved_bytes`: peaks since the last reset; `in_use_bytes` where
-        ranks share a device.
+        """Return `allocated_bytes` and `reserved_bytes`, the peaks since the last reset (None if
+        unknown), and `in_use_bytes` if ranks share the device.
         """
 
     def identity(self) -> dict[str, Any]:
-        """The device: `name`, `uuid`, `memory_bytes`, `capability`, `multiprocessors`."""
+        """Return what the device is: `name`, `uuid`, `memory_bytes`, `capability`,
+        `multiprocessors`.
+        """
 
     def versions(self) -> dict[str, str | None]:
-        """Versions of libraries that only the framework knows, such as those that the accelerator's
-        row names.
+        """Return the versions of libraries that only the framework can tell, such as those that the
+        accelerator's row names; None where unknown.
         """
 
     def compile_cache(self) -> dict[str, int] | None:
-        """`hits` and `misses` of the caches of compilers in this process so far; None where nothing
-        was compiled.
+        """Return the cache `hits` and `misses` of the compilers in this process so far, or None if
+        nothing was compiled.
         """
 
     def threads(self) -> int:
-        """Of the host, for this rank."""
+        """Return how many CPU threads this rank computes with."""

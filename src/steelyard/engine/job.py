@@ -1,4 +1,8 @@
-"""What an engine is given, and the interface that it implements."""
+"""The job that an engine is given, and the interface that an engine implements.
+
+A worker (run/worker.py) builds one `Job`, constructs the engine with it, and runs its passes inside
+the measured loop.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -16,7 +20,7 @@ Part = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Keep:
-    """Checkpoints: after every so many steps, into a folder."""
+    """When and where training writes checkpoints: into `folder`, after every `every` steps."""
 
     folder: Path
     every: int
@@ -24,7 +28,9 @@ class Keep:
 
 @dataclass(frozen=True)
 class Job:
-    """What an engine is given: the resolved case, its share of the work, and the device."""
+    """All that an engine is given on one rank: the resolved case, its inputs, its place in the
+    plan, and the device.
+    """
 
     case: Case
     work: str  # which kind: a key of rows.WORKS
@@ -34,44 +40,60 @@ class Job:
     rank: int
     world: int
     plan: Plan
-    # of this rank in the plan: replica `place.dp` of `plan.dp` computes its own part of the data
+    # this rank's indices in the plan: replica `place.dp` of `plan.dp` computes its part of the data
     place: Place
-    group: Any  # what the framework's `join` returned: the ranks that hold one model together
-    steps: int | None  # at most so many batches a pass
-    loading: Callable[[int, int], None] | None = None  # told how far loading is: done, total
+    group: Any  # of the framework's `join_ranks`: the ranks that hold one model
+    steps: int | None  # most batches or steps of a pass; None: all
+    loading: Callable[[int, int], None] | None = None  # called with (done, total)
     keep: Keep | None = None  # training: where to write checkpoints
     resume: Path | None = None  # training: the checkpoint to go on from
-    folder: Path | None = None  # private to the run, and gone with it
-    checkout: Path | None = None  # of the program that the engine starts, where it is one
+    folder: Path | None = None  # private to the run, and deleted with it
+    checkout: Path | None = None  # folder of the program that the engine starts, if any
 
     @property
     def train(self) -> Train:
-        """Return the settings of a training; a case that trains nothing raises ValueError."""
+        """Return the training settings of the case; raise ValueError if the case does not train."""
         if self.case.question.train is None:
             raise ValueError("a question without training")
         return self.case.question.train
 
 
 class Engine(Protocol):
+    """What runs one kind of work in one framework, on one rank. Constructed with a `Job`; it never
+    reads a clock.
+
+    The argument `name` of its methods is the name of a pass: `val`, `infer` or `bare` of scoring,
+    `before`, `train` or `after` of training.
+    """
+
     @property
     def weights(self) -> Mapping[str, Any]:
-        """Where the weights came from, known after `prepare`: `source`, and what tells them from
-        others.
+        """Return where the weights came from, for the record: `source` (random, huggingface, ...)
+        and what identifies them, such as a seed or a hash. Valid after `prepare`.
         """
 
     def prepare(self, name: str, part: Part) -> None:
-        """Make ready for a pass: build, load, compile, warm up, each in a named part of the budget.
-        Weights do not change.
+        """Make ready for a pass: build the model, load weights, compile, warm up. Weights must not
+        change.
+
+        `part(label)` is a context manager that books the time inside it under that label in the
+        run's time budget; each of these steps runs inside one.
         """
 
     def total(self, name: str) -> int:
-        """How many `Work` items the pass will yield."""
+        """Return how many `Work` items the pass will yield, for progress."""
 
     def work(self, name: str) -> Iterator[Phase | Work]:
-        """The pass. Every `Work` ends a step; a phase begins with its mark."""
+        """Run the pass as a generator of marks: a `Phase` where a phase begins, a `Work` where a
+        step ends. The caller takes a time at each mark.
+        """
 
     def outputs(self, name: str) -> dict[str, Any]:
-        """What the pass answered, as plain lists."""
+        """Return what the pass computed, as JSON-able lists and dicts: answers of scoring, losses
+        or accuracies of training.
+        """
 
     def details(self) -> dict[str, Any]:
-        """What the engine chose by itself: kernels, batches."""
+        """Return what the engine chose or found by itself, for the record: kernels, number of
+        batches, types of tensors.
+        """

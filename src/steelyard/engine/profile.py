@@ -1,4 +1,9 @@
-"""A profiled stretch of work: activities of a device, and how its time divides among them."""
+"""Device activities of a profiled stretch of steps, and the division of the device's time among
+them.
+
+A framework's `Profiler` returns activities; run/explain.py passes them to `divide_device_time` and
+writes the result to the record (`--explain`).
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,9 +21,13 @@ PRIORITY: tuple[Kind, ...] = ("matmul", "attention", "other", "copy", "communica
 
 @dataclass(frozen=True)
 class Activity:
-    """A kernel on a device, or an operator on a CPU. `lane` is what it cannot overlap in: a stream,
-    a thread. Activities of one lane may be nested; the innermost has the time. `size_bytes`: the
-    tensors that its call names, each once."""
+    """One kernel on a device, or one operator on a CPU, with its begin and end in seconds on the
+    trace's clock.
+
+    `lane` is the stream or thread it ran in: activities of one lane do not run at the same time,
+    but may be nested, and then the innermost counts. `size_bytes` is the size of all tensors that
+    the call names, each once; None if unknown.
+    """
 
     name: str
     kind: Kind
@@ -30,7 +39,11 @@ class Activity:
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one name. `time_s` is what the device did nothing of higher priority in."""
+    """All activities of one name and kind taken together.
+
+    `time_s` is the time in which nothing of higher priority ran on the device. `size_bytes` is the
+    sum over calls, None if it is unknown for one of them.
+    """
 
     name: str
     kind: Kind
@@ -40,25 +53,35 @@ class Kernel:
 
 
 class Profiler(Protocol):
-    """Watches the device between `start` and `stop`; the device is idle at both."""
+    """Records what the device does between `start` and `stop`. The caller has synchronized the
+    device before both.
+    """
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Begin to record."""
 
     def stop(self, trace: Path | None) -> list[Activity]:
-        """What it saw; the whole trace is left in a file where one is named (Chrome's format,
-        gzip).
+        """End recording and return the activities. If `trace` is a path, also write the whole trace
+        there, in Chrome's format, gzipped.
         """
 
 
 @dataclass(frozen=True)
 class _Segment:
+    """A stretch of time, in seconds, in which one activity was the innermost of its lane."""
+
     begin_s: float
     end_s: float
     owner: int  # the number of an activity
 
 
 def divide(activities: Sequence[Activity]) -> list[Kernel]:
-    """The time in which anything ran, each instant given to one activity; largest first."""
+    """Divide the time in which the device did anything among its kernels, and return one total per
+    name and kind, longest first.
+
+    Each instant goes to one activity: within a lane to the innermost, among lanes to the kind that
+    comes first in `PRIORITY`. Times in which nothing ran are not in the result.
+    """
     lanes: dict[str, list[int]] = {}
     for number, one in enumerate(activities):
         lanes.setdefault(one.lane, []).append(number)
@@ -83,11 +106,13 @@ def divide(activities: Sequence[Activity]) -> list[Kernel]:
 
 
 def _key(one: Activity) -> tuple[str, Kind]:
+    """Return what calls are added up by: name and kind."""
     return one.name, one.kind
 
 
 def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_Segment]:
-    """The activities of a lane cut into pieces that do not overlap: at every instant the one that
+    """Cut the activities of one lane (`numbers` are indices into `activities`) into segments that
+    do not overlap, yielded in the order of time. At each instant the owner is the activity that
     began last.
     """
     numbers = sorted(numbers, key=lambda n: (activities[n].begin_s, -activities[n].end_s))
@@ -95,6 +120,9 @@ def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_
     at_s = 0.0
 
     def until(time_s: float) -> Iterator[_Segment]:
+        """Yield the segments up to `time_s` of the activities on the stack, and pop those that have
+        ended by then.
+        """
         nonlocal at_s
         while stack:
             end_s = min(activities[stack[-1]].end_s, time_s)
@@ -115,7 +143,9 @@ def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_
 def _exclusive(
     activities: Sequence[Activity], segments: list[_Segment]
 ) -> Iterator[tuple[int, float]]:
-    """Every instant to the segment of highest priority among all lanes."""
+    """Yield (index of an activity, seconds) so that each instant is given once: to the segment of
+    the highest-priority kind among all lanes. Instants without any segment are left out.
+    """
     rank = {kind: place for place, kind in enumerate(PRIORITY)}
     segments = sorted(segments, key=lambda one: one.begin_s)
     edges = sorted({edge for one in segments for edge in (one.begin_s, one.end_s)})

@@ -1,7 +1,8 @@
-"""Engines and frameworks: rows that say what each can do, known without importing either.
+"""The rows that say what each engine and framework can do, known without importing either.
 
-An engine does a kind of work in one framework. Other packages add rows through the entry-point
-groups `steelyard.engines` (an `EngineRow`) and `steelyard.frameworks` (a `FrameworkRow`).
+The command line chooses and refuses by these rows; workers load what they name. Other packages add
+rows through the entry-point groups `steelyard.engines` (an `EngineRow`) and `steelyard.frameworks`
+(a `FrameworkRow`).
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +26,7 @@ from steelyard.errors import (
 from steelyard.models.shapes import VARIANTS
 from steelyard.plan.degrees import Plan
 
-# Kinds of work: what an engine is given, and what it must answer. docs/engines.md says each in
-# detail.
+# Kinds of work and what an engine must compute in each; docs/engines.md has the details.
 WORKS = {
     "score_choices": "the likeliest token after each text, and the likeliest of a few",
     "score_texts": (
@@ -40,20 +40,23 @@ DEGREES = ("tp", "pp", "dp")
 
 @dataclass(frozen=True)
 class FrameworkRow:
-    """A framework: what joins ranks and drives devices. `make` is the `module:Class` that a worker
-    loads.
+    """A framework, which joins ranks and drives devices: its name, and what workers load of it.
+
+    `make` is the `module:Class` of its `Framework`.
     """
 
     name: str
     make: str
-    # `module:Class` of what `steelyard spec` shows with it; None: nothing
+    # `module:Class` of its ceilings for `steelyard spec`; None: it has none
     ceilings: str | None = None
     profiler: bool = False  # whether its profiler is read, for --explain
 
 
 @dataclass(frozen=True)
 class EngineRow:
-    """What an engine can do. It names kinds of work, never tasks."""
+    """What an engine can do, as data: kinds of work, model families, precisions, plans. It never
+    names a task or a case.
+    """
 
     name: str
     framework: str
@@ -64,22 +67,27 @@ class EngineRow:
     precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
     # names of precisions of training
     trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")
-    degrees: tuple[str, ...] = ("dp",)  # those it can make larger than 1
+    degrees: tuple[str, ...] = ("dp",)  # those that may be larger than 1
     processes: Literal["per_device", "one"] = "per_device"
-    checkpoints: bool = True  # whether its training keeps them, and goes on from one
+    checkpoints: bool = True  # whether its training writes them, and resumes from one
     passes: tuple[str, ...] | None = None  # those it has; None: all of the task's
     batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
     several_hosts: bool = True
     # the program whose folder `engine.checkout` must name, where the engine starts one
     checkout: str = ""
-    fused: bool = False  # whether blocks keep as little for their backward as models/llama_fused.py
+    fused: bool = False  # whether blocks save as little for backward as llama_fused.py
     even: bool = False  # whether micro-batches must divide the rows of a step
-    memory_factor: float = 1.0  # memory that it needs, over what shapes tell; for `auto` tunes
+    memory_factor: float = 1.0  # real over predicted memory, for `auto` tunes
     needs: tuple[str, ...] = ()  # modules that must be installed
     extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
 
     def refusal(self, case: Case) -> str | None:
-        """Why it cannot run a case; None where it can."""
+        """Return why this engine cannot run a case, as a line for the user that ends with the
+        engines that can; None if it can run it.
+
+        Checks kind of work, model family and variants, and what a global batch counts. Precision,
+        division and plan are checked elsewhere (run/ready.py).
+        """
         question = case.question
         if self._runs(question):
             return None
@@ -101,6 +109,9 @@ class EngineRow:
         )
 
     def _runs(self, question: Question) -> bool:
+        """Return whether the engine has the question's kind of work, model family and variants and,
+        for training, its unit of the global batch.
+        """
         row = question.row
         counts = not row.kind_row.trains or row.batch_unit in self.batches_of
         computed = question.model.family in self.families and _variants(question) <= set(
@@ -109,17 +120,22 @@ class EngineRow:
         return row.work in self.works and computed and counts
 
     def divides(self, plan: Plan) -> bool:
-        """Whether it can divide a model so."""
+        """Return whether the engine supports every degree (tp, pp, dp) of the plan that is larger
+        than 1.
+        """
         return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
 
     def missing(self) -> str | None:
-        """Return the first module that it needs and that is not installed; RequestError if one is,
-        and fails.
+        """Return the name of the first needed module that is not installed, or None. Raises
+        RequestError if an installed one fails to import.
         """
         return next((module for module in self.needs if not plugins.installed(module)), None)
 
 
 def _variants(question: Question) -> set[str]:
+    """Return the fields in which the question's model differs from a plain Llama; empty for
+    families without variants.
+    """
     return set(getattr(question.model, "variants", ()))
 
 
@@ -221,7 +237,9 @@ FRAMEWORKS = [
 
 
 def table() -> dict[str, EngineRow]:
-    """All rows by name."""
+    """Return all engine rows by name: the shipped ones, then those of installed packages. Raises
+    RequestError if two have one name.
+    """
     return plugins.table(
         [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE],
         "steelyard.engines",
@@ -231,6 +249,7 @@ def table() -> dict[str, EngineRow]:
 
 
 def row(name: str) -> EngineRow:
+    """Return the engine row of a name; raise RequestError, with similar names, if there is none."""
     rows = table()
     if name not in rows:
         raise RequestError(f"no engine {name!r}; {known(name, sorted(rows))}")
@@ -238,10 +257,12 @@ def row(name: str) -> EngineRow:
 
 
 def load(name: str, work: str) -> Callable[[Job], Engine]:
-    """Return what makes the engine of a name for a kind of work.
+    """Import the engine's class for a kind of work (a key of `WORKS`) and return it; call it with a
+    `Job`.
 
-    An engine that lacks a module, or whose module fails, raises RequestError; one that memory does
-    not suffice for, MemoryError."""
+    Raises RequestError if there is no such engine, it does not do this work, or its module is
+    missing or fails to import; MemoryError if the import runs out of memory.
+    """
     found = row(name)
     if work not in found.works:
         raise RequestError(f"engine {name!r} cannot do {work}; it can do: {', '.join(found.works)}")
@@ -253,6 +274,9 @@ def load(name: str, work: str) -> Callable[[Job], Engine]:
 
 
 def _not_imported(row: EngineRow, error: ImportError) -> RequestError | MemoryError:
+    """Return, without raising it, the exception for an engine whose import failed: MemoryError if
+    memory ran out, else RequestError with the pip command that helps.
+    """
     extra, why = f"'steelyard[{row.extra or row.name}]'", in_one_line(first_cause(error))
     if lacks_memory(error):
         return MemoryError(
@@ -267,13 +291,17 @@ def _not_imported(row: EngineRow, error: ImportError) -> RequestError | MemoryEr
 
 
 def load_framework(name: str) -> Callable[..., Framework]:
-    """What makes the framework of a name."""
+    """Import a framework's class by the framework's name and return it. Raises RequestError if
+    there is no such framework.
+    """
     made: Callable[..., Framework] = plugins.load(_framework(name).make)
     return made
 
 
 def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
-    """What makes the rows of `steelyard spec` of a framework."""
+    """Import and return the class that yields a framework's rows of `steelyard spec`; call it with
+    the framework object. Raises RequestError if the framework is unknown or has none.
+    """
     found = _framework(name).ceilings
     if found is None:
         raise RequestError(f"framework {name!r} has no benchmarks for steelyard spec")
@@ -282,11 +310,14 @@ def load_ceilings(name: str) -> Callable[[Framework], Ceilings]:
 
 
 def frameworks() -> dict[str, FrameworkRow]:
-    """Return all rows of frameworks by name."""
+    """Return all framework rows by name: the shipped ones, then those of installed packages. Raises
+    RequestError if two have one name.
+    """
     return plugins.table(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
 
 
 def _framework(name: str) -> FrameworkRow:
+    """Return the framework row of a name; raise RequestError if there is none."""
     rows = frameworks()
     if name not in rows:
         raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")

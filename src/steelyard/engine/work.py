@@ -1,4 +1,6 @@
-"""What an engine yields: marks where a phase of a step begins, and where a step ends."""
+"""The marks that an engine yields while it runs a pass: `Phase` begins a phase of a step, `Work`
+ends a step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,21 +9,28 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a step begins: `data`, `meet`, `compute`, `exchange`, `evaluate`, `checkpoint`,
-    `score`. In `meet` ranks wait until all have their data; `exchange` is what they exchange in a
-    step, waiting for one another included. An engine marks them where they lie between other
-    phases."""
+    """A mark that a phase of a step begins: `data`, `meet`, `compute`, `exchange`, `score`,
+    `evaluate` or `checkpoint`. It lasts until the next mark.
+
+    In `meet` ranks wait until all have their data. `exchange` is the communication of a step,
+    including waiting for one another, where it lies between other phases and can be told apart.
+    """
 
     name: str
 
 
 @dataclass(frozen=True)
 class Work:
-    """A step ends. `rows` names what it computed of `job.inputs`: numbers of texts, keys of rows or
-    samples; what they count is taken from the data. `prefixes`, division open: groups whose common
-    beginning was computed in it. An engine may count by itself instead; either way all must come to
-    what the data hold. Of `counts` only `padded` is its own to say. Values may be zero-dimensional
-    tensors still on the device; they are read after the pass."""
+    """A mark that a step ends, with what it computed.
+
+    - `rows`: the items of `job.inputs` that were computed, as indices of texts or keys of rows or
+      samples; their tokens and samples are then counted from the data.
+    - `prefixes`: in division open, the groups whose shared prefix was computed in this step.
+    - `counts`: `padded`, the padding tokens computed; or all counts, by an engine that gives no
+      `rows`. Either way the sums over a pass must equal those of the data.
+    - `values`: numbers of the step, such as loss and grad_norm; zero-dimensional device tensors are
+      read after the pass.
+    """
 
     counts: dict[str, int] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)

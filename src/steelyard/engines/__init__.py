@@ -1,3 +1,3 @@
-"""One folder an engine. Nothing here is imported before a worker loads the engine that its row
-names.
+"""The engines, one folder each. A worker imports only the one that its row names
+(engine/engine_rows.py).
 """

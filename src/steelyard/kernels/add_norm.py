@@ -1,5 +1,9 @@
-"""The sum of two streams and its RMSNorm, in one pass over memory each way; all is computed in
-fp32.
+"""The sum of residual stream and block output followed by an RMSNorm, fused into one pass over
+memory, and its gradient; computed in fp32.
+
+`add_norm` and `add_norm_backward` are the plain functions; `triton_add_norm` and
+`triton_add_norm_backward` give the same by kernels. Called by the blocks of models/llama_fused.py
+and models/llama_fp8.py.
 """
 
 import torch
@@ -7,12 +11,14 @@ from torch import Tensor
 
 from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
 
-# sums of a norm's weight gradient, one a program: eight for each multiprocessor of a large device
+# programs, each with a partial sum of the weight's gradient: 8 per multiprocessor of an H200 (132)
 PARTS = 1056
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x + delta, its RMSNorm, and what that was scaled with."""
+    """Return x + delta, its RMSNorm times `weight` (both [tokens, width], in the type of x), and
+    each row's factor 1 / sqrt(mean square + eps) as [tokens, 1], fp32 or wider.
+    """
     x = x + delta
     wide = _wide(x)
     scale = wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
@@ -22,7 +28,12 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
 def add_norm_backward(
     x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight, from those of the sum and of its norm."""
+    """Return the gradient of the sum [tokens, width], which is that of x and of delta alike, and
+    the gradient of `weight` [width].
+
+    `x` is the sum that `add_norm` returned and `scale` its factors; `sum_grad` is the gradient of
+    the sum from later uses, `norm_grad` that of the norm.
+    """
     unit, grad = _wide(x) * scale, _wide(grad)
     slope = grad * weight
     back = more + scale * (slope - unit * (slope * unit).mean(-1, keepdim=True))
@@ -30,12 +41,16 @@ def add_norm_backward(
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or unchanged if its type is as wide or wider."""
     return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
 
 
 def triton_add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `add_norm` by one kernel, a program per token; the returned factors are fp32 [tokens,
+    1].
+    """
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
     scale = x.new_empty(tokens, 1, dtype=torch.float32)
@@ -57,6 +72,9 @@ def triton_add_norm(
 def triton_add_norm_backward(
     x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Compute `add_norm_backward` by one kernel and a sum over its programs' partial weight
+    gradients.
+    """
     tokens, width = x.shape
     back = torch.empty_like(x)
     parts = x.new_empty(min(tokens, PARTS), width, dtype=torch.float32)
@@ -79,6 +97,13 @@ def _add_norm(
     width: tensor,
     padded: constexpr,
 ) -> None:
+    """Compute y = x + delta, s = 1 / sqrt(mean(y²) + eps) and y · s · weight of one token; equals
+    `add_norm`.
+
+    Program i has token i. `x`, `delta`, `out` (y) and `normed` are contiguous [tokens, width],
+    `weight` [width], `scale` (s) fp32 [tokens]. y is rounded to its type before it is normed.
+    `padded` is the power of two that covers `width`.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     there = i < width
@@ -107,6 +132,16 @@ def _add_norm_backward(
     width: tensor,
     padded: constexpr,
 ) -> None:
+    """Compute the gradient of one RMSNorm and add that of the residual stream; equals
+    `add_norm_backward`.
+
+        u = x · scale;  g = norm_grad · weight;  back = sum_grad + scale (g - u mean(g u))
+
+    `x` (the sum), `sum_grad`, `norm_grad` and `back` are contiguous [tokens, width], `scale` fp32
+    [tokens], `weight` [width]. Program i of P has tokens i, i + P, ...; it writes the sum over its
+    tokens of norm_grad · u, its part of the weight's gradient, to row i of `parts`, fp32 [P,
+    width].
+    """
     i = tl.arange(0, padded)
     there = i < width
     own = tl.load(weight + i, there, 0.0).to(tl.float32)

@@ -1,8 +1,9 @@
-"""Matrices of fp8 numbers with a scale for each row, and their products.
+"""Matrices in fp8 with one fp32 scale per row, and products of two of them.
 
-A row's scale is its largest magnitude over the largest number of the type, so that this one is hit;
-rows of zeros have a tiny scale. Columns are scaled by writing the matrix transposed: a product sums
-over what lies side by side in both of its operands. Sums of products are fp32.
+A row's scale is its largest magnitude divided by the largest number of the fp8 type; rows of zeros
+get a tiny scale. A product sums along the rows of both operands, so a matrix that is to be scaled
+by columns is stored transposed. Products are summed in fp32. Used by models/llama_fp8.py and, for
+the matmul ceilings, by engines/torch/framework.py.
 """
 
 from typing import Any, NamedTuple
@@ -14,31 +15,33 @@ from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, serve, ten
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (E4M3, E5M2)}
-# magnitudes below are scaled as if they were this large: 1 / TINY must still be a number
+# smaller row maxima are replaced by it: 1 / TINY must be finite
 TINY = 1e-30
-# a device's products take matrices whose sides are multiples of it, but for the rows of the first
+# torch._scaled_mm takes sides that are multiples of it, except the rows of its first operand
 ALIGNED = 16
-# Hopper's tensor cores then sum fewer bits than fp32 has; a device's products are tested with it
+# Hopper's tensor cores then accumulate in fewer bits than fp32 has; tests of products use it
 FAST_SUMS = True
-ROW = (16384, 32)  # of rows: numbers that a program reads at once, and its warps
-TILE = (128, 64)  # of columns: tokens and columns of a tile
-SPAN = 16  # tiles that a program goes through for the largest of a column
+ROW = (16384, 32)  # row kernels: columns that a program loads at a time, and its warps at most
+TILE = (128, 64)  # column kernels: rows and columns of a tile
+SPAN = 16  # tiles whose column maxima one program computes
 
 
 class Fp8(NamedTuple):
-    """`values * scale` is the matrix: [rows, width] of fp8, [rows, 1] of fp32."""
+    """A matrix in fp8: `values` [rows, width] of fp8 times `scale` [rows, 1] of fp32."""
 
     values: Tensor
     scale: Tensor
 
     def wide(self) -> Tensor:
-        """The matrix that it stands for, in fp32."""
+        """Return values · scale, the matrix in fp32."""
         return self.values.float() * self.scale
 
 
 def rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """Return the matrix in fp8 with a scale for each row. Its values are row-major whatever the
-    strides of `x` are: a device multiplies a row-major matrix by a column-major one and no others.
+    """Quantize a matrix to fp8 with one scale per row.
+
+    The values are row-major whatever the strides of `x` are: a device multiplies a row-major matrix
+    by a column-major one only.
     """
     wide = x.float().contiguous()
     most = wide.abs().amax(-1, keepdim=True).clamp_min(TINY)
@@ -46,16 +49,17 @@ def rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
 
 
 def columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """A matrix transposed, scaled by what were its columns. Zeros are added to its rows up to a
-    multiple of `ALIGNED`.
+    """Quantize the transpose of `x` [rows, width] to fp8 with one scale per column of `x`: the
+    result is [width, rows], with rows padded by zeros to a multiple of `ALIGNED`.
     """
     more = -len(x) % ALIGNED
     return rows(torch.nn.functional.pad(x.t(), (0, more)), dtype)
 
 
 def product(a: Fp8, b: Fp8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """a times bᵀ. Where no device computes it, it is emulated: numbers of fp8, products and sums of
-    fp32.
+    """Return a · bᵀ in `dtype`, by `torch._scaled_mm`.
+
+    On a CPU it is emulated: fp8 values are multiplied and summed in fp32.
     """
     if a.values.device.type == "cpu":
         return ((a.values.float() @ b.values.float().t()) * a.scale * b.scale.t()).to(dtype)
@@ -72,6 +76,7 @@ def product(a: Fp8, b: Fp8, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def triton_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
+    """Compute `quantize_rows` by a kernel, a program per row."""
     x = x.contiguous()
     out = empty(len(x), x.shape[1], dtype, x.device)
     each = min(ROW[0], power_of_2(x.shape[1]))
@@ -81,6 +86,9 @@ def triton_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
 
 
 def triton_columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
+    """Compute `quantize_columns` by two kernels: the largest magnitude of each column, then the
+    scaled transpose.
+    """
     x = x.contiguous()
     height, width = x.shape
     padded = blocks(height, ALIGNED) * ALIGNED
@@ -96,21 +104,25 @@ def triton_columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
 
 
 def make_rows(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
-    """By the kernel, where the device runs it."""
+    """Compute `quantize_rows`, by the kernel if the device has Triton."""
     return (triton_rows if serve(x.device) else rows)(x, dtype)
 
 
 def make_columns(x: Tensor, dtype: torch.dtype = E4M3) -> Fp8:
+    """Compute `quantize_columns`, by the kernel if the device has Triton."""
     return (triton_columns if serve(x.device) else columns)(x, dtype)
 
 
 def empty(height: int, width: int, dtype: torch.dtype, device: torch.device) -> Fp8:
+    """Return an uninitialized fp8 matrix [height, width] with its scales [height, 1]."""
     values = torch.empty(height, width, dtype=dtype, device=device)
     return Fp8(values, torch.empty(height, 1, dtype=torch.float32, device=device))
 
 
 def warps(numbers: int) -> int:
-    """Of a program that holds a row of so many numbers."""
+    """Return how many warps a program gets that holds `elements` elements of a row: one for each
+    512, at least 4 and at most `ROW[1]`.
+    """
     return max(4, min(ROW[1], numbers // 512))
 
 
@@ -125,7 +137,13 @@ def _rows(
     each: constexpr,
     count: constexpr,
 ) -> None:
-    """A row that fits is read once."""
+    """Quantize one row to fp8: scale = max(|x|, tiny) / largest, values = x / scale; equals
+    `quantize_rows`.
+
+    Program i has row i of contiguous `x` and `values` [rows, width] and of `scale`, fp32 [rows]. A
+    row is read in `tiles` tiles of `tile` columns: once if one tile holds it, otherwise twice.
+    `largest` is the largest number of the fp8 type, `tiny` the least magnitude that is scaled by.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, each)
     if count == 1:
@@ -163,6 +181,12 @@ def _column_most(
     wide: constexpr,
     span: constexpr,
 ) -> None:
+    """Write the largest magnitudes of some columns over some rows to `parts`.
+
+    `x` is contiguous [height, width]. Program (c, r) has tile_columns columns and `span` tiles of
+    tile_rows rows, and writes row r of `parts`, fp32 [programs, width]; the maximum over `parts` is
+    the first step of `quantize_columns`.
+    """
     column = tl.program_id(0) * wide + tl.arange(0, wide)
     high = tl.zeros([wide], tl.float32)
     for tile in range(span):
@@ -185,7 +209,13 @@ def _columns(
     tall: constexpr,
     wide: constexpr,
 ) -> None:
-    """A tile, turned; what is beyond the last row is zero."""
+    """Write one tile of the scaled transpose, values = xᵀ · largest / column_max; the second step
+    of `quantize_columns`.
+
+    `x` is contiguous [height, width], `column_max` fp32 [width] and `values` contiguous fp8 [width,
+    padded], zero from column `height` on. Program (c, r) has a tile of tile_columns columns and
+    tile_rows rows of x.
+    """
     column = tl.program_id(0) * wide + tl.arange(0, wide)
     row = tl.program_id(1).to(tl.int64) * tall + tl.arange(0, tall)
     there = (row[:, None] < height) & (column[None, :] < width)

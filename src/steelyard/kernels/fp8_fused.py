@@ -1,7 +1,8 @@
-"""What stands between the matmuls of a block, made in fp8 by the kernel that makes it.
+"""Operations between a transformer block's matmuls (add and RMSNorm, SwiGLU, SwiGLU's gradient)
+whose results are written in fp8, for the matmul that follows.
 
-Values are rounded to the type of the stream before they are scaled, so that a fused kernel gives
-what the same steps one after the other give.
+Values are rounded to the type of the residual stream before they are quantized, so that a fused
+kernel gives what the separate steps give one after the other. Called by models/llama_fp8.py.
 """
 
 import torch
@@ -11,31 +12,37 @@ from steelyard.kernels import add_norm, swiglu
 from steelyard.kernels.fp8 import E4M3, LARGEST, ROW, TINY, Fp8, empty, rows, warps
 from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, tensor, tl
 
-BACK = 4096  # numbers of gate that a program of SwiGLU's gradient reads at once
+BACK = 4096  # gate columns that a program of SwiGLU's gradient loads at a time
 
 
 def add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Fp8, Tensor]:
-    """x + delta, its RMSNorm in fp8, and what that was scaled with by the norm."""
+    """Return x + delta, its RMSNorm in fp8 (E4M3, a scale per token), and the norm's factors 1 /
+    sqrt(mean square + eps), [tokens, 1]; see `add_norm`.
+    """
     x, normed, scale = add_norm.add_norm(x, delta, weight, eps)
     return x, rows(normed), scale
 
 
 def renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-    """The norm again, of what it was made of."""
+    """Return the RMSNorm of x again, in the type of x, from the factors that `add_norm_fp8`
+    returned; for the backward pass.
+    """
     return (x.float() * scale * weight).to(x.dtype)
 
 
 def gated_fp8(gate_up: Tensor, block: int) -> Fp8:
-    """SwiGLU of gate and up in alternating blocks, in fp8."""
+    """Return `swiglu_interleaved` of `gate_up` in fp8 (E4M3, a scale per token)."""
     return rows(swiglu.gated(gate_up, block))
 
 
 def gated_backward_fp8(
     gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Fp8]:
-    """The gradient of gate and up, their SwiGLU again, and that gradient in fp8."""
+    """Return the gradient of `gate_up`, the SwiGLU computed again, and the gradient once more in
+    fp8 of type `dtype` with a scale per token.
+    """
     back, wide = swiglu.gated_backward(gate_up, grad, block)
     return back, wide, rows(back, dtype)
 
@@ -43,6 +50,7 @@ def gated_backward_fp8(
 def triton_add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Fp8, Tensor]:
+    """Compute `add_norm_fp8` by one kernel, a program per token."""
     tokens, width = x.shape
     out, made = torch.empty_like(x), empty(tokens, width, E4M3, x.device)
     norm = x.new_empty(tokens, 1, dtype=torch.float32)
@@ -53,6 +61,7 @@ def triton_add_norm_fp8(
 
 
 def triton_renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """Compute `renorm` by one kernel, a program per token. `x` is contiguous."""
     out = torch.empty_like(x)
     padded = power_of_2(x.shape[1])
     _renorm[(len(x),)](x, scale, weight, out, x.shape[1], padded, num_warps=warps(padded))
@@ -60,6 +69,7 @@ def triton_renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
 
 
 def triton_gated_fp8(gate_up: Tensor, block: int) -> Fp8:
+    """Compute `swiglu_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     made = empty(tokens, width, E4M3, gate_up.device)
     each = min(ROW[0], power_of_2(width))
@@ -71,6 +81,7 @@ def triton_gated_fp8(gate_up: Tensor, block: int) -> Fp8:
 def triton_gated_backward_fp8(
     gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Fp8]:
+    """Compute `swiglu_backward_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
     grad = grad.contiguous()
     tokens, width = grad.shape
     back, wide = torch.empty_like(gate_up), torch.empty_like(grad)
@@ -98,6 +109,13 @@ def _add_norm(
     tiny: constexpr,
     padded: constexpr,
 ) -> None:
+    """Compute y = x + delta and RMSNorm(y) · weight of one token, and quantize the latter to fp8;
+    equals `add_norm_fp8`.
+
+    Program i has token i. `x`, `delta`, `out` (y) and `values` (fp8) are contiguous [tokens,
+    width], `weight` [width]; `scale` (of fp8) and `norm` (the factor 1 / sqrt(mean(y²) + eps)) are
+    fp32 [tokens]. `padded` is the power of two that covers `width`.
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     there = i < width
@@ -121,6 +139,9 @@ def _add_norm(
 def _renorm(
     x: tensor, scale: tensor, weight: tensor, out: tensor, width: tensor, padded: constexpr
 ) -> None:
+    """Write x · scale · weight of one token; equals `renorm`. Program i has token i of contiguous
+    `x` and `out` [tokens, width]; `scale` is fp32 [tokens], `weight` [width].
+    """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
     there = i < width
@@ -131,7 +152,9 @@ def _renorm(
 
 @jit
 def _swiglu(gate_up: tensor, n: tensor, i: tensor, there: tensor, block: constexpr) -> tensor:
-    """In the type of its operands, as fp32."""
+    """Return silu(gate) · up of the chunks `n` of one token, as fp32 after rounding to the type of
+    `gate_up`; `i` are the columns in a chunk of `chunk`, and masked elements are zero.
+    """
     gate = tl.load(gate_up + n * 2 * block + i, there, 0.0).to(tl.float32)
     up = tl.load(gate_up + n * 2 * block + block + i, there, 0.0).to(tl.float32)
     return (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)
@@ -149,7 +172,12 @@ def _gated(
     each: constexpr,
     count: constexpr,
 ) -> None:
-    """A row that fits is computed once."""
+    """Compute the SwiGLU of one token and quantize it to fp8; equals `swiglu_fp8`.
+
+    Program i has token i. `gate_up` is contiguous [tokens, 2 · width] in alternating chunks of
+    `chunk` columns, `values` fp8 [tokens, width], `scale` fp32 [tokens]. A row takes `tiles` tiles
+    of `chunks` chunks: computed once if one tile holds it, otherwise twice.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, block)[None, :]
     gate_up += row * 2 * width
@@ -192,7 +220,14 @@ def _gated_backward(
     each: constexpr,
     count: constexpr,
 ) -> None:
-    """The gradient is written, and read again once the largest of the row is known."""
+    """Compute the gradient of `gate_up` and the SwiGLU of one token, and quantize the gradient to
+    fp8; equals `swiglu_backward_fp8`.
+
+    Program i has token i. `gate_up`, `back` (its gradient) and `values` (that in fp8) are
+    contiguous [tokens, 2 · width] in alternating chunks of `chunk` columns, `grad` (of the SwiGLU)
+    and `activated` (the SwiGLU) [tokens, width], `scale` fp32 [tokens]. The gradient is written in
+    `tiles` tiles of `chunks` chunks, and read again once the row's largest magnitude is known.
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, block)[None, :]
     gate_up += row * 2 * width
@@ -218,7 +253,7 @@ def _gated_backward(
             high, tl.maximum(tl.abs(of_gate.to(tl.float32)), tl.abs(of_up.to(tl.float32)))
         )
     most = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
-    tl.debug_barrier()  # what other threads of the program wrote
+    tl.debug_barrier()  # `back` is read below, also where other threads wrote it
     j = tl.arange(0, 2 * block)[None, :]
     for c in range(count):
         n = c * each + tl.arange(0, each)[:, None]

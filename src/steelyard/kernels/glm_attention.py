@@ -1,14 +1,15 @@
-"""All attention of a GLM in Triton, for 16-bit types: contexts on themselves, spans on their
-context and on their own past.
+"""A GLM's whole attention in Triton, for 16-bit types: context tokens attend to their context, span
+tokens to their context and to earlier tokens of their own span.
 
-Tokens are in the order of `Joint`, every context with its spans behind it: of each token it is
-known where its row begins, where the context in it ends and where its own span begins. A token sees
-its context, and its own span up to itself. A program has some tokens of one row, so that a row's
-queries read its own keys and no others. Gradients are written where the matmul before reads them,
-and nothing is added up by several programs: results are the same in every run. Exponents are to
-base 2.
+This is kernel `packed` of models/cloze_attention.py; `attend_cloze` with kernel `padded` is its
+plain meaning. Tokens are in the order of `InterleavedLayout`, every context followed by its spans.
+For each token `ranges` holds where its row (context with spans) begins, where the context in it
+ends, and where its own span begins. A program has up to `TILE` tokens of one row, so it reads only
+keys of that row. No two programs add to one number, so results are the same in every run. Gradients
+are written into the layout of QKV, which the matmul before reads. Exponents are to base 2.
 
-What is dropped is a hash of a seed, the head, the query and the key, and is hashed again backward.
+Dropped probabilities are decided by a hash of seed, head, query and key, computed again in the
+backward pass. Called by models/glm_fused.py.
 """
 
 from typing import Any
@@ -23,10 +24,10 @@ from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
 from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
-COUNTED = 2**31 - 1  # numbers: addresses are 32-bit offsets
-LEAST = 16  # numbers of a head that a matrix unit takes at once
-TILE = 64  # tokens of a program, at most
-# What a program reads at once of the other tokens, warps, stages.
+COUNTED = 2**31 - 1  # of a tensor: offsets are 32-bit
+LEAST = 16  # the smallest side of a tile in tl.dot
+TILE = 64  # tokens of one program, at most
+# Tokens of the other operand that a program loads at a time, warps, pipeline stages.
 FORWARD = (32, 4, 3)
 BACK_QUERIES = (32, 4, 3)
 BACK_KEYS = (32, 4, 2)
@@ -35,8 +36,12 @@ BACK_KEYS = (32, 4, 2)
 def attend(
     qkv: Tensor, borders: Tensor, programs: Tensor, dropout: Dropout
 ) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] and the logarithm of each softmax's sum [H, T]. `borders` is int32 [3,
-    T], `programs` int32 [2, P]: the first token of each program, and where its row ends."""
+    """Return the attention output [T, H, D] and the base-2 logarithm of each softmax's sum, fp32
+    [H, T], of `qkv` [T, 3, H, D].
+
+    `ranges` is int32 [3, T] (`token_ranges`) and `programs` int32 [2, P] of `InterleavedLayout`.
+    Raises RequestError if `qkv` has more than 2^31 - 1 elements, because offsets are 32-bit.
+    """
     if qkv.numel() > COUNTED:
         raise RequestError(
             f"tune.attention='packed' counts to {COUNTED}, not to {qkv.numel()} numbers; choose a"
@@ -47,9 +52,10 @@ def attend(
     keys, warps, stages = FORWARD
     (read,), by_descriptor = _read(keys, qkv.flatten(1, 2))
     _forward[(programs.shape[1], heads)](
-        qkv, read, out, lse, borders, programs, *_drawn(dropout), tokens, dim**-0.5 * LOG2_E, *_dropped(dropout),
-        dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE, keys, by_descriptor,
-        num_warps=warps, num_stages=stages,
+        qkv, read, out, lse, borders, programs, *_drawn(dropout), tokens,
+        dim**-0.5 * LOG2_E, *_dropped(dropout), dropout.share > 0, heads,
+        dim, max(LEAST, power_of_2(dim)), TILE, keys, by_descriptor, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
     return out, lse
 
@@ -64,46 +70,37 @@ def attend_backward(
     dropout: Dropout,
     accumulator: Tensor,
 ) -> Tensor:
-    """The gradient of qkv. Its column sum, a bias's gradient, is added to `accumulator`."""
+    """Return the gradient of `qkv` [T, 3, H, D], from that of the output [T, H, D] and the output
+    and lse of `triton_attend_cloze`.
+
+    Its sum over tokens, the gradient of QKV's bias [3 · H · D], is added to `accumulator` in place.
+    `grad` is contiguous.
+    """
     tokens, _, heads, dim = qkv.shape
     total, dot = torch.empty_like(qkv), torch.empty_like(lse)
     grid = programs.shape[1], heads
     parts = qkv.new_empty(grid[0], 3, heads * dim, dtype=torch.float32)
     given = (
-        out,
-        lse,
-        dot,
-        total,
-        parts,
-        borders,
-        programs,
-        *_drawn(dropout),
-        tokens,
-        dim**-0.5,
-        *_dropped(dropout),
-    )
+        out, lse, dot, total, parts, borders, programs, *_drawn(dropout), tokens,
+        dim**-0.5, *_dropped(dropout),
+    )  # fmt: skip
     sizes = dropout.share > 0, heads, dim, max(LEAST, power_of_2(dim)), TILE
     for kernel, (other, warps, stages) in ((_back_queries, BACK_QUERIES), (_back_keys, BACK_KEYS)):
         (read, read_grad), by_descriptor = _read(other, qkv.flatten(1, 2), grad)
         kernel[grid](
-            grad,
-            read_grad,
-            qkv,
-            read,
-            *given,
-            *sizes,
-            other,
-            by_descriptor,
-            num_warps=warps,
-            num_stages=stages,
-        )
+            grad, read_grad, qkv, read, *given, *sizes, other, by_descriptor,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     reduce_parts(parts, list(accumulator.view(3, -1)))
     return total
 
 
 def _read(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
-    """What tiles of so many tokens are read from, and whether by descriptors: only heads of the
-    sizes that are computed.
+    """Return the kernel arguments from which tiles of `rows` tokens are loaded, and whether these
+    are tensor descriptors.
+
+    They are descriptors only if the device has them and the head dimension needs no padding;
+    otherwise the matrices themselves.
     """
     dim = matrices[0].shape[-1]
     whole = described(matrices[0].device) and dim == max(LEAST, power_of_2(dim))
@@ -111,18 +108,21 @@ def _read(rows: int, *matrices: Tensor) -> tuple[list[Any], bool]:
 
 
 def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
+    """Return the dropout's seed tensor and site number, as the kernels take them."""
     return dropout.seed, dropout.place
 
 
 def _dropped(dropout: Dropout) -> tuple[float, int]:
-    """What stays is multiplied by, and which hashes are dropped."""
+    """Return the factor 1 / (1 - share) that kept probabilities are multiplied by, and the hash
+    below which they are dropped.
+    """
     return 1 / (1 - dropout.share), dropout.below
 
 
 @varied()
 def _seen(i: tensor, start: tensor, end: tensor, own: tensor, j: tensor) -> tensor:
-    """Whether query `i`, of a row from `start` with a context up to `end` and of a span from `own`,
-    sees key `j`.
+    """Return whether query `i` sees key `j`: j is in the context, start <= j < end, or in the
+    query's own span and not later, span_start <= j <= i.
     """
     return ((j >= start) & (j < end)) | ((j >= own) & (j <= i))
 
@@ -131,7 +131,9 @@ def _seen(i: tensor, start: tensor, end: tensor, own: tensor, j: tensor) -> tens
 def _tile(
     base: tensor, i: tensor, there: tensor, row: constexpr, dim: constexpr, wide: constexpr
 ) -> tensor:
-    """Rows `i` of one head, zero where there are none."""
+    """Load rows `i` of one head, [len(i), padded], from a matrix whose rows are `width` elements
+    apart; zeros where `mask` is False and beyond `dim` columns.
+    """
     d = tl.arange(0, wide)[None, :]
     at = base + i[:, None] * row + d
     if dim == wide:
@@ -142,10 +144,14 @@ def _tile(
 @varied()
 def _other(
     base: tensor, read: tensor, begin: tensor, side: tensor, upto: tensor, tokens: tensor,
-    stride: constexpr, dim: constexpr, wide: constexpr, rows: constexpr, by_descriptor: constexpr,
+    stride: constexpr, dim: constexpr, wide: constexpr, rows: constexpr,
+    by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """Rows from `begin` on, of the head whose numbers begin at `side`. From `upto` on nobody sees
-    them.
+    """Load `rows` tokens from `begin` on, of the head whose columns begin at `first_column`,
+    through a descriptor or pointers.
+
+    Tokens from `stop` on are zeros when loaded through pointers; through a descriptor they may hold
+    other rows' values, and callers mask them.
     """
     if by_descriptor:
         return read_tile(read, begin, side, stride, tokens, dim, rows, True)
@@ -156,30 +162,27 @@ def _other(
 
 @varied()
 def _attend_keys(
-    q: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor, upto: tensor, i: tensor, start: tensor,
-    end: tensor, own: tensor, a: tensor,
-    high: tensor, most: tensor, weight: tensor, total: tensor, scale: tensor, below: tensor,
-    masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
-    by_descriptor: constexpr,
+    q: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor,
+    upto: tensor, i: tensor, start: tensor, end: tensor, own: tensor,
+    a: tensor, high: tensor, most: tensor, weight: tensor, total: tensor,
+    scale: tensor, below: tensor, masked: constexpr, dropped: constexpr, row: constexpr,
+    dim: constexpr, wide: constexpr, keys: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor, tensor]:  # fmt: skip
-    """Go on with a softmax by some keys, all of which all queries see unless they are `masked`."""
+    """Continue an online softmax with one tile of `keys` keys from `begin` on; return the new
+    maximum, sum of exponentials and weighted sum of values.
+
+    Without `masked` all queries see all keys of the tile. Dropped probabilities count in the sum of
+    exponentials, not in that of values.
+    """
     j = begin + tl.arange(0, keys)
     k = _other(
-        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor
-    )
-    v = _other(
-        qkv,
-        read,
-        begin,
-        2 * row + head * dim,
-        upto,
-        tokens,
-        3 * row,
-        dim,
-        wide,
-        keys,
+        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys,
         by_descriptor,
-    )
+    )  # fmt: skip
+    v = _other(
+        qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide,
+        keys, by_descriptor,
+    )  # fmt: skip
     s = tl.dot(q, tl.trans(k)) * scale
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -195,10 +198,21 @@ def _attend_keys(
 
 @varied("tokens", "place", "below")
 def _forward(
-    qkv: tensor, read: tensor, out: tensor, lse: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor,
-    tokens: tensor, scale: tensor, inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr,
-    wide: constexpr, tile: constexpr, keys: constexpr, by_descriptor: constexpr,
+    qkv: tensor, read: tensor, out: tensor, lse: tensor, borders: tensor, programs: tensor,
+    seed: tensor, place: tensor, tokens: tensor, scale: tensor, inverse: tensor,
+    below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
+    tile: constexpr, keys: constexpr, by_descriptor: constexpr,
 ) -> None:  # fmt: skip
+    """Compute softmax(q kᵀ / sqrt(D), visible keys only) v with dropout for one tile of queries and
+    one head; equals kernel `padded` of models/cloze_attention.py, but for which probabilities are
+    dropped.
+
+    `qkv` is contiguous [tokens, 3, heads, dim], `qkv_tiles` the same for `_load_tile`, `out`
+    [tokens, heads, dim], `lse` fp32 [heads, tokens] (base 2), `ranges` int32 [3, tokens],
+    `programs` int32 [2, P]. Program (p, h) has the queries programs[0, p] to at most programs[1,
+    p], `tile` of them at most, of head h. `scale` is log2(e) / sqrt(dim), `dropout_scale` 1 / (1 -
+    share), `place` the dropout site.
+    """
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     i = first + tl.arange(0, tile)
@@ -209,19 +223,21 @@ def _forward(
     own = tl.load(borders + 2 * tokens + i, there, tokens)
     low, high = keys_of(seed, place)
     a = of_queries(i, head, heads, low)
-    most = tl.full([tile], -1e30, tl.float32)  # finite: less itself it must not be NaN
+    most = tl.full([tile], -1e30, tl.float32)  # finite, because -inf minus -inf is NaN
     weight = tl.zeros([tile], tl.float32)
     total = tl.zeros([tile, wide], tl.float32)
     lowest, whole, upto = _keys_of_queries(borders, tokens, first, stop, tile, keys)
     for begin in range(lowest, whole, keys):
         most, weight, total = _attend_keys(
-            q, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
-            False, dropped, row, dim, wide, keys, by_descriptor,
+            q, qkv, read, head, tokens, begin, upto, i, start, end, own,
+            a, high, most, weight, total, scale, below, False, dropped,
+            row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, keys):
         most, weight, total = _attend_keys(
-            q, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, most, weight, total, scale, below,
-            True, dropped, row, dim, wide, keys, by_descriptor,
+            q, qkv, read, head, tokens, begin, upto, i, start, end, own,
+            a, high, most, weight, total, scale, below, True, dropped,
+            row, dim, wide, keys, by_descriptor,
         )  # fmt: skip
     if dropped:
         total = total * inverse
@@ -233,7 +249,9 @@ def _forward(
 
 @varied()
 def _own_tokens(programs: tensor) -> tuple[tensor, tensor]:
-    """The first token of this program, and where its row ends: the same where it has none."""
+    """Return the first token of this program and where its row ends; both are equal if the program
+    has no tokens.
+    """
     return tl.load(programs + tl.program_id(0)), tl.load(
         programs + tl.num_programs(0) + tl.program_id(0)
     )
@@ -243,8 +261,9 @@ def _own_tokens(programs: tensor) -> tuple[tensor, tensor]:
 def _keys_of_queries(
     borders: tensor, tokens: tensor, first: tensor, stop: tensor, tile: constexpr, keys: constexpr
 ) -> tuple[tensor, tensor, tensor]:
-    """The first key that queries of one row see, up to where all of them see all keys, in whole
-    steps of `keys`, and the end of those they see."""
+    """Return the range of keys that a tile of queries of one row needs: its first key, the key up
+    to which all queries see all keys (in whole steps of `keys`), and its end.
+    """
     some = first < stop
     lowest, end = tl.load(borders + first, some, 0), tl.load(borders + tokens + first, some, 0)
     upto = tl.where(some, tl.maximum(end, tl.minimum(first + tile, stop)), 0)
@@ -253,10 +272,13 @@ def _keys_of_queries(
 
 @varied()
 def _store(
-    parts: tensor, total: tensor, value: tensor, which: constexpr, i: tensor, there: tensor, head: tensor, row: constexpr,
-    dim: constexpr, wide: constexpr,
+    parts: tensor, total: tensor, value: tensor, which: constexpr, i: tensor, there: tensor,
+    head: tensor, row: constexpr, dim: constexpr, wide: constexpr,
 ) -> None:  # fmt: skip
-    """Queries', keys' or values' gradient, and the sum of its rows."""
+    """Write the gradient of this program's queries (`part` 0), keys (1) or values (2) into
+    `qkv_grad` [tokens, 3, heads, dim], and its sum over tokens to row program_id(0) of `parts`,
+    fp32 [P, 3, heads · dim].
+    """
     d = tl.arange(0, wide)
     value = tl.where(there[:, None], value, 0.0)
     at = total + i[:, None] * 3 * row + which * row + head * dim + d[None, :]
@@ -268,32 +290,24 @@ def _store(
 
 @varied()
 def _queries_back(
-    q: tensor, g: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor, begin: tensor, upto: tensor, i: tensor,
-    start: tensor, end: tensor, own: tensor,
+    q: tensor, g: tensor, qkv: tensor, read: tensor, head: tensor, tokens: tensor,
+    begin: tensor, upto: tensor, i: tensor, start: tensor, end: tensor, own: tensor,
     a: tensor, high: tensor, norm: tensor, mean: tensor, scale: tensor, below: tensor,
-    masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr, keys: constexpr,
-    by_descriptor: constexpr,
+    masked: constexpr, dropped: constexpr, row: constexpr, dim: constexpr, wide: constexpr,
+    keys: constexpr, by_descriptor: constexpr,
 ) -> tensor:  # fmt: skip
-    """The gradient of queries by some keys, but for the scale, and for what stays being more where
-    some is dropped.
+    """Return what one tile of keys contributes to the gradient of queries, without the factors 1 /
+    sqrt(D) and 1 / (1 - share).
     """
     j = begin + tl.arange(0, keys)
     k = _other(
-        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys, by_descriptor
-    )
-    v = _other(
-        qkv,
-        read,
-        begin,
-        2 * row + head * dim,
-        upto,
-        tokens,
-        3 * row,
-        dim,
-        wide,
-        keys,
+        qkv, read, begin, row + head * dim, upto, tokens, 3 * row, dim, wide, keys,
         by_descriptor,
-    )
+    )  # fmt: skip
+    v = _other(
+        qkv, read, begin, 2 * row + head * dim, upto, tokens, 3 * row, dim, wide,
+        keys, by_descriptor,
+    )  # fmt: skip
     s = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
     if masked:
         seen = _seen(i[:, None], start[:, None], end[:, None], own[:, None], j[None, :])
@@ -307,13 +321,22 @@ def _queries_back(
 
 @varied("tokens", "place", "below")
 def _back_queries(
-    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor, dot: tensor, total: tensor,
-    parts: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor, tokens: tensor, scale: tensor,
-    inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
-    tile: constexpr, keys: constexpr, by_descriptor: constexpr,
+    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor,
+    dot: tensor, total: tensor, parts: tensor, borders: tensor, programs: tensor, seed: tensor,
+    place: tensor, tokens: tensor, scale: tensor, inverse: tensor, below: tensor,
+    dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr, tile: constexpr,
+    keys: constexpr, by_descriptor: constexpr,
 ) -> None:  # fmt: skip
-    """Of queries; writes the dot product of each output with its gradient, too. What stays is made
-    more at the end alone.
+    """Compute the gradient of one tile of queries of one head, and write the dot products that
+    `_backward_keys` reads; to run first.
+
+        dot = rowsum(grad · out) (1 - share);  p = softmax probabilities from lse
+        dq = Σ p (keep · grad vᵀ - dot) k / sqrt(D) / (1 - share)
+
+    `grad` and `out` are [tokens, heads, dim], `dot` fp32 [heads, tokens], `qkv_grad` [tokens, 3,
+    heads, dim], `parts` fp32 [P, 3, heads · dim] with sums over each program's tokens; the rest is
+    as in `_attend_forward`, but `scale` is 1 / sqrt(dim). Equals autograd's gradient of kernel
+    `padded`.
     """
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
@@ -338,37 +361,41 @@ def _back_queries(
     lowest, whole, upto = _keys_of_queries(borders, tokens, first, stop, tile, keys)
     for begin in range(lowest, whole, keys):
         back += _queries_back(
-            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, below,
-            False, dropped, row, dim, wide, keys, by_descriptor,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own,
+            a, high, norm, mean, scale, below, False, dropped, row, dim,
+            wide, keys, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, keys):
         back += _queries_back(
-            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own, a, high, norm, mean, scale, below,
-            True, dropped, row, dim, wide, keys, by_descriptor,
+            q, g, qkv, read, head, tokens, begin, upto, i, start, end, own,
+            a, high, norm, mean, scale, below, True, dropped, row, dim,
+            wide, keys, by_descriptor,
         )  # fmt: skip
     _store(parts, total, back * (scale * inverse), 0, i, there, head, row, dim, wide)
 
 
 @varied()
 def _keys_back(
-    k: tensor, v: tensor, grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, lse: tensor, dot: tensor,
-    borders: tensor, begin: tensor, upto: tensor,
-    j: tensor, b: tensor, low: tensor, head: tensor, tokens: tensor, scale: tensor, below: tensor,
-    of_k: tensor, of_v: tensor, masked: constexpr, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
-    queries: constexpr, by_descriptor: constexpr,
+    k: tensor, v: tensor, grad: tensor, read_grad: tensor, qkv: tensor, read: tensor,
+    lse: tensor, dot: tensor, borders: tensor, begin: tensor, upto: tensor, j: tensor,
+    b: tensor, low: tensor, head: tensor, tokens: tensor, scale: tensor, below: tensor,
+    of_k: tensor, of_v: tensor, masked: constexpr, dropped: constexpr, heads: constexpr,
+    dim: constexpr, wide: constexpr, queries: constexpr, by_descriptor: constexpr,
 ) -> tuple[tensor, tensor]:  # fmt: skip
-    """Add the gradients of keys, but for the scale, and of values by some queries; both but for
-    what stays being more.
+    """Add what one tile of queries contributes to the gradients of keys and values, without the
+    factors 1 / sqrt(D) (of keys) and 1 / (1 - share), and return both sums.
     """
     i = begin + tl.arange(0, queries)
     real = i < upto
     row: constexpr = heads * dim
     q = _other(
-        qkv, read, begin, head * dim, upto, tokens, 3 * row, dim, wide, queries, by_descriptor
-    )
+        qkv, read, begin, head * dim, upto, tokens, 3 * row, dim, wide, queries,
+        by_descriptor,
+    )  # fmt: skip
     g = _other(
-        grad, read_grad, begin, head * dim, upto, tokens, row, dim, wide, queries, by_descriptor
-    )
+        grad, read_grad, begin, head * dim, upto, tokens, row, dim, wide, queries,
+        by_descriptor,
+    )  # fmt: skip
     norms = head * tokens + i
     norm, mean = tl.load(lse + norms, real, 0.0), tl.load(dot + norms, real, 0.0)
     s = tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634)
@@ -391,13 +418,21 @@ def _keys_back(
 
 @varied("tokens", "place", "below")
 def _back_keys(
-    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor, dot: tensor, total: tensor,
-    parts: tensor, borders: tensor, programs: tensor, seed: tensor, place: tensor, tokens: tensor, scale: tensor,
-    inverse: tensor, below: tensor, dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr,
-    tile: constexpr, queries: constexpr, by_descriptor: constexpr,
+    grad: tensor, read_grad: tensor, qkv: tensor, read: tensor, out: tensor, lse: tensor,
+    dot: tensor, total: tensor, parts: tensor, borders: tensor, programs: tensor, seed: tensor,
+    place: tensor, tokens: tensor, scale: tensor, inverse: tensor, below: tensor,
+    dropped: constexpr, heads: constexpr, dim: constexpr, wide: constexpr, tile: constexpr,
+    queries: constexpr, by_descriptor: constexpr,
 ) -> None:  # fmt: skip
-    """Of keys and values, after `_back_queries`. A context's key is seen by all of its row, a
-    span's by itself and those behind it."""
+    """Compute the gradients of one tile of keys and values of one head; runs after
+    `_backward_queries`, whose `dot` it reads.
+
+        dv = Σ keep · p grad / (1 - share)
+        dk = Σ p (keep · grad vᵀ - dot) q / sqrt(D) / (1 - share)
+
+    The sums are over the queries that see a key: of a context's key all tokens of the row, of a
+    span's key itself and later tokens of the span. Arguments are as in `_backward_queries`.
+    """
     head = tl.program_id(1)
     first, stop = _own_tokens(programs)
     j = first + tl.arange(0, tile)
@@ -414,17 +449,19 @@ def _back_keys(
     start, end = tl.load(borders + first, some, 0), tl.load(borders + tokens + first, some, 0)
     upto = tl.where(some, stop, 0)
     lowest = tl.where(first < end, start, first)
-    inside = tl.minimum(first + tile, stop) <= end  # the context, whose keys all queries see
+    inside = tl.minimum(first + tile, stop) <= end  # all keys are the context's
     whole = tl.where(inside & some, lowest + (upto - lowest) // queries * queries, lowest)
     for begin in range(lowest, whole, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, below,
-            of_k, of_v, False, dropped, heads, dim, wide, queries, by_descriptor,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j,
+            b, low, head, tokens, scale, below, of_k, of_v, False, dropped, heads,
+            dim, wide, queries, by_descriptor,
         )  # fmt: skip
     for begin in range(whole, upto, queries):
         of_k, of_v = _keys_back(
-            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j, b, low, head, tokens, scale, below,
-            of_k, of_v, True, dropped, heads, dim, wide, queries, by_descriptor,
+            k, v, grad, read_grad, qkv, read, lse, dot, borders, begin, upto, j,
+            b, low, head, tokens, scale, below, of_k, of_v, True, dropped, heads,
+            dim, wide, queries, by_descriptor,
         )  # fmt: skip
     _store(parts, total, of_k * (scale * inverse), 1, j, there, head, row, dim, wide)
     _store(parts, total, of_v * inverse, 2, j, there, head, row, dim, wide)

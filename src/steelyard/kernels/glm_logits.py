@@ -1,23 +1,30 @@
-"""Log-probabilities of targets from logits, which are in the precision of the matmuls and are read
-as fp32: no fp32 copy of all of them is ever there. Without Triton they are read a few rows at a
-time."""
+"""Log-probabilities of targets and their gradient, from logits in 16 bits that are computed with in
+fp32.
+
+The kernels never make an fp32 copy of all logits. The plain functions do, so models/glm_fused.py
+calls them on a few rows at a time unless they are compiled.
+"""
 
 import torch
 from torch import Tensor
 
 from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, varied
 
-COLUMNS = 4096  # of a row, that a program reads at once
+COLUMNS = 4096  # columns that a program loads at a time
 
 
 def log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of each row, and its target's logit."""
+    """Return each row's log-sum-exp and its target's logit, both [rows], fp32 or wider; their
+    difference is minus the log-probability.
+    """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.logsumexp(-1), wide.gather(-1, targets[:, None])[:, 0]
 
 
 def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor]:
-    """The gradient of the logits."""
+    """Return the gradient of the logits as a tuple of one tensor: (one_hot(targets) - exp(logits -
+    lse)) · grad, where `grad` is that of the log-probabilities.
+    """
     right = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return (
         ((right.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(logits.dtype),
@@ -25,6 +32,9 @@ def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tenso
 
 
 def triton_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Run `compute_log_prob_terms` as a kernel, a program per row; results are fp32. `logits` is
+    contiguous.
+    """
     rows, vocab = logits.shape
     lse, found = logits.new_empty(2, rows, dtype=torch.float32)
     _log_probs[(rows,)](
@@ -36,7 +46,7 @@ def triton_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def triton_log_probs_backward(
     logits: Tensor, targets: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor]:
-    """In the place of the logits, which nothing reads any more."""
+    """Compute `log_probs_backward` in place: the returned gradient is `logits`, overwritten."""
     rows, vocab = logits.shape
     block = min(COLUMNS, power_of_2(vocab))
     _log_probs_backward[(rows, blocks(vocab, block))](
@@ -49,10 +59,15 @@ def triton_log_probs_backward(
 def _log_probs(
     logits: tensor, targets: tensor, lse: tensor, found: tensor, vocab: constexpr, block: constexpr
 ) -> None:
+    """Write one row's log-sum-exp to lse[i] and its target's logit to target_logits[i], in fp32;
+    equals `compute_log_prob_terms`.
+
+    Program i has row i of contiguous `logits` [rows, vocab] and reads `columns` columns at a time.
+    """
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * vocab
     i = tl.arange(0, block)
-    most = tl.full([block], -1e30, tl.float32)  # finite: less itself it must not be NaN
+    most = tl.full([block], -1e30, tl.float32)  # finite, because -inf minus -inf is NaN
     total = tl.zeros([block], tl.float32)
     for begin in range(0, vocab, block):
         x = tl.load(here + begin + i, begin + i < vocab, float("-inf")).to(tl.float32)
@@ -68,6 +83,12 @@ def _log_probs(
 def _log_probs_backward(
     logits: tensor, targets: tensor, lse: tensor, grad: tensor, vocab: constexpr, block: constexpr
 ) -> None:
+    """Replace a tile of logits by its gradient, (one_hot(target) - exp(logit - lse)) · grad; equals
+    `log_probs_backward`.
+
+    Program (i, c) has row i of contiguous `logits` [rows, vocab] and columns c · columns to (c + 1)
+    · columns; `targets`, `lse` and `grad` (of the log-probabilities) are [rows].
+    """
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * block + tl.arange(0, block)
     at = logits + row * vocab + i

@@ -1,11 +1,11 @@
-"""What stands between a GLM's matmuls, each in one pass over memory, where Triton is at hand; all
-is computed in fp32.
+"""Kernels for what lies between a GLM's matmuls, each in one pass over memory and in fp32: dropout,
+residual addition and LayerNorm; GELU; and their gradients.
 
-Gradients of biases are column sums of what these kernels write anyway: every program sums its own
-rows, and `_reduce_parts` adds those sums to the gradient. What is dropped is a hash of a seed and
-the place, hashed again backward: no mask is kept. The seed is on the device, so that a recorded
-graph drops other numbers whenever it is replayed. Numbers of tokens are not compiled in:
-micro-batches have different ones.
+The gradient of a bias is the column sum of a gradient that a kernel writes anyway: every program
+sums its own rows, and `reduce_parts` adds these sums to the bias's gradient. Dropout hashes a seed
+and the element's position, and does so again in the backward pass, so no mask is stored; the seed
+is on the device, so that a replayed CUDA graph drops other elements each time. Numbers of tokens
+are not compiled in, because micro-batches differ in them. Called by models/glm_fused.py.
 """
 
 from collections.abc import Callable
@@ -18,23 +18,27 @@ from torch.nn import functional as F
 from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, triton, varied
 from steelyard.kernels.pair_dropout import kept, keys_of, of_keys, of_queries
 
-# programs that sum columns: as many as a large device runs at once, six on each multiprocessor
+# programs with partial column sums: 6 on each of an H200's 132 multiprocessors, all at once
 PARTS = 792
-# Of GELU's gradient: columns of a wide row and rows that a program reads at once, its warps, and
-# how many programs.
+# GELU's gradient: columns and rows that a program loads at a time, its warps, and programs.
 GELU = (512, 1, 4, 1584)
 
 
 def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The residual stream and its norm, as they are written, with numbers that a compiler takes for
-    constants.
+    """Return a function (x, delta, weight, bias) that returns x + dropout(delta) and its LayerNorm,
+    in plain PyTorch.
+
+    eps and dropout are captured so that a compiler takes them for constants; with dropout 0 the
+    function has no dropout at all. It drops by torch's random state, not by a hash.
     """
 
     def run(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + dropout(delta) and its LayerNorm."""
         x = x + F.dropout(delta, dropout)
         return x, F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def still(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + delta and its LayerNorm."""
         x = x + delta
         return x, F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
@@ -43,22 +47,31 @@ def plain_dropout_add_norm(eps: float, dropout: float) -> Callable[..., tuple[Te
 
 @dataclass(frozen=True)
 class Dropout:
-    """What is dropped, by a seed and the place in the model: two places drop different numbers."""
+    """One dropout site of a model: which share of elements is dropped, and the hash that decides
+    which.
+
+    Two sites drop different elements with the same seed.
+    """
 
     share: float
-    seed: Tensor  # int64 [1], on the device; the same until the backward pass is over
-    place: int
+    seed: Tensor  # int64 [1], on the device; unchanged until the backward pass has ended
+    place: int  # the number of the site in the model
 
     @property
     def below(self) -> int:
-        """The share as a number of 31 bit: hashes below it are dropped."""
+        """The share as a 31-bit integer: elements whose hash is less are dropped."""
         return int(self.share * (1 << 31))
 
 
 def dropout_add_norm(
     x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float, dropout: Dropout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The residual stream, its norm, and each row's mean and scale."""
+    """Return x + dropout(delta), its LayerNorm (both [tokens, width]) and each row's mean and 1 /
+    standard deviation, fp32 [tokens, 2], by one kernel.
+
+    The plain function is that of `make_plain_dropout_add_norm`, except that elements are dropped by
+    a hash.
+    """
     x, delta = x.contiguous(), delta.contiguous()
     tokens, width = x.shape
     out, normed = torch.empty_like(x), torch.empty_like(x)
@@ -89,9 +102,14 @@ def dropout_add_norm_backward(
     dropout: Dropout,
     stays: bool,
 ) -> tuple[Tensor | None, Tensor]:
-    """The gradients of x, if it `stays`, and of delta, from those of the sum (`more`) and of its
-    norm. Those of the norm's weight and bias, and of the bias that was added to delta, are added to
-    `accumulators`."""
+    """Return the gradients of x and of delta, by one kernel; that of x is None if `x_needs_grad` is
+    False and something is dropped.
+
+    `saved` is the sum, its row statistics and the norm's weight; `sum_grad` (or None) is the
+    gradient of the sum from later uses, `norm_grad` that of the norm. The gradients of the norm's
+    weight and bias, and of the bias that delta was made with (if the third is not None), are added
+    to `accumulators` in place. Without dropout both results are the same tensor.
+    """
     x, stats, weight = saved
     tokens, width = x.shape
     stays = stays or not dropout.share
@@ -109,15 +127,18 @@ def dropout_add_norm_backward(
         x if back is None else back,
     )
     _dropout_add_norm_backward[(len(parts),)](
-        *given, x if change is None else change, parts, tokens, dropout.seed, dropout.place, dropout.share, dropout.below,
-        dropout.share > 0, more is not None, stays, sums, width, power_of_2(width), num_warps=4,
+        *given, x if change is None else change, parts, tokens, dropout.seed,
+        dropout.place, dropout.share, dropout.below, dropout.share > 0, more is not None,
+        stays, sums, width, power_of_2(width), num_warps=4,
     )  # fmt: skip
     reduce_parts(parts, [one for one in accumulators if one is not None])
     return (back, change) if change is not None else (back, back)  # type: ignore[return-value]
 
 
 def reduce_parts(parts: Tensor, accumulators: list[Tensor]) -> None:
-    """Add the sums over `parts` [programs, places, width] to as many places, three at most."""
+    """Add the sums over programs of `parts` [programs, n, width] to the n `accumulators` [width],
+    in place; n is at most three.
+    """
     programs, _, width = parts.shape
     first, second, third = (accumulators[min(i, len(accumulators) - 1)] for i in range(3))
     _reduce_parts[(triton.cdiv(width, 16), len(accumulators))](
@@ -126,7 +147,9 @@ def reduce_parts(parts: Tensor, accumulators: list[Tensor]) -> None:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """The tanh form."""
+    """Return the GELU of x [tokens, width] in its tanh form, by a kernel; equals `F.gelu(x,
+    approximate="tanh")`.
+    """
     x = x.contiguous()
     out = torch.empty_like(x)
     tokens, width = x.shape
@@ -135,7 +158,9 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_backward(x: Tensor, grad: Tensor, accumulator: Tensor) -> Tensor:
-    """Of the tanh form; the column sum, a bias's gradient, is added to `accumulator`."""
+    """Return the gradient of x, the input of `triton_gelu`, and add its column sum, the gradient of
+    the bias before it, to `accumulator` in place. `x` is contiguous.
+    """
     tokens, width = x.shape
     columns, rows, warps, programs = GELU
     wide = min(columns, power_of_2(width))
@@ -169,6 +194,15 @@ def _dropout_add_norm(
     width: constexpr,
     padded: constexpr,
 ) -> None:
+    """Compute y = x + dropout(delta) and (y - mean) / sqrt(variance + eps) · weight + bias of one
+    token.
+
+    Program i has token i. `x`, `delta`, `out` (y) and `normed` are contiguous [tokens, width],
+    `weight` and `bias` [width]; `stats` is fp32 [tokens, 2]: mean and 1 / sqrt(variance + eps). If
+    `has_dropout`, elements whose hash of seed, `place` (the dropout site), token and column is less
+    than `below` are dropped, and others divided by 1 - dropout. Equals the function of
+    `make_plain_dropout_add_norm`, but for which elements are dropped.
+    """
     token = tl.program_id(0)
     i = tl.arange(0, padded)
     there = i < width
@@ -215,6 +249,18 @@ def _dropout_add_norm_backward(
     width: constexpr,
     padded: constexpr,
 ) -> None:
+    """Compute the gradients of x and delta, and partial sums of those of weight, bias and the bias
+    in delta.
+
+        u = (x - mean) scale;  h = norm_grad · weight
+        g = sum_grad + scale (h - mean(h) - u mean(h u))
+
+    `x` (the sum), `sum_grad` (read if `has_sum_grad`), `norm_grad`, `x_grad` (g, written if
+    `x_needs_grad`) and `delta_grad` (g with the same elements dropped, written if `has_dropout`)
+    are contiguous [tokens, width], `stats` fp32 [tokens, 2]. Program i of P has tokens i, i + P,
+    ... and writes to row i of `parts`, fp32 [P, sums, width], its sums of norm_grad · u, of
+    norm_grad, and if sums is 3 of the gradient of delta. `place` is the dropout site.
+    """
     i = tl.arange(0, padded)
     there = i < width
     slope = tl.load(weight + i, there, 0.0).to(tl.float32)
@@ -230,7 +276,7 @@ def _dropout_add_norm_backward(
         unit = (tl.load(x + at, there, 0.0).to(tl.float32) - mean) * scale
         of_weight += g * unit
         of_bias += g
-        # before the sums, which wait for all loads
+        # loaded before the sums below, which wait for all loads
         stream = tl.load(more + at, there & ongoing, 0.0).to(tl.float32)
         g = g * slope
         g = stream + scale * (g - tl.sum(g, 0) / width - unit * (tl.sum(g * unit, 0) / width))
@@ -258,6 +304,11 @@ def _reduce_parts(
     places: constexpr,
     width: constexpr,
 ) -> None:
+    """Add the sum over programs of parts[:, n] to accumulator n (`first`, `second` or `third`,
+    [width] each), in place.
+
+    `parts` is fp32 [programs, count, width]. Program (c, n) has 16 columns and accumulator n.
+    """
     place = tl.program_id(1)
     i = tl.program_id(0) * 16 + tl.arange(0, 16)
     total = tl.zeros([16], tl.float32)
@@ -275,12 +326,17 @@ def _reduce_parts(
 
 @varied()
 def _share(x: tensor) -> tensor:
-    """Of x that GELU lets through, in its tanh form: a half of 1 + tanh(u) is the sigmoid of 2u."""
+    """Return GELU(x) / x in its tanh form: (1 + tanh(u)) / 2 = sigmoid(2u), with u = sqrt(2/π) (x +
+    0.044715 x³).
+    """
     return tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 √(2/π)
 
 
 @varied()
 def _gelu(x: tensor, out: tensor, width: constexpr, padded: constexpr) -> None:
+    """Write the tanh-form GELU of one token; equals `F.gelu(x, approximate="tanh")`. Program i has
+    token i of contiguous `x` and `out` [tokens, width].
+    """
     i = tl.arange(0, padded)
     there = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
@@ -299,6 +355,12 @@ def _gelu_backward(
     wide: constexpr,
     rows: constexpr,
 ) -> None:
+    """Write grad · GELU'(x) to `back`, and its sum over this program's tokens to `parts`.
+
+    `x`, `grad` and `back` are contiguous [tokens, width], `parts` is fp32 [programs, 1, width].
+    Program (i, c) of P has tile_columns columns and every P-th group of `rows` tokens from group i
+    on. Equals autograd's gradient of `F.gelu(x, approximate="tanh")`.
+    """
     i = tl.program_id(1) * wide + tl.arange(0, wide)
     total = tl.zeros([wide], tl.float32)
     for begin in range(tl.program_id(0) * rows, tokens, tl.num_programs(0) * rows):

@@ -1,9 +1,11 @@
-"""Attention of a GLM in Triton where flash attention has no call: spans on themselves, and what
-lies around its calls.
+"""Triton kernels around flash attention for a GLM: spans on themselves, and copies between the
+layouts.
 
-Tokens are in the order of `Joint`, every context with its spans behind it. Flash attention is then
-one call, of a context and its spans on the context. Spans on themselves go on with the softmax that
-it began: its output and log-sum-exp are where the sum over a span's own keys starts from.
+This is the other part of kernel `flash` of models/cloze_attention.py, where Triton runs. Tokens are
+in the order of `InterleavedLayout`, every context followed by its spans, so that one call of flash
+attention computes all queries on their contexts. `attend_spans` then continues each span's softmax
+with the span's own keys, starting from the output and log-sum-exp of that call. Called by
+models/glm_fused.py; the layouts are made by models/cloze_attention.py.
 """
 
 from dataclasses import dataclass
@@ -14,40 +16,42 @@ from torch import Tensor
 from steelyard.kernels.glm_norm import PARTS, Dropout, reduce_parts
 from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 
-BLOCK = 16  # tokens of a span at once: the least that a matrix unit takes
+BLOCK = 16  # tokens of a tile: the smallest side in tl.dot
 
 
 @dataclass(frozen=True)
 class RowBorders:
-    """Borders of rows laid end to end, and the longest of them."""
+    """Offsets of packed rows (cumulative lengths), and the length of the longest row."""
 
-    cu: Tensor  # int32 [rows + 1], on the device
+    cu: Tensor  # int32 [rows + 1], on the device: 0 and the rows' ends
     longest: int
 
 
 @dataclass(frozen=True)
 class Joint:
-    """The same tokens in another order, every context with its spans behind it: a context and its
-    spans are then one row of queries on the context's keys."""
+    """The tokens of a cloze micro-batch in another order, every context followed by its spans: a
+    context and its spans are then one row of queries on the context's keys.
 
-    order: Tensor  # int64 [T]: which token stands there
-    rows: RowBorders  # contexts, each with its spans
-    contexts: Tensor  # int32: where the contexts' tokens stand; -1 where there are no more
-    place: Tensor  # int32 [T]: which of the contexts' tokens it is; -1 if it is a span's
-    spans: Tensor  # int64: where the spans' tokens stand; the first token where there are no more
-    starts: Tensor  # int32: where each span begins
-    lengths: Tensor  # int32: of the spans; 0 where there are no more
-    longest: int  # of the spans
-    # int32 [3, T]: where a token's row begins, its context ends, its span begins (T: in no span)
+    Made by `ClozeLayout.interleaved`. T is the number of tokens.
+    """
+
+    order: Tensor  # int64 [T]: the index in `ClozeLayout` of the token at each position
+    rows: RowBorders  # one row for each context with its spans
+    contexts: Tensor  # int32: positions of the contexts' tokens; -1 pads it
+    place: Tensor  # int32 [T]: number among the contexts' tokens; -1 for a span's token
+    spans: Tensor  # int64: positions of the spans' tokens; 0 pads it
+    starts: Tensor  # int32 [spans]: first position of each span
+    lengths: Tensor  # int32 [spans]; 0 pads it
+    longest: int  # length of the longest span
+    # int32 [3, T]: begin of the token's row, end of its context, begin of its span (T: in no span)
     borders: Tensor
-    # int32 [2, P]: the first of some tokens of a row, and where the row ends; the same where there
-    # are none
+    # int32 [2, P]: first token of each Triton program, and end of its row; equal if it has none
     programs: Tensor
 
 
 def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:
-    """Keys and values of the contexts' tokens, end to end: [n, 2, H, D]. What no token stands for
-    is left as it is.
+    """Return keys and values of the contexts' tokens, end to end: [n, 2, H, D] from `qkv` [T, 3, H,
+    D]. Rows that pad the layout stay uninitialized.
     """
     heads, dim = qkv.shape[2:]
     out = qkv.new_empty(len(rows.contexts), 2, heads, dim)
@@ -58,8 +62,10 @@ def context_keys_values(qkv: Tensor, rows: Joint) -> Tensor:
 
 
 def attend_spans(qkv: Tensor, out: Tensor, lse: Tensor, rows: Joint, dropout: Dropout) -> None:
-    """Go on with spans on themselves: `out` [T, H, D] and `lse` [H, T] are of spans on contexts,
-    and then of both.
+    """Continue the spans' softmax with the spans' own keys, in place.
+
+    `out` [T, H, D] and `lse` [H, T] (natural logarithm) come in as attention of all queries on
+    contexts, and leave as attention on context and own span; context tokens do not change.
     """
     tokens, _, heads, dim = qkv.shape
     given = (
@@ -88,8 +94,8 @@ def attend_spans_backward(
     rows: Joint,
     dropout: Dropout,
 ) -> None:
-    """Write the gradients of the spans' keys and values to `total` [T, 3, H, D], and add that of
-    their queries to `dq`.
+    """Write the gradients of the spans' keys and values to `qkv_grad` [T, 3, H, D], and add that of
+    the spans' queries on their own spans to `dq` [T, H, D], both in place.
     """
     tokens, _, heads, dim = qkv.shape
     written = (grad, qkv, out, lse, dq, total, rows.starts, rows.lengths)
@@ -101,9 +107,11 @@ def attend_spans_backward(
 def merge_gradients(
     grads: tuple[Tensor, Tensor, Tensor], total: Tensor, rows: Joint, accumulator: Tensor
 ) -> None:
-    """Put the gradients of all queries [T, H, D], and of the contexts' keys and values [n, H, D],
-    in `total`, where the spans' keys and values are already. The column sum, a bias's gradient, is
-    added to `accumulator`."""
+    """Put the gradients of all queries [T, H, D] and of the contexts' keys and values [n, H, D]
+    into `qkv_grad` [T, 3, H, D], where those of the spans' keys and values already are.
+
+    The sum over tokens, the gradient of QKV's bias [3 · H · D], is added to `accumulator` in place.
+    """
     width = total[0, 0].numel()
     parts = total.new_empty(min(len(total), PARTS), 3, width, dtype=torch.float32)
     _merge_gradients[(len(parts),)](
@@ -120,10 +128,12 @@ def merge_gradients(
 
 
 def _drawn(dropout: Dropout) -> tuple[Tensor, int]:
+    """Return the dropout's seed tensor and site number, as the kernels take them."""
     return dropout.seed, dropout.place
 
 
 def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
+    """Return the grid of the span kernels: spans, heads, and tiles of the longest span."""
     return len(rows.starts), heads, -(-rows.longest // BLOCK)
 
 
@@ -131,6 +141,12 @@ def _grid(rows: Joint, heads: int) -> tuple[int, int, int]:
 def _context_keys_values(
     qkv: tensor, out: tensor, contexts: tensor, width: constexpr, padded: constexpr
 ) -> None:
+    """Copy one context token's keys and values; program i has context token i.
+
+    `qkv` is contiguous [T, 3, heads, dim], `out` [n, 2, heads, dim] and `contexts` int32 [n], the
+    token's position or -1 (nothing is written); `width` is 2 · heads · dim. Equals `qkv[contexts,
+    1:]`.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = tl.load(contexts + token).to(tl.int64)
     i = tl.arange(0, padded)
@@ -151,6 +167,13 @@ def _merge_gradients(
     width: constexpr,
     padded: constexpr,
 ) -> None:
+    """Merge gradients into `qkv_grad` and sum them over tokens; equals assigning dq to qkv_grad[:,
+    0], dk and dv to qkv_grad[contexts, 1:], and a sum over tokens.
+
+    `dq` is [tokens, width], `dk` and `dv` [n, width], `qkv_grad` [tokens, 3, width],
+    `context_index` int32 [tokens]: the token's row in dk and dv, or -1 for a span's token. Program
+    i of P has tokens i, i + P, ... and writes its sums to row i of `parts`, fp32 [P, 3, width].
+    """
     i = tl.arange(0, padded)
     there = i < width
     of_q = tl.zeros([padded], tl.float32)
@@ -189,7 +212,9 @@ def _tile(
     dim: constexpr,
     wide: constexpr,
 ) -> tensor:
-    """RowBorders `i` of a span that begins at `begin`, of one head: zero beyond its end."""
+    """Load tokens `i`, counted from `begin`, of one head, [len(i), padded_dim], from a matrix whose
+    rows are `width` elements apart; zeros from token `length` and column `dim` on.
+    """
     d = tl.arange(0, wide)[None, :]
     at = base + (begin + i).to(tl.int64)[:, None] * row + d
     return tl.load(at, (i < length)[:, None] & (d < dim), 0.0)
@@ -205,8 +230,11 @@ def _left(
     dropout: tensor,
     dropped: constexpr,
 ) -> tensor:
-    """What dropout leaves of numbers [queries, keys]. `query` counts tokens and heads, `key` the
-    tokens of a span.
+    """Return `p` [queries, keys] after dropout, or unchanged without `has_dropout`: each element is
+    zero or divided by 1 - dropout, by Philox random numbers (`tl.rand`) of seed, query and key.
+
+    `query` numbers tokens and heads, `key` the tokens of a span; the same numbers drop the same
+    elements in the backward pass.
     """
     if dropped:
         drawn = tl.rand(seed, query[:, None] * longest + key[None, :])
@@ -233,6 +261,18 @@ def _attend_spans(
     wide: constexpr,
     block: constexpr,
 ) -> None:
+    """Continue the softmax of one tile of a span's queries with the span's own keys up to each
+    query, for one head; reads and writes `out` and `lse` in place.
+
+        m, w, o = lse, 1, out;  for each tile of keys the online-softmax step
+        out = o / w;  lse = m + ln w
+
+    Program (s, h, t) has tokens t · tile to (t + 1) · tile of span s, head h. `qkv` is contiguous
+    [tokens, 3, heads, dim], `out` [tokens, heads, dim], `lse` fp32 [heads, tokens], `starts` and
+    `lengths` int32 [spans]; `factor` is 1 / sqrt(dim), `longest` the length of the longest span,
+    `place` the dropout site. With the flash call before it, it equals kernel `padded` of
+    models/cloze_attention.py.
+    """
     head, tile = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))
     key = tl.load(seed) + place
@@ -282,8 +322,8 @@ def _slopes(
     dropped: constexpr,
     heads: constexpr,
 ) -> tuple[tensor, tensor]:
-    """The probabilities of queries `i` on keys `j`, less what is dropped, and the gradients of
-    their logits.
+    """Return, for queries `i` and keys `j` of a span, the probabilities after dropout and the
+    gradients of the logits, p (dropout(g vᵀ) - dot) / sqrt(D).
     """
     s = tl.dot(q, tl.trans(k)) * factor
     p = tl.where(j[None, :] <= i[:, None], tl.exp(tl.minimum(s - norm[:, None], 0.0)), 0.0)
@@ -314,8 +354,15 @@ def _attend_spans_backward(
     wide: constexpr,
     block: constexpr,
 ) -> None:
-    """A program has some tokens of a span twice: as queries of the tokens up to them, then as keys
-    of those from them on.
+    """Compute gradients of a span on itself for one tile and head: first of its tokens as queries
+    of earlier ones, then as keys and values of later ones.
+
+        dot = rowsum(grad · out);  ds = p (dropout(grad vᵀ) - dot) / sqrt(D)
+        dq += ds k;  dk = dsᵀ q;  dv = dropout(p)ᵀ grad
+
+    `grad`, `out` and `dq` are [tokens, heads, dim], where `dq` already holds the gradient by the
+    context's keys; `qkv_grad` is [tokens, 3, heads, dim], of which keys and values are written. The
+    rest is as in `_attend_spans`. Equals autograd's gradient of this part of the attention.
     """
     head, tile = tl.program_id(1), tl.program_id(2)
     begin, length = tl.load(starts + tl.program_id(0)), tl.load(lengths + tl.program_id(0))

@@ -1,5 +1,9 @@
-"""RMS norms of every query and key head, where they lie in QKV, stored by key group; values are
-left as they are. All is computed in fp32."""
+"""RMSNorm of every query and key head (QK norm, as in Qwen3) inside the QKV matrix, and its
+gradient; values are left as they are. Computed in fp32.
+
+QKV is [tokens, groups · (queries + 2) · D]: for each key group its query heads, then its key, then
+its value. Called by models/llama_fused.py before the rotation.
+"""
 
 import torch
 from torch import Tensor
@@ -7,11 +11,13 @@ from torch import Tensor
 from steelyard.kernels.add_norm import PARTS
 from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
 
-NUMBERS = 4096  # that a program reads at once of one operand
+NUMBERS = 4096  # elements of one operand that a program loads at a time
 
 
 def norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int) -> Tensor:
-    """QKV with its queries and keys normed; `queries` are the query heads of a key group."""
+    """Return a copy of `qkv` with each query head normed with `q_weight` and each key head with
+    `k_weight` ([D] both); `queries` is the number of query heads of a key group.
+    """
     grouped = qkv.unflatten(-1, (-1, queries + 2, len(of_q)))  # type: ignore[no-untyped-call]
     wide = _wide(grouped[:, :, :-1])
     normed = (wide * _scale(wide, eps) * _weights(of_q, of_k, queries)).to(qkv.dtype)
@@ -21,7 +27,9 @@ def norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int
 def norm_heads_backward(
     qkv: Tensor, of_q: Tensor, of_k: Tensor, grad: Tensor, eps: float, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of QKV and of both weights, from that of what became of QKV."""
+    """Return the gradients of `qkv`, `q_weight` and `k_weight`, from the input `qkv` of
+    `norm_heads` and the gradient of its result.
+    """
     grouped, grads = (one.unflatten(-1, (-1, queries + 2, len(of_q))) for one in (qkv, grad))  # type: ignore[no-untyped-call]
     wide, slope = _wide(grouped[:, :, :-1]), _wide(grads[:, :, :-1])
     scale = _scale(wide, eps)
@@ -34,18 +42,24 @@ def norm_heads_backward(
 
 
 def _wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or unchanged if its type is as wide or wider."""
     return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
 
 
 def _scale(wide: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean square + eps) of the last dimension, which is kept with size 1."""
     return wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
 
 
 def _weights(of_q: Tensor, of_k: Tensor, queries: int) -> Tensor:
+    """Return the norms' weights of one key group's heads, [queries + 1, D]: `q_weight` for each
+    query, then `k_weight`.
+    """
     return torch.cat((of_q.expand(queries, -1), of_k[None]))
 
 
 def triton_norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queries: int) -> Tensor:
+    """Compute `norm_heads` by one kernel."""
     qkv = qkv.contiguous()
     out = torch.empty_like(qkv)
     dim = len(of_q)
@@ -60,6 +74,9 @@ def triton_norm_heads(qkv: Tensor, of_q: Tensor, of_k: Tensor, eps: float, queri
 def triton_norm_heads_backward(
     qkv: Tensor, of_q: Tensor, of_k: Tensor, grad: Tensor, eps: float, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `norm_heads_backward` by one kernel and a sum over its programs' partial weight
+    gradients.
+    """
     qkv, grad = qkv.contiguous(), grad.contiguous()
     back = torch.empty_like(qkv)
     tokens, dim = len(qkv), len(of_q)
@@ -86,7 +103,13 @@ def _norm_heads(
     padded: constexpr,
     rows: constexpr,
 ) -> None:
-    """Some heads of a token; of each group the queries come first, then the key, then the value."""
+    """Compute x / sqrt(mean(x²) + eps) · weight for some heads of one token, and copy values;
+    equals `norm_heads`.
+
+    `qkv` and `out` are contiguous [tokens, heads, dim], where `heads` counts queries, keys and
+    values: of each key group `queries` queries, a key and a value. Program (i, h) has token i and
+    heads h · rows to (h + 1) · rows; `padded` is the power of two that covers `dim`.
+    """
     head = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
     i = tl.arange(0, padded)[None, :]
     part = head % (queries + 2)
@@ -116,7 +139,14 @@ def _norm_heads_backward(
     padded: constexpr,
     rows: constexpr,
 ) -> None:
-    """Every so-manyth token, and its share of both weights' gradients."""
+    """Compute the gradients of `qkv` and of both weights; equals `norm_heads_backward`.
+
+        s = 1 / sqrt(mean(x²) + eps);  u = x s;  g = grad · weight;  back = s (g - u mean(g u))
+
+    `qkv`, `grad` and `back` are contiguous [tokens, heads, dim], as in `_norm_heads`. Program i of
+    P has tokens i, i + P, ..., `rows` heads at a time, and writes its sums of grad · u over queries
+    and over keys to row i of `parts`, fp32 [P, 2, dim].
+    """
     i = tl.arange(0, padded)
     wide = i[None, :]
     q = tl.load(of_q + wide, wide < dim, 0.0).to(tl.float32)

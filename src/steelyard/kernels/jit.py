@@ -1,5 +1,9 @@
-"""Triton, if it is installed. Kernels are written against these names; without Triton they can be
-read but not run.
+"""Triton's names (`triton`, `tl`, `jit`, `tensor`, `constexpr`) for all kernels, whether or not
+Triton is installed.
+
+Without Triton `triton` and `tl` are None and `jit` returns the function unchanged: modules with
+kernels can then be imported, but their kernels cannot be launched. Callers ask `has_triton(device)`
+first.
 """
 
 from collections.abc import Callable
@@ -16,38 +20,50 @@ jit: Callable[[Any], Any] = triton.jit if HERE else lambda function: function
 if TYPE_CHECKING or not HERE:
     tensor = Any
     constexpr = Any
-else:  # the compiler looks these up
+else:  # Triton's compiler looks annotations up at run time
     tensor, constexpr = tl.tensor, tl.constexpr
 
 
-_without = ["cpu"]  # types of torch's devices for which Triton does not compile
+_without = ["cpu"]  # torch.device.type
 
 
 def disable(device: torch.device) -> None:
-    """Make `serve` return False for devices of this type: Triton does not compile for their
-    accelerator.
+    """Make `has_triton` return False for all devices of this type (`cuda`, ...) in this process.
+
+    Called for accelerators that Triton does not compile for. There is no way to enable a type
+    again.
     """
     if device.type not in _without:
         _without.append(device.type)
 
 
 def serve(device: torch.device) -> bool:
-    """Return whether Triton compiles for this device."""
+    """Return whether Triton is installed and compiles for this device. Always False for a CPU and
+    for device types that were passed to `disable_triton`.
+    """
     return HERE and device.type not in _without
 
 
 def power_of_2(number: int) -> int:
-    """The first that is not less."""
+    """Return the smallest power of two that is at least `number`, which must be 1 or more."""
     return 1 << (number - 1).bit_length()
 
 
 def blocks(number: int, each: int) -> int:
-    """How many blocks of `each` hold so many."""
+    """Return how many tiles of `size` elements cover `number` elements: `number / size`, rounded
+    up.
+    """
     return -(-number // each)
 
 
 def varied(*names: str) -> Callable[[Any], Any]:
-    """Compile, but nothing of what these arguments are."""
+    """Return a decorator that compiles a Triton kernel without specializing it on the values of the
+    named arguments.
+
+    Triton compiles a kernel again when an integer argument becomes 1 or a multiple of 16; arguments
+    named here, such as numbers of tokens, do not cause that. Without names it is the same as `jit`.
+    If Triton is not installed the decorator returns the function unchanged.
+    """
     made: Callable[[Any], Any] = (
         triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
     )

@@ -1,10 +1,11 @@
-"""Causal attention over packed rows and its gradient in Triton, for 16-bit types.
+"""Causal attention over packed rows and its gradient in Triton, for 16-bit types: kernel `packed`
+of models/attention.py.
 
-The rows of a layout are read as one long row. Of every query it is known which keys it sees, from
-where to where, and a tile of queries reads from the first of them to the last, whatever the number
-of rows. Queries, keys and values are [T, heads, D], and D is a power of two. Without gradients they
-may lie inside one matrix, queries then as [T, groups, heads of a group, D]. Exponents are to base
-2.
+All rows are computed as one long row. For each query `VisibleRanges` says which keys it sees, and a
+tile of queries reads from the first of their keys to the last, however many rows that spans.
+Queries, keys and values are [T, heads, D] with D in `HEAD_DIMS`. Without gradients they may be
+views of one QKV matrix, with queries as [T, groups, heads of a group, D]. Exponents are to base 2.
+The plain meaning is kernel `rows` of models/attention.py.
 """
 
 from dataclasses import dataclass
@@ -18,27 +19,35 @@ from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, varied
 from steelyard.kernels.tiles import described, read_tile, tiles
 
 LOG2_E = 1.4426950408889634
-# Tiles of queries and of keys, warps, stages.
+# Queries and keys of a tile, warps, pipeline stages.
 FORWARD = (64, 64, 4, 3)
 BACK_QUERIES = (64, 64, 4, 2)
 BACK_KEYS = (64, 64, 4, 2)
-DIMS = (32, 64, 128)  # of a head: what these tiles leave room for
-MOST = 2**31 - 1  # addresses are 32-bit offsets
+DIMS = (32, 64, 128)  # head dimensions that these tiles are sized for
+MOST = 2**31 - 1  # of a tensor: offsets are 32-bit
 
 
 @dataclass(frozen=True)
 class Borders:
-    """Which keys a query sees, and which queries a key: int32 on the device."""
+    """The half-open range of keys that each query sees, and the end of the queries that see each
+    key; int32 tensors on the device.
+    """
 
-    begin: Tensor  # [Tq]: its first key
-    stop: Tensor  # [Tq]: one behind its last key
-    # [Tk]: one behind the last query that sees it; its first is itself, where no prefix is shared
+    begin: Tensor  # [Tq]: the query's first key
+    stop: Tensor  # [Tq]: one after the query's last key
+    # [Tk]: one after the last query that sees the key; the first is the key's own token
     end: Tensor
 
 
 def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None) -> Borders:
-    """From the cumulative lengths of rows, each aligned at its end; with a window, a query sees the
-    last so many keys. Where a prefix is shared, `end` is read by nobody."""
+    """Compute each query's half-open range of visible keys from cumulative row lengths, under a
+    causal mask and an optional window.
+
+    `cu_q` and `cu_k` are int32 [rows + 1]; in each row the last query sees all keys, and with
+    `window` a query sees at most the last `window` of its keys, itself included. `queries` is the
+    number of query tokens. `queries_end` is right only where queries and keys are the same tokens
+    (no shared prefix); otherwise nothing reads it.
+    """
     at = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
     row = torch.searchsorted(cu_q, at, right=True)
     made = Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
@@ -52,11 +61,20 @@ def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None)
 
 
 def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Return whether the kernel runs: the device has Triton, the type has 16 bits, and the head
+    dimension is 32, 64 or 128.
+    """
     return serve(device) and dtype.itemsize == torch.bfloat16.itemsize and dim in DIMS
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
-    """Attention inside rows with these borders."""
+    """Return causal attention inside packed rows, [Tq, H, D], differentiable if gradients are
+    enabled.
+
+    `ranges` are those of `visible_ranges` for these rows. Raises RequestError if the kernel does
+    not support device, type or head dimension, if a tensor spans more than 2^31 - 1 elements, or if
+    gradients are enabled and there are more keys than queries (a shared prefix).
+    """
     if not serves(q.device, q.dtype, q.shape[-1]):
         raise RequestError(
             "tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32,"
@@ -77,10 +95,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
 
 
 class PackedAttention(torch.autograd.Function):
+    """Causal attention over packed rows with its own backward pass.
+
+    Inputs are q [T, H, D] or [T, G, H / G, D], k and v [Tk, G, D], and the three tensors of
+    `VisibleRanges`; the backward pass gives gradients of q, k and v, and expects as many keys as
+    queries.
+    """
+
     @staticmethod
     def forward(
         context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor
     ) -> Tensor:
+        """Return the output [T, H, D] and save what the backward pass needs, with each softmax's
+        log-sum-exp (base 2).
+        """
         groups, dim = k.shape[1:]
         q = q.view(len(q), groups, -1, dim) if q.dim() == 3 else q
         ratio = q.shape[2]
@@ -117,6 +145,7 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        """Return the gradients of q, k and v, and None for the three range tensors."""
         q, k, v, out, lse, begin, end = context.saved_tensors
         grad = grads[0].contiguous()
         tokens, heads, dim = q.shape
@@ -184,6 +213,15 @@ def _forward(
     keys: constexpr,
     by_descriptor: constexpr,
 ) -> None:
+    """Compute softmax(q kᵀ / sqrt(D), visible keys only) v for one tile of queries and one head;
+    equals kernel `rows` of models/attention.py.
+
+    `q` is [tokens, groups, heads_per_group, dim] with strides `q_row` and `q_group`; `k` and `v`
+    are [count, groups, dim] with theirs, or tensor descriptors; `out` is contiguous [tokens, heads,
+    dim], `lse` fp32 [heads, tokens] (base 2), `first_key` and `keys_end` int32 [tokens]. `scale` is
+    log2(e) / sqrt(dim). Program (p, h) has `tile` queries of head h, the last ones first; it reads
+    `keys` keys at a time and masks only tiles that some query does not see.
+    """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
     group = head // ratio
@@ -197,8 +235,8 @@ def _forward(
     bound = tl.load(stop + row, there, 0)
     final = tl.minimum(first + tile, tokens) - 1
     lowest = tl.load(begin + first) // keys * keys
-    shown = tl.load(begin + final)  # to all queries of the tile, from here
-    hidden = tl.load(stop + first)  # from some of them, from here
+    shown = tl.load(begin + final)  # from this key on, no query's range begins later
+    hidden = tl.load(stop + first)  # up to this key, no query's range ends earlier
     last = tl.load(stop + final)
     most = tl.full([tile], -1e30, tl.float32)
     total = tl.zeros([tile], tl.float32)
@@ -231,6 +269,9 @@ def _dot(
     dim: constexpr,
     tile: constexpr,
 ) -> None:
+    """Write rowsum(out · grad) of one tile of tokens and one head: `out` and `grad` are contiguous
+    [tokens, heads, dim], `dot` fp32 [heads, tokens]. Equals `(out * grad).sum(-1).t()` in fp32.
+    """
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
     at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
@@ -262,6 +303,16 @@ def _back_keys(
     keys: constexpr,
     by_descriptor: constexpr,
 ) -> None:
+    """Compute the gradients of one tile of keys and values of one key group, summed over the
+    group's query heads.
+
+        p = exp2(scale2 q kᵀ - lse);  dv = Σ p grad;  dk = scale Σ p (grad vᵀ - dot) q
+
+    `q` and `grad` are [tokens, heads, dim] (or descriptors), `k`, `v`, `back_k` and `back_v`
+    contiguous [tokens, groups, dim], `lse` and `dot` fp32 [heads, tokens], `queries_end` int32
+    [tokens]. A key is seen by queries from itself up to `queries_end`. Program (p, g) has `keys`
+    keys of group g and reads `tile` queries at a time. Equals autograd's gradient of kernel `rows`.
+    """
     first = tl.program_id(0) * keys
     group = tl.program_id(1)
     column = first + tl.arange(0, keys)
@@ -316,7 +367,10 @@ def _back_part(
     masked: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:
-    """The sums of queries' gradients, and what keys from `begin` to `end` add to them."""
+    """Return `sums`, the gradients of a tile of queries without the factor 1 / sqrt(D), plus what
+    keys from `begin` to `end` contribute: Σ p (grad vᵀ - dot) k. Without `masked` all queries see
+    all of these keys.
+    """
     for low in range(begin, end, keys):
         key = read_tile(k, low, side, stride, tokens, dim, keys, by_descriptor)
         value = read_tile(v, low, side, stride, tokens, dim, keys, by_descriptor)
@@ -351,6 +405,15 @@ def _back_queries(
     keys: constexpr,
     by_descriptor: constexpr,
 ) -> None:
+    """Compute the gradient of one tile of queries of one head: dq = scale Σ p (grad vᵀ - dot) k,
+    with p = exp2(scale2 q kᵀ - lse).
+
+    `q`, `grad` and `back_q` are contiguous [tokens, heads, dim], `k` and `v` [tokens, groups, dim]
+    (or descriptors), `lse` and `dot` fp32 [heads, tokens], `first_key` int32 [tokens]; a query sees
+    keys from `first_key` to itself. Program (p, h) has `tile` queries of head h, the last ones
+    first: keys are read in three parts, of which only the middle one, seen by all queries, needs no
+    mask. Equals autograd's gradient of kernel `rows`.
+    """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
     row = first + tl.arange(0, tile)
@@ -363,22 +426,23 @@ def _back_queries(
     part = tl.load(dot + head * tokens + row, there, 0.0)
     last = tl.minimum(first + tile, tokens)
     lowest = tl.load(begin + first) // keys * keys
-    # from here on, and up to `own`, all queries see all keys
+    # between these two all queries of the tile see all keys
     shown = tl.cdiv(tl.load(begin + last - 1), keys) * keys
     own = first // keys * keys
     side = head // ratio * dim
     stride = heads // ratio * dim
     sums = tl.zeros([tile, dim], tl.float32)
     sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, lowest, tl.minimum(shown, own), side, stride, scale2, tokens,
-        dim, keys, True, by_descriptor,
+        query, slope, sums, k, v, above, part, row, start, lowest,
+        tl.minimum(shown, own), side, stride, scale2, tokens, dim, keys,
+        True, by_descriptor,
     )  # fmt: skip
     sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, shown, own, side, stride, scale2, tokens, dim, keys, False,
-        by_descriptor,
+        query, slope, sums, k, v, above, part, row, start, shown, own,
+        side, stride, scale2, tokens, dim, keys, False, by_descriptor,
     )  # fmt: skip
     sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, own, last, side, stride, scale2, tokens, dim, keys, True,
-        by_descriptor,
+        query, slope, sums, k, v, above, part, row, start, own, last,
+        side, stride, scale2, tokens, dim, keys, True, by_descriptor,
     )  # fmt: skip
     tl.store(back_q + at, sums * scale, there[:, None])

@@ -1,8 +1,10 @@
-"""Rotary positions: from QKV, stored by key group, to rotated queries and keys, and values; and
-back.
+"""Rotary position embedding of queries and keys while they are split off the QKV matrix, and its
+gradient.
 
-A compiler that is given the gradient as torch writes it computes both sides of every concatenation
-and keeps one: it then takes five times as long as its bytes. The kernel computes in fp32.
+QKV is [tokens, groups · (queries + 2) · D]: for each key group its query heads, then its key, then
+its value. Written in torch, the gradient is a concatenation, for which a compiler computes all
+sides at every element and takes five times as long as the bytes need; hence kernels. They compute
+in fp32. Called by models/llama.py and models/llama_fused.py.
 """
 
 import torch
@@ -10,11 +12,13 @@ from torch import Tensor
 
 from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, tensor, tl
 
-NUMBERS = 1024  # that a program reads at once of one operand
+NUMBERS = 1024  # elements of one operand that a program loads at a time
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    """Return x [..., D] rotated by cos and sin [..., D/2], in the half-split convention of Hugging
+    Face checkpoints: element i is paired with i + D/2.
+    """
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -22,8 +26,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values; `queries` are the query heads of a key group. No two
-    share memory with `qkv`.
+    """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D] as new tensors.
+
+    `queries` is the number of query heads of a key group; cos and sin are [T, 1, D/2].
     """
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
     q = rotate(grouped[:, :, :-2].flatten(1, 2), cos, sin)
@@ -33,8 +38,10 @@ def split_heads(
 def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys of `qkv` rotated where they lie, and values: views of it, queries by key
-    group.
+    """Rotate queries and keys inside `qkv`, in place, and return views of it: queries [T, G, H / G,
+    D], keys and values [T, G, D].
+
+    `queries` is the number of query heads of a key group; cos and sin are [T, 1, D/2].
     """
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * cos.shape[-1]))  # type: ignore[no-untyped-call]
     grouped[:, :, :-1] = rotate(grouped[:, :, :-1], cos[:, None], sin[:, None])
@@ -42,7 +49,9 @@ def rotate_heads(
 
 
 def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The gradient of qkv from those of queries, keys and values."""
+    """Return the gradient of `qkv` [T, G · (queries + 2) · D] from the gradients of rotated
+    queries, rotated keys and values: `q` and `k` are rotated back.
+    """
     grouped = rotate(q, cos, -sin).unflatten(1, (k.shape[1], -1))  # type: ignore[no-untyped-call]
     return torch.cat((grouped, rotate(k, cos, -sin)[:, :, None], v[:, :, None]), dim=2).flatten(1)
 
@@ -50,6 +59,7 @@ def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Ten
 def triton_split_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `split_rotated_heads` by one kernel. `qkv`, `cos` and `sin` are contiguous."""
     tokens, dim = len(qkv), 2 * cos.shape[-1]
     groups = qkv.shape[1] // ((queries + 2) * dim)
     q = qkv.new_empty(tokens, groups * queries, dim)
@@ -61,6 +71,7 @@ def triton_split_heads(
 def triton_rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `rotate_heads_in_place` by one kernel. `qkv`, `cos` and `sin` are contiguous."""
     half = cos.shape[-1]
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * half))  # type: ignore[no-untyped-call]
     groups = grouped.shape[1]
@@ -71,6 +82,7 @@ def triton_rotate_heads(
 
 
 def triton_join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Compute `split_rotated_heads_backward` by one kernel."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = k.new_empty(len(k), q[0].numel() + 2 * k[0].numel())
     _launch(out, q, k, v, cos, sin, False)
@@ -80,6 +92,9 @@ def triton_join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor)
 def _launch(
     qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, forth: bool
 ) -> None:
+    """Launch `_rotate` from `qkv` to q, k and v if `forward`, otherwise from the gradients q, k and
+    v to `qkv`; the targets are overwritten.
+    """
     tokens, groups, dim = k.shape
     half = dim // 2
     rows = max(1, NUMBERS // power_of_2(half))
@@ -104,7 +119,16 @@ def _rotate(
     padded: constexpr,
     rows: constexpr,
 ) -> None:
-    """From qkv to queries, keys and values, forth, or back: a token's heads of some groups."""
+    """Copy heads between `qkv` and q, k and v, rotating queries and keys; equals
+    `split_rotated_heads` if `forward`, otherwise `split_rotated_heads_backward`.
+
+        forward:  (a, b) -> (a cos - b sin, b cos + a sin);  backward: sin with the other sign
+
+    a and b are the halves of a head; values are copied. `qkv` is contiguous [tokens, groups,
+    queries + 2, 2 · half], `q` [tokens, groups · queries, 2 · half], `k` and `v` [tokens, groups, 2
+    · half], `cos` and `sin` [tokens, half]. Program (i, g) has token i and `rows` key groups;
+    `padded` is the power of two that covers `half`.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
     i = tl.arange(0, padded)[None, :]
@@ -145,7 +169,12 @@ def _rotate_there(
     padded: constexpr,
     rows: constexpr,
 ) -> None:
-    """Queries and keys of a token's groups, in place."""
+    """Rotate queries and keys inside `qkv`, in place; equals `rotate_heads_in_place`.
+
+    `qkv` is contiguous [tokens, groups, queries + 2, 2 · half], `cos` and `sin` [tokens, half].
+    Program (i, g) has token i and `rows` key groups; `padded` is the power of two that covers
+    `half`.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
     i = tl.arange(0, padded)[None, :]

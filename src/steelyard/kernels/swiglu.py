@@ -1,8 +1,10 @@
-"""SwiGLU of gate and up, which are one matrix in alternating blocks of a few columns each, and its
-gradient.
+"""SwiGLU and its gradient, of a matrix that holds gate and up in alternating chunks of a few
+columns each.
 
-A compiler that is given the gradient as torch writes it computes both sides of a concatenation and
-keeps one: it then takes twice as long as its bytes. The kernels compute in fp32.
+In a row [g0 u0 g1 u1 ...] every g and u is `chunk` columns wide. Written in torch, the gradient is
+a concatenation, for which a compiler computes both sides at every element and takes twice as long
+as the bytes need; hence kernels. They compute in fp32. Called by models/llama.py, llama_fused.py
+and kernels/fp8_fused.py.
 """
 
 import torch
@@ -11,18 +13,23 @@ from torch.nn import functional as F
 
 from steelyard.kernels.jit import blocks, constexpr, jit, tensor, tl
 
-NUMBERS = 1024  # that a program reads at once of one operand
+NUMBERS = 1024  # elements of one operand that a program loads at a time
 
 
 def gated(gate_up: Tensor, block: int) -> Tensor:
-    """SwiGLU of gate and up in alternating blocks."""
+    """Return silu(gate) · up, [tokens, width], of `gate_up` [tokens, 2 · width] in alternating
+    chunks of `chunk` columns.
+    """
     gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
     out: Tensor = (F.silu(gate) * up).flatten(-2)
     return out
 
 
 def gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The gradient of gate and up, and their SwiGLU again."""
+    """Return the gradient of `gate_up`, laid out as it is, and the SwiGLU itself, computed again.
+
+    `grad` is the gradient of the SwiGLU, [tokens, width].
+    """
     gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
     grad = grad.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
     share = gate.sigmoid()
@@ -32,6 +39,9 @@ def gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, T
 
 
 def triton_gated(gate_up: Tensor, block: int) -> Tensor:
+    """Compute `swiglu_interleaved` by a kernel. `gate_up` is contiguous, and `chunk` a power of
+    two.
+    """
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _gated[(blocks(out.numel(), NUMBERS),)](
         gate_up, out, out.numel() // block, block, NUMBERS // block
@@ -40,6 +50,9 @@ def triton_gated(gate_up: Tensor, block: int) -> Tensor:
 
 
 def triton_gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Compute `swiglu_interleaved_backward` by a kernel. `gate_up` is contiguous, and `chunk` a
+    power of two.
+    """
     grad = grad.contiguous()
     back, wide = torch.empty_like(gate_up), torch.empty_like(grad)
     grid = (blocks(grad.numel(), NUMBERS),)
@@ -49,6 +62,12 @@ def triton_gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Te
 
 @jit
 def _gated(gate_up: tensor, out: tensor, count: tensor, block: constexpr, each: constexpr) -> None:
+    """Write silu(gate) · up for `chunks` chunks of `chunk` columns; equals `swiglu_interleaved`.
+
+    `gate_up` is contiguous [tokens, 2 · width] in alternating chunks, `out` contiguous [tokens,
+    width] with `count` chunks in all. Program i has chunks i · chunks to (i + 1) · chunks, counted
+    over all tokens.
+    """
     n = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)[:, None]
     i = tl.arange(0, block)[None, :]
     there = (n < count) & (i < block)
@@ -67,6 +86,15 @@ def _gated_backward(
     block: constexpr,
     each: constexpr,
 ) -> None:
+    """Write the gradient of `gate_up` to `back` and silu(gate) · up to `activated`; equals
+    `swiglu_interleaved_backward`.
+
+        s = sigmoid(gate);  d gate = grad · up · (s + gate s (1 - s));  d up = grad · gate s
+
+    `gate_up` and `back` are contiguous [tokens, 2 · width] in alternating chunks of `chunk`
+    columns, `grad` and `activated` contiguous [tokens, width], with `count` chunks in all. Program
+    i has chunks i · chunks to (i + 1) · chunks, counted over all tokens.
+    """
     n = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)[:, None]
     i = tl.arange(0, block)[None, :]
     there = (n < count) & (i < block)

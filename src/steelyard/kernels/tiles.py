@@ -1,5 +1,9 @@
-"""Tiles of a matrix of tokens: some rows of one head, read by descriptors where a device moves
-whole tiles (Hopper's TMA), and by addresses elsewhere."""
+"""Loads of tiles (some tokens of one head) from tensors [tokens, heads, D] inside Triton kernels.
+
+Where the device copies whole tiles (Hopper's TMA), a tile is loaded through a tensor descriptor,
+elsewhere through pointers. Used by the attention kernels: `make_tile_sources` on the host prepares
+the kernel arguments, `read_tile` in the kernel loads a tile.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -18,10 +22,15 @@ NAME = "triton.tools.tensor_descriptor"
 
 @cache
 def _describe(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
-    """What makes descriptors, where the device reads by them."""
+    """Return Triton's function that makes a tensor descriptor from a tensor and a tile shape, or
+    None if the device or the installed Triton has no tensor descriptors.
+
+    It needs Triton, an NVIDIA GPU of compute capability 9.0 or later (the current one is asked),
+    and Triton's module `tensor_descriptor`. Cached by device.
+    """
     if not serve(device):
         return None
-    # a number of NVIDIA's, and of nobody else's
+    # an int for NVIDIA only
     arch = triton.runtime.driver.active.get_current_target().arch
     if not isinstance(arch, int) or arch < SINCE:
         return None
@@ -32,11 +41,19 @@ def _describe(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None
 
 
 def described(device: torch.device) -> bool:
+    """Return whether kernels on this device load tiles through tensor descriptors (TMA), not
+    pointers.
+    """
     return _describe(device) is not None
 
 
 def tiles(rows: int, *tensors: Tensor) -> list[Any]:
-    """Tensors [tokens, heads, D], to be read in tiles of so many tokens of one head."""
+    """Return, for each tensor [tokens, heads, D], the kernel argument from which `read_tile` loads
+    `rows` tokens of one head at a time.
+
+    That is a tensor descriptor with tiles [rows, D] if the device of the first tensor has them,
+    otherwise the tensor itself.
+    """
     describe = _describe(tensors[0].device)
     return [
         one if describe is None else describe(_matrix(one), [rows, one.shape[-1]])
@@ -45,7 +62,10 @@ def tiles(rows: int, *tensors: Tensor) -> list[Any]:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    """From its first head to its last, with what lies between."""
+    """Return a tensor [tokens, heads, D] as a strided view [tokens, (heads - 1) · stride + D]: from
+    the first head's first column to the last head's last, with any columns that lie between heads
+    in memory.
+    """
     tokens, heads, dim = x.shape
     return x.as_strided((tokens, (heads - 1) * x.stride(1) + dim), (x.stride(0), 1))
 
@@ -61,8 +81,12 @@ def read_tile(
     rows: constexpr,
     by_descriptor: constexpr,
 ) -> tensor:
-    """Rows from a token on, of the head whose numbers begin at `side`; zeros behind the last of
-    `count` tokens.
+    """Load `rows` tokens from token `first_token` on, [rows, dim], of the head whose columns begin
+    at `first_column`; tokens from `count` on are zeros.
+
+    `x` is a tensor descriptor if `by_descriptor`, otherwise a pointer to a matrix whose rows are
+    `stride` elements apart (`stride`, `count`, `dim` and `rows` are not read for a descriptor,
+    which has its own).
     """
     if by_descriptor:
         return x.load([low, side])

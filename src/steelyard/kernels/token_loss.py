@@ -1,17 +1,25 @@
-"""What a loss needs of a row of logits, in one pass over them; all is computed in fp32."""
+"""What a token's loss and the model's answer need of a row of logits (log-sum-exp, target's logit,
+highest logit), in one pass and in fp32.
+
+Called by scoring/answers.py, where each tensor-parallel shard reads its own columns of the
+vocabulary and the results are joined.
+"""
 
 import torch
 from torch import Tensor
 
 from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
 
-NUMBERS = 4096  # that a program reads at once
+NUMBERS = 4096  # columns that a program loads at a time
 
 
 def read_logits(logits: Tensor, own: Tensor) -> Tensor:
-    """Per row: log of the summed exponentials, the logit at `own` (-inf where that is in no
-    column), the highest logit, and how far from `own` the first of the highest stands: [4, rows],
-    in fp32."""
+    """Return four values of each row of logits as fp32 [4, rows].
+
+    They are the log-sum-exp; the logit in column `targets` (-inf if that is no column of this
+    shard: negative, or the width or more); the highest logit; and the first column of the highest
+    logit minus `targets`, 0 where the target is the likeliest.
+    """
     values = logits.float()
     here = (own >= 0) & (own < values.shape[-1])
     target = values.gather(-1, own.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
@@ -22,6 +30,7 @@ def read_logits(logits: Tensor, own: Tensor) -> Tensor:
 
 
 def triton_read_logits(logits: Tensor, own: Tensor) -> Tensor:
+    """Compute `reduce_logits` by a kernel, a program per row; no launch if there are no rows."""
     rows, width = logits.shape
     out = logits.new_empty(4, rows, dtype=torch.float32)
     if rows:
@@ -42,13 +51,18 @@ def _read(
     width: constexpr,
     each: constexpr,
 ) -> None:
-    """Each lane keeps the sum, the highest and its place of the columns it reads; they are joined
-    at the end.
+    """Reduce one row of logits to four values; equals `reduce_logits`.
+
+    Program i has row i of `logits` [rows, width], whose rows are `stride` elements apart, and
+    column targets[i]; it writes log-sum-exp, target's logit, highest logit and its offset from the
+    target to out[0..3][i], fp32 [4, rows]. It reads `columns` columns at a time: every lane keeps
+    the running sum of exponentials, the maximum and its column, and the lanes are joined at the
+    end.
     """
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * stride
     i = tl.arange(0, each)
-    top = tl.full([each], -3.0e38, tl.float32)  # finite: the difference of two infinities is none
+    top = tl.full([each], -3.0e38, tl.float32)  # finite, because inf minus inf is NaN
     place = tl.zeros([each], tl.int32)
     total = tl.zeros([each], tl.float32)
     for begin in range(0, width, each):

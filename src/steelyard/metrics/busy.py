@@ -1,7 +1,8 @@
-"""Whether other processes used the host's cores while a run was measured.
+"""Check whether other processes used the host's CPU cores while a run was measured.
 
-Load averages count waiting threads, the run's own among them. CPU time does not lie that way: what
-the cores did, less what the run's own processes did, is what others took.
+Load averages count waiting threads, the run's own among them, so CPU time is compared instead: what
+the cores did, less what the run's own processes did, is what others took. `validity.py` applies the
+rule to a record; `steelyard check` uses the same limits before a run.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,30 +19,32 @@ from steelyard.words import Message, Values
 
 @dataclass(frozen=True)
 class Bounds:
-    """Shares of the cores that a run may use, taken by others: what is worth a note, and what makes
-    a run invalid.
+    """Limits on the share (0 to 1) of the run's CPU cores that other processes take: above
+    `note_above` a note is made, above `invalid_above` the run is invalid.
     """
 
     note: float
     most: float
 
 
-# Where the cores are the device, what others take is missing from the rate, one for one: 3 % is
-# about what cases allow their interval, and 10 % is another result. Services of an idle host take 1
-# %.
+# If the CPU is the device, the rate falls by the share that others take: 3 % is about what cases
+# allow their interval, and 10 % is another result. Services of an idle host take 1 %.
 CORES_ARE_THE_DEVICE = Bounds(note=0.03, most=0.10)
-# Where another device works, a rank needs about one core to launch its kernels and some to read
-# data. It waits once few cores are left; before that, others cost it nothing but caches.
+# If another device computes, a rank needs about one core to launch its kernels and some to read
+# data. It waits once few cores are left; before that, others only cost it cache.
 CORES_SERVE_A_DEVICE = Bounds(note=0.25, most=0.75)
 
-# of the run's own time that the cores must show at least: a host that shows less does not count
+# The least share of the run's own CPU time that the cores' busy time must show; a host that shows
+# less does not count CPU time properly.
 COUNTED = 0.9
 
 
 @dataclass(frozen=True)
 class Share:
-    """What others took of the cores that the run may use, between two readings; None with the
-    reason, where nobody knows.
+    """The share (0 to 1) of the cores that the run may use which other processes took, over
+    `time_s` seconds between two readings.
+
+    A value of None is unknown; `why` then says why.
     """
 
     value: float | None
@@ -50,15 +53,21 @@ class Share:
 
 
 def bounds_of(accelerator: str | None) -> Bounds:
-    """Return the bounds for an accelerator by its row; one that no row is known of has devices of
-    its own."""
+    """Return the limits for an accelerator by name: strict ones if the CPU itself is the device,
+    else wide ones, also for an unknown name and None.
+    """
     row = accelerators.table().get(accelerator or "")
     return CORES_ARE_THE_DEVICE if row is not None and row.is_host else CORES_SERVE_A_DEVICE
 
 
 def share(load: Load, begin_s: float, end_s: float) -> Share:
-    """Between the last reading before the window and the first after it: a window may be shorter
-    than a second.
+    """Return the share of the run's cores that other processes took in a time range.
+
+    The range, on the timeline of the readings (seconds), is widened to the last reading before it
+    and the first after it. Cores that a quota keeps from the run are free for others; CPU time of
+    the quota's control group beyond the run's own counts too. The value is None if a reading is
+    missing on either side, or if the host counts less than 90 % of the CPU time that the run itself
+    used.
     """
     first, last = bisect_right(load.t_s, begin_s) - 1, bisect_left(load.t_s, end_s)
     if first < 0 or last >= len(load.t_s):
@@ -67,19 +76,22 @@ def share(load: Load, begin_s: float, end_s: float) -> Share:
     busy_s, own_s = (column[last] - column[first] for column in (load.busy_s, load.own_s))
     if time_s <= 0 or busy_s < COUNTED * own_s:
         return Share(None, time_s, Message("busy.not_counted"))
-    # Others may have the cores that a quota keeps from the run, before they take any of its own.
+    # Others may use the cores that a quota keeps from the run before they take any of the run's.
     spare_s = (load.allowed - load.cores) * time_s
     others_s = max(0.0, busy_s - own_s - spare_s)
     begun, ended = (load.group_s[first], load.group_s[last]) if load.group_s else (None, None)
     if begun is not None and ended is not None:
         others_s = max(others_s, ended - begun - own_s)
-    # ticks of many cores may add up to more
+    # rounding of the ticks of many cores may add up to more than 1
     return Share(min(1.0, others_s / (load.cores * time_s)), time_s)
 
 
 def _shares(record: Record) -> Iterator[tuple[str, Load, Share]]:
-    """Yield the name, the load and the share that others took of every host that counts CPU time,
-    over the part of the run that rates are taken from."""
+    """Yield (host name, its CPU load, share that others took) for each host, over the span that
+    rates are taken from.
+
+    Hosts without CPU readings, or without a rank in the span, are left out.
+    """
     found = span(record)
     for host in record.hosts:
         windows = [
@@ -93,15 +105,20 @@ def _shares(record: Record) -> Iterator[tuple[str, Load, Share]]:
 
 
 def is_busy(record: Record) -> bool:
-    """Return whether others are known to have taken more of a host's cores than a full run allows,
-    whatever the size of this run."""
+    """Return whether other processes are known to have taken more of a host's cores than
+    `invalid_above`, in a run of any size.
+    """
     most = bounds_of(record.environment.hardware.accelerator).most
     return any(taken.value is not None and taken.value > most for _, _, taken in _shares(record))
 
 
 def quiet(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Judge every host, over what rates are taken from. Size smoke, which measures nothing, gets
-    the note alone."""
+    """Validity rule: check on each host that others took no more of its cores than allowed, over
+    the span that rates are taken from.
+
+    Yields check `quiet` with reason `busy`, a note if the share is worth one, and only a note if it
+    is unknown. Size smoke, which measures nothing, gets notes but no check.
+    """
     limit = bounds_of(record.environment.hardware.accelerator)
     for name, load, taken in _shares(record):
         if taken.value is None:

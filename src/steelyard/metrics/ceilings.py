@@ -1,5 +1,8 @@
-"""What follows from the benches of a machine: rates with intervals, clock and power meanwhile, and
-shares of the datasheet.
+"""Derive the ceilings of a spec record from its raw benchmarks, and verify spec records.
+
+A ceiling is a rate with its interval, mean clock and power meanwhile, and its share of the
+datasheet's rate. `run/` calls this when `steelyard spec` writes a record; `verify` and `report`
+call it again.
 """
 
 from math import fsum, isclose
@@ -12,12 +15,12 @@ from steelyard.record.facts import PeakFacts, Series
 from steelyard.record.spec import Bench, Ceiling, Limits, SpecRecord, Stretch
 from steelyard.words import Message, storable
 
-SHORTEST_S = 1e-9  # no clock tells less
-LEAST = 1.0  # of a datasheet's rate: below, a share of it would be no number
+SHORTEST_S = 1e-9  # no clock resolves less
+LEAST = 1.0  # FLOP/s or bytes/s; a share of a smaller datasheet rate may not be finite
 
 
 def derive(record: SpecRecord) -> list[Ceiling]:
-    """One for each bench, in their order."""
+    """Return the ceiling of each benchmark of a spec record, in the same order."""
     peak = record.environment.hardware.peak
     devices = {rank.rank: rank.device for rank in record.ranks}
     every = {one.device: one for one in record.telemetry}
@@ -30,6 +33,13 @@ def derive(record: SpecRecord) -> list[Ceiling]:
 def _ceiling(
     bench: Bench, limits: Limits, peak: PeakFacts | None, series: Series | None
 ) -> Ceiling:
+    """Return the ceiling of one benchmark: amount of work over time of its settled stretches, in
+    the benchmark's unit per second.
+
+    For a benchmark in bytes (unit "B") the value is the amount itself. The value is None, with a
+    note, if the result was wrong or missing, or took less time than a clock can tell. `series` is
+    the telemetry of its device.
+    """
     said = remark(bench, limits)
     note = said and storable(said)
     if _why_absent(bench) is not None or bench.amount is None:
@@ -57,7 +67,9 @@ def _ceiling(
 
 
 def remark(bench: Bench, limits: Limits) -> Message | None:
-    """What stands beside the number of a bench, or why there is none."""
+    """Return the note beside a ceiling: why it has no value, how an amount in bytes was found, or
+    that its rate did not become steady; None if there is nothing to say.
+    """
     why = _why_absent(bench)
     if why is not None:
         return why
@@ -78,7 +90,9 @@ def remark(bench: Bench, limits: Limits) -> Message | None:
 
 
 def _why_absent(bench: Bench) -> Message | None:
-    """A result that is not right has no rate."""
+    """Return why a benchmark has no value: its own reason, a wrong result, or no amount; None if it
+    has one.
+    """
     if bench.reason is not None:
         return Message("ceiling.text", {"text": bench.reason})
     if bench.checked is not None and not bench.checked.ok:
@@ -87,15 +101,19 @@ def _why_absent(bench: Bench) -> Message | None:
 
 
 def wrong(bench: Bench) -> Message:
-    """What is not right with a result."""
+    """Return a message for a result that failed its check against fp64: not finite, or the error
+    and the bound that it exceeds.
+    """
     if bench.checked is None or bench.checked.error is None:
         return Message("ceiling.not_finite")
     return Message("ceiling.wrong", {"error": bench.checked.error, "bound": bench.checked.bound})
 
 
 def settled(stretches: list[Stretch], limits: Limits) -> tuple[bool, list[Stretch]]:
-    """Whether the last stretches agree, and those that a rate is taken over: they, or else the
-    later half of all.
+    """Return whether the last `limits.last` stretches agree in time per call within
+    `limits.within`, and the stretches that the rate is taken over.
+
+    These are the last ones if they agree, else the later half of all (at least `limits.last`).
     """
     last = stretches[-limits.last :]
     costs = [one.time_s / one.calls for one in last]
@@ -109,7 +127,11 @@ def settled(stretches: list[Stretch], limits: Limits) -> tuple[bool, list[Stretc
 
 
 def datasheet(bench: Bench, peak: PeakFacts | None) -> float | None:
-    """The datasheet's rate of the same: dense FLOPs of a precision, or memory bandwidth."""
+    """Return the datasheet's rate for a benchmark: dense FLOP/s of its precision for groups matmul
+    and attention, bytes/s for group memory.
+
+    None for other groups, and if the datasheet or its rate is unknown.
+    """
     if peak is None:
         return None
     if bench.group in ("matmul", "attention"):
@@ -120,7 +142,11 @@ def datasheet(bench: Bench, peak: PeakFacts | None) -> float | None:
 
 
 def _meanwhile(series: Series | None, kept: list[Stretch]) -> tuple[float | None, float | None]:
-    """Mean clock and power while it ran; readings next to it, where it was over between two."""
+    """Return the device's mean SM clock (MHz) and power (W) while the stretches ran; each None if
+    unknown.
+
+    If no reading lies within, those one sampling period around it count.
+    """
     if series is None:
         return None, None
     start_s, end_s = kept[0].start_s, kept[-1].start_s + kept[-1].time_s
@@ -132,12 +158,17 @@ def _meanwhile(series: Series | None, kept: list[Stretch]) -> tuple[float | None
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a spec record; nothing, where it is sound."""
+    """Return what is wrong with a spec record, as sentences; empty if it is sound.
+
+    Raises RequestError if the file is not a spec record.
+    """
     return _wrong(path, spec.read(path))
 
 
 def read(path: Path) -> SpecRecord:
-    """A sound spec record: what a page is made of."""
+    """Read a spec record and verify it; raise RequestError with the first problem if it is none or
+    does not verify.
+    """
     found = spec.read(path)
     wrong = _wrong(path, found)
     if wrong:
@@ -146,6 +177,9 @@ def read(path: Path) -> SpecRecord:
 
 
 def _wrong(path: Path, found: SpecRecord) -> list[str]:
+    """Return what is wrong with a spec record: bytes that do not match its hashes, ceilings that do
+    not follow from its benchmarks, or a status that contradicts its failure.
+    """
     out = spec.integrity(path)
     for bench, told, again in zip(found.benches, found.ceilings, derive(found), strict=True):
         if not _same(told, again):
@@ -161,7 +195,7 @@ def _wrong(path: Path, found: SpecRecord) -> list[str]:
 
 
 def _same(told: Ceiling, again: Ceiling) -> bool:
-    """Equal but for the last bits; the wording of a note may be older."""
+    """Return whether two ceilings are equal, numbers to a relative 1e-9; their notes may differ."""
     if (told.interval is None) != (again.interval is None) or told.steady != again.steady:
         return False
     names = ("value", "sm_clock_mhz", "power_w", "peak", "share")

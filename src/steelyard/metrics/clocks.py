@@ -1,6 +1,10 @@
-"""Whether the clocks of a run agree. A clock that a preloaded library slows down makes every rate
-too high, and nothing else in a record would show it; the kernel's own text and the device's events
-are not that library's to change."""
+"""Check that the clocks of a run agree, so that a manipulated or broken clock does not go
+unnoticed.
+
+A clock that a preloaded library slows down makes every rate too high, and nothing else in a record
+would show it; the kernel's uptime text and the device's events are beyond that library's reach.
+`validity.py` applies both rules to a record.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,42 +16,51 @@ from steelyard.metrics.spans import samples, span, windows
 from steelyard.record.record import Record, Sample, Value
 from steelyard.words import Message, Values
 
-# clocks of one machine drift apart by less than a tenth of this, corrections by a time server
-# included
+# share; clocks of one machine drift apart by less than a tenth of this, even when a time server
+# corrects them
 APART = 0.005
-SLACK_S = 0.005  # two readings are not made at once
-# the kernel's text counts hundredths; a device is read from the host
+SLACK_S = 0.005  # two clocks are not read at the same instant
+# /proc/uptime counts hundredths of a second; a device's clock is read from the host
 COARSE_S = {"uptime": 0.02, "device": 0.02}
 
-PASS = "train"  # the only one that programs report
+PASS = "train"  # the only pass that external programs report
 REPORTED_APART = 0.02
-READ_SLACK_S = 0.1  # a line is read when its reader gets a turn on a busy host
-ROUNDED_S = 5e-5  # half of a tenth of a millisecond, in which they are told
+READ_SLACK_S = 0.1  # on a busy host a line is read some time after it was printed
+ROUNDED_S = 5e-5  # programs report tenths of a millisecond; half of one
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two measurements of one time, what they are apart beyond what is allowed, and what a check
-    says of them."""
+    """Two measurements of one time interval.
+
+    `excess_s` is by how many seconds they differ beyond what is allowed; at most 0 if they agree.
+    `values` fill the message of the check.
+    """
 
     excess_s: float
     values: Values
 
 
 def _pair(where: Message, name: str, host_s: float, other_s: float) -> Pair:
-    """Compare two clocks."""
+    """Compare the host's clock with another clock over the same interval.
+
+    0.5 % and 5 ms may differ, plus the resolution of a coarse clock (`clock_name`).
+    """
     allowed = APART * max(host_s, other_s) + SLACK_S + COARSE_S.get(name, 0.0)
     told: Values = {"where": where, "name": name, "host": host_s, "other": other_s, "most": APART}
     return Pair(abs(host_s - other_s) - allowed, told)
 
 
 def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Every clock that a worker read counted the same seconds from its start to its end, and the
-    device's in every pass.
+    """Validity rule: check that every clock a worker read counted the same seconds from its start
+    to its end, and the device's clock in every pass.
+
+    Returns one check `clocks_agree` (reason `clock`) on the worst pair, which names libraries
+    preloaded into the run if it failed; nothing for older records, which have no such clocks.
     """
     pairs = [*_of_ranks(record), *_of_passes(record)]
     if not pairs:
-        return []  # an older record
+        return []  # older records have no such clocks
     worst = max(pairs, key=lambda pair: pair.excess_s)
     if worst.excess_s <= 0:
         return [
@@ -67,9 +80,13 @@ def agree(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Times that a program told of itself, beside ours: between its lines as they were read, over
-    all of the pass and over what rates are taken from; and beside the readings of its devices. The
-    first line has no line before it."""
+    """Validity rule: compare step times that an external program reported of itself with our own
+    measurements.
+
+    Returns nothing unless the record's clock is `reported`. Else check `reported`, on the times
+    between the program's output lines as they were read, over the whole pass and over the steady
+    window; a check for each device that it was in use; and a note.
+    """
     if record.clock != "reported":
         return []
     found = span(record)
@@ -91,8 +108,12 @@ def reported(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _between(where: Message, steps: list[Sample]) -> Pair | None:
-    """Compare the times that a program told with those of its lines, from the end of a step to that
-    of the last. Each time that is told is rounded."""
+    """Compare the summed step times that a program reported with the times at which its output
+    lines were read; None if there are no steps after the first.
+
+    The first step is left out, because no line comes before it. 2 %, 0.1 s and rounding of each
+    reported time may differ.
+    """
     rest = [step for step in steps if step.step > 0]
     if not rest:
         return None
@@ -110,7 +131,9 @@ def _between(where: Message, steps: list[Sample]) -> Pair | None:
 
 
 def _in_use(record: Record) -> Iterator[Finding]:
-    """A device that counts its processes shows one while steps are told of it."""
+    """Yield a check for each train window and each device that counts its processes: at least one
+    process was seen on it during the pass.
+    """
     for window in windows(record, PASS):
         for series in record.telemetry:
             counts = readings.window(
@@ -125,6 +148,9 @@ def _in_use(record: Record) -> Iterator[Finding]:
 
 
 def _of_ranks(record: Record) -> Iterator[Pair]:
+    """Yield each rank's monotonic clock paired with each other clock that the rank read; nothing
+    for ranks without a monotonic clock.
+    """
     for rank in record.ranks:
         told = rank.clocks or {}
         for name, passed_s in told.items():
@@ -135,6 +161,9 @@ def _of_ranks(record: Record) -> Iterator[Pair]:
 
 
 def _of_passes(record: Record) -> Iterator[Pair]:
+    """Yield the wall time of each pass on each rank paired with the device's own time for it, if
+    there is one.
+    """
     for window in record.passes:
         if window.device_s is not None:
             where = Message("at.pass", {"pass": window.pass_name, "rank": window.rank})
@@ -142,6 +171,7 @@ def _of_passes(record: Record) -> Iterator[Pair]:
 
 
 def _preloaded(record: Record) -> str:
+    """Return LD_PRELOAD and LD_AUDIT of the run as "NAME=value, ..."; empty if neither was set."""
     variables = record.environment.software.variables
     return ", ".join(
         f"{name}={variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables

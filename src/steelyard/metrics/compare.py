@@ -1,8 +1,9 @@
-"""Two sides of one question: the ratio of their rates, and what else changed. A side is one run, or
-repeats of it.
+"""Compare two sides, BASE and NEW, of one question: the ratio of their rates, and what else
+changed. A side is one run, or repeats of it.
 
-Rates, metrics and phases are those of valid runs: the others are counted and named. Answers are
-those of every run that finished, each compared with the first of the base.
+Behind `steelyard compare` and `reproduce`. Rates, metrics and phases are means over valid runs;
+other runs are counted and named. Answers are those of every finished run, each compared with the
+base's first.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.runs import Estimate, Source
 from steelyard.record.record import Record
 
-STEP_SIZE = 0.01  # packed steps of one size differ by less, from window to window
-# What the runs of one side have in common, beside their question: fields of `fields.setting`.
+STEP_SIZE = 0.01  # relative; packed steps of one size differ by less
+# Fields of `list_setting_fields` that the runs of one side have in common, beside their question.
 REPEATED = (
     *("case.size", "engine.name", "tune.", "scope.", "environment.hardware.devices"),
     *("plan.nodes", "plan.devices", "plan.tp", "plan.pp", "plan.dp"),
@@ -33,28 +34,34 @@ Direction = Literal["better", "worse", ""]
 
 @dataclass(frozen=True)
 class Side:
-    """Runs of one side, each once."""
+    """The records of one side of a comparison, oldest first, each once."""
 
     name: str
     records: tuple[Record, ...]
 
     @property
     def valid(self) -> tuple[Record, ...]:
+        """Return the records with status valid."""
         return tuple(record for record in self.records if record.status == "valid")
 
     @property
     def left_out(self) -> tuple[Record, ...]:
+        """Return the records that are invalid or failed, whose numbers do not count."""
         return tuple(record for record in self.records if record.status != "valid")
 
     @property
     def finished(self) -> tuple[Record, ...]:
+        """Return the records that did not fail (valid or invalid)."""
         return tuple(record for record in self.records if record.status != "failed")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A number of both sides, the mean over valid runs. None is not known there, or not of every
-    run.
+    """A metric or phase on both sides: means over valid runs, and their ratio.
+
+    `base` or `new` is None if a valid run of that side lacks the value, or there is none. `better`
+    is "higher", "lower" or "" if neither is; `form` is how the number is written. `ratio` is None
+    if a side is unknown or not positive.
     """
 
     name: str
@@ -67,16 +74,19 @@ class Change:
 
     @property
     def direction(self) -> Direction:
+        """Return whether NEW is "better" or "worse"; "" if values are equal or unknown, or no
+        direction is better.
+        """
         if self.base is None or self.new is None or not self.better or self.base == self.new:
             return ""
-        # means of two kinds may disagree
+        # the ratio is of geometric means, which may disagree with arithmetic ones
         more = self.new > self.base if self.ratio is None else self.ratio.value > 1
         return "better" if more == (self.better == "higher") else "worse"
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate of a side, the mean over its valid runs."""
+    """The rate of a side, the mean over its valid runs, and what its interval comes from."""
 
     estimate: Estimate
     source: Source | None
@@ -84,8 +94,8 @@ class Rate:
 
 @dataclass(frozen=True)
 class Why:
-    """Why there is no ratio: a side has no valid run or no rate, or rates count different work
-    (their units).
+    """Why there is no ratio: `values` name the side that has no valid run or no rate, or the two
+    units of rates that count different work.
     """
 
     code: Literal["no_valid_run", "no_rate", "different_work"]
@@ -94,26 +104,36 @@ class Why:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Two sides of a question compared; pairs are (base, new).
+
+    `threshold` is the share below which a change does not matter. `ratio` is that of the rates, in
+    `unit`; None for the reason in `why`.
+    """
+
     base: Side
     new: Side
     threshold: float
-    across: tuple[Field, ...]  # of the question, differing on purpose
+    across: tuple[Field, ...]  # those that `across` allows
     unit: str
     rates: tuple[Rate | None, Rate | None]
     ratio: Ratio | None
-    why: Why | None  # of a ratio that is None
-    quality: str  # the metric
-    # of the base its other runs': how far apart runs of one side are
+    why: Why | None  # why `ratio` is None
+    quality: str  # the metric by which answers are compared
+    # the base's are those of its other runs: how far apart runs of one side are
     answers: tuple[Answers | None, Answers | None]
     metrics: tuple[Change, ...]
-    equal: int  # metrics that are the same on both sides
+    equal: int  # number of metrics with the same mean on both sides
     phases: tuple[Change, ...]
-    steps: tuple[float | None, float | None]  # tokens per step
+    steps: tuple[float | None, float | None]  # mean tokens per step of each side
     same_steps: bool
     differs: tuple[Field, ...]
 
     @property
     def outcome(self) -> Outcome:
+        """Return "faster" or "slower" if the ratio is significant and beyond the threshold, "below
+        threshold" if it is only significant, else "not significant" or "not tested"; "no rate"
+        without a ratio.
+        """
         found = self.ratio
         if found is None:
             return "no rate"
@@ -125,15 +145,18 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Slower for sure and by more than the threshold, or a side without a valid run, of which
-        nobody can say it is not.
+        """Return whether NEW is significantly slower by more than the threshold, or a side has no
+        valid run and so nobody can rule it out.
         """
         return self.outcome == "slower" or not (self.base.valid and self.new.valid)
 
 
 def side(name: str, records: Sequence[Record]) -> Side:
-    """Repeats of one run; a record that is there twice counts once. Refused where they are runs of
-    different things.
+    """Make a side of records that repeat one run, sorted by creation time; a record that is given
+    twice counts once.
+
+    Raises RequestError if there are no records, or if finished ones differ in their question or in
+    `REPEAT_FIELDS` (engine, tune, scope, devices, plan, weights).
     """
     each = {record.id: record for record in records}
     out = Side(name, tuple(sorted(each.values(), key=lambda one: (one.created, one.id))))
@@ -156,7 +179,12 @@ def side(name: str, records: Sequence[Record]) -> Side:
 
 
 def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> Comparison:
-    """Refuses different questions, but for fields that are named."""
+    """Compare two sides and return rates, ratio, answers, metrics, phases and differing settings.
+
+    `across` names question fields that may differ (a dotted name or its beginning; "case" allows
+    all). Raises RequestError if the questions differ in any other field, if `across` names no field
+    of these questions, or if `threshold` is not a share from 0 to below 1.
+    """
     ratio.check_threshold(threshold)
     fields.check_across(across, [*base.records, *new.records])
     ours, theirs = base.finished or base.records, new.finished or new.records
@@ -201,8 +229,11 @@ def compare(base: Side, new: Side, across: Sequence[str], threshold: float) -> C
 
 
 def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
-    """The unit of both rates and what is counted: as their own rates do, else samples, where both
-    have the same.
+    """Return the unit of both rates, the count they are taken of ("tokens" or "samples"), and None;
+    or "", None and the reason if they cannot be compared.
+
+    It is what both records' own rates count, else samples, if both tasks have the same kind of
+    item.
     """
     ours, theirs = base.records[0], new.records[0]
     units = {rates.work_unit(ours), rates.work_unit(theirs)}
@@ -214,21 +245,29 @@ def _work(base: Side, new: Side) -> tuple[str, str | None, Why | None]:
 
 
 def _rates(one: Side, work: str) -> list[Estimate]:
+    """Return the rates of the side's valid runs that have one, by this count."""
     return [
         found for found in (runs.rate(record, work) for record in one.valid) if found is not None
     ]
 
 
 def _rate(found: list[Estimate]) -> Rate | None:
+    """Return the mean of the rates; None if there are none."""
     return Rate(*runs.over_runs(found)) if found else None
 
 
 def _lacking(one: Side, found: list[Estimate]) -> Why | None:
+    """Return why a side has no rates; None if it has."""
     return None if found else Why("no_rate" if one.valid else "no_valid_run", (one.name,))
 
 
 def _answers(base: Side, new: Side, metric: str) -> tuple[Answers | None, Answers | None]:
-    """None where there is nothing to compare: other data, another task, no run that finished."""
+    """Return how far answers are from those of the base's first finished run: of the base's other
+    runs, and of the new side's runs; of several the farthest.
+
+    Each is None if there is nothing to compare: no finished run on a side, no other run of the
+    base, or another task or other data on the new side.
+    """
     if not base.finished or not new.finished:
         return None, None
     first, *others = base.finished
@@ -246,12 +285,16 @@ def _answers(base: Side, new: Side, metric: str) -> tuple[Answers | None, Answer
 
 
 def _metrics(base: Side, new: Side) -> tuple[tuple[Change, ...], int]:
-    """Those that differ, in the order of the table, and how many are equal."""
+    """Return the metrics of valid runs whose means differ, in the order of the metric table, and
+    the number of metrics that are equal.
+
+    Metrics whose unit differs between records are left out, as are those that neither side knows.
+    """
     valid = (*base.valid, *new.valid)
     out, equal = [], 0
     for name in table.in_order({name for record in valid for name in record.metrics}):
         unit, *others = {record.metrics[name].unit for record in valid if name in record.metrics}
-        if others:  # tokens of one side, questions of the other
+        if others:  # such as tokens/s on one side and questions/s on the other
             continue
         row = table.row(name, unit, valid[0].task)
         ours, theirs = ([runs.metric(record, name) for record in one.valid] for one in (base, new))
@@ -264,17 +307,23 @@ def _metrics(base: Side, new: Side) -> tuple[tuple[Change, ...], int]:
 
 
 def _step_size(one: Side) -> float | None:
+    """Return the mean number of tokens per step over the side's valid runs; None if it is unknown
+    for one or there are none.
+    """
     return stats.mean_of_all([spans.tokens_per_step(record) for record in one.valid])
 
 
 def _phases(base: Side, new: Side, same_steps: bool) -> tuple[Change, ...]:
-    """A phase that a run does not have took no time in it, where it has any. Less is better in
-    steps of one size alone.
+    """Return the mean seconds per step of each phase on both sides, in step order.
+
+    A phase that a run does not have took 0 s in it, if the run has any phases. Lower is better only
+    if both sides have steps of one size.
     """
     better = "lower" if same_steps else ""
     ours, theirs = ([spans.phases_per_step(record) for record in one.valid] for one in (base, new))
 
     def change(name: str) -> Change | None:
+        """Return the change of one phase, in seconds per step; None if neither side knows it."""
         times = ([one.get(name, 0.0) if one else None for one in every] for every in (ours, theirs))
         return _change(name, "s", better, "seconds", *times)
 
@@ -290,7 +339,9 @@ def _change(
     ours: list[float | None],
     theirs: list[float | None],
 ) -> Change | None:
-    """None where neither side knows the number."""
+    """Return the change of a number, given one value for each valid run of both sides; None if
+    neither side knows it for all its runs.
+    """
     base, new = stats.mean_of_all(ours), stats.mean_of_all(theirs)
     if base is None and new is None:
         return None

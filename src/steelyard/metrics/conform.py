@@ -1,8 +1,8 @@
-"""Whether an engine computes what engine `torch` computes: two records of one question, set side by
-side.
+"""Compare a record of an engine with one of engine `torch` on the same question: whether it
+computes the same.
 
-What is compared is a table of rows. Counts must be the same; answers, losses and norms within what
-the order of additions in the precision of the matmuls explains.
+Behind `steelyard conform`. `CHECKS` lists what is compared. Counts must be equal; answers, losses
+and norms may differ by what the order of additions explains, in the precision of the matmuls.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,18 +12,24 @@ from steelyard.data.division import COUNTED
 from steelyard.metrics import spans
 from steelyard.record.record import Record
 
-# How far two engines' numbers may be apart, as a share of ours, by what matmuls run in.
+# Largest relative difference of two engines' numbers, by precision of the matmuls.
 LOSS = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 5e-3, "bf16": 1e-2, "fp8": 3e-2}
 NORM = {"fp32": 1e-3, "tf32": 1e-2, "fp16": 2e-2, "bf16": 5e-2, "fp8": 1e-1}
-FIRST_STEP = {"loss": LOSS, "grad_norm": NORM}  # by name of a step's value; others as a loss
-# Answers that may differ: random weights leave near ties.
+# by name of a step's value; others are judged as a loss
+FIRST_STEP = {"loss": LOSS, "grad_norm": NORM}
+# Share of answers that may differ: random weights leave near ties.
 AGREE = {"fp32": 0.02, "tf32": 0.05, "fp16": 0.05, "bf16": 0.05, "fp8": 0.2}
-NAMED = ("loss", "loss_before", "perplexity_last")  # metrics that are means over all rows
+NAMED = ("loss", "loss_before", "perplexity_last")  # means over all rows of the data
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A quantity of both. `apart` and `allowed` are shares."""
+    """One quantity of both records, and whether it conforms.
+
+    `ours` is of engine torch. `apart` and `allowed` are shares: the relative difference, or the
+    share of answers that differ. `apart` is None if nothing could be compared, which does not
+    conform.
+    """
 
     case: str
     what: str
@@ -34,23 +40,28 @@ class Compared:
 
     @property
     def ok(self) -> bool:
+        """Return whether the difference is known and at most `allowed`."""
         return self.apart is not None and self.apart <= self.allowed
 
 
 def compare(ours: Record, theirs: Record) -> list[Compared]:
-    """`ours` is of engine torch."""
+    """Return one row for each compared quantity: status, counts, values of the first step, mean
+    losses, answers. `ours` is the record of engine torch.
+    """
     return [row for rows in ROWS for row in rows(ours, theirs)]
 
 
 def _apart(ours: float | None, theirs: float | None) -> float | None:
-    """None where one of them is not known: then nothing was shown."""
+    """Return the difference as a share of ours; None if one of them is unknown."""
     if ours is None or theirs is None:
         return None
     return abs(theirs - ours) / max(abs(ours), 1e-30)
 
 
 def _status(ours: Record, theirs: Record) -> Iterator[Compared]:
-    """A run that is not valid shows nothing, whoever is to blame."""
+    """Yield whether both runs are valid; a run that is not valid shows nothing. The values are
+    status and reason codes.
+    """
     mine, other = (
         " ".join([one.status, *(reason.code for reason in one.reasons)]) for one in (ours, theirs)
     )
@@ -59,6 +70,9 @@ def _status(ours: Record, theirs: Record) -> Iterator[Compared]:
 
 
 def _counts(ours: Record, theirs: Record) -> Iterator[Compared]:
+    """Yield for each pass of our record whether all counts (tokens, samples, ...) are equal. The
+    values are the counts, joined by spaces; "/" is a missing one.
+    """
     for name in dict.fromkeys(window.pass_name for window in ours.passes):
         mine, other = (
             " ".join(str(spans.total(one, name).get(key, "/")) for key in COUNTED)
@@ -68,6 +82,9 @@ def _counts(ours: Record, theirs: Record) -> Iterator[Compared]:
 
 
 def _first_step(ours: Record, theirs: Record) -> Iterator[Compared]:
+    """Yield each value (loss, gradient norm) of rank 0's first working step in the headline pass of
+    training; nothing in scoring.
+    """
     kind, precision = ours.task.kind_row, ours.question.precision.matmul
     for key in kind.step_values:
         first = [
@@ -80,6 +97,7 @@ def _first_step(ours: Record, theirs: Record) -> Iterator[Compared]:
 
 
 def _means(ours: Record, theirs: Record) -> Iterator[Compared]:
+    """Yield each of the metrics in `MEAN_METRICS` that our record has."""
     precision = ours.question.precision.matmul
     for name in NAMED:
         mine, other = ours.metrics.get(name), theirs.metrics.get(name)
@@ -96,7 +114,12 @@ def _means(ours: Record, theirs: Record) -> Iterator[Compared]:
 
 
 def _answers(ours: Record, theirs: Record) -> Iterator[Compared]:
-    """How many answers differ: both engines' put into one table as if they were two passes."""
+    """Yield for each pass of our record the share of answers that differ; nothing if the task does
+    not define agreement.
+
+    The answers of both records are put into one table, as if they were two passes of one run. If
+    their record lacks the pass, `apart` is None and the row does not conform.
+    """
     agreement, precision = ours.task.agreement, ours.question.precision.matmul
     if agreement is None:
         return

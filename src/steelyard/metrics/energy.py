@@ -1,4 +1,8 @@
-"""Formulas over a record: the energy of its devices, and work for it."""
+"""Formulas of the metric table: energy of the devices in the span that rates are taken over, and
+work for it.
+
+Each takes a record and returns a `Result`: a value, or None with the reason.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,15 +21,17 @@ from steelyard.words import Message
 # Between two readings of power nothing is known. Three periods are one reading that came late and
 # one that failed; over more, a step of training could begin and end unseen.
 GAP_PERIODS = 3.0
-NOTHING = Message("energy.counter")  # of version 1 of the formulas
+NOTHING = Message("energy.counter")  # the note of version 1 of the formulas
 
 Window = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Used:
-    """Joules of one device; `powers` is the number of power readings that they were integrated
-    from, None of a counter.
+    """The energy of one device over a time range.
+
+    `joules` is None if it is unknown, `why` then says why. `power_readings` is the number of power
+    readings that were integrated; None if the device's energy counter was read.
     """
 
     joules: float | None
@@ -34,7 +40,12 @@ class Used:
 
 
 def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
-    """Of the devices of all ranks, or of some, over what rates are taken from."""
+    """Return the joules that devices used in the span that rates are taken over: of all ranks, or
+    only of `ranks`.
+
+    None if the energy of one device is unknown. From formulas version 2 on, a device that ranks
+    share counts once.
+    """
     found = span(record)
     if found is None or not found.borders:
         return missing(record)
@@ -47,7 +58,12 @@ def energy(record: Record, ranks: Collection[int] | None = None) -> Result:
 
 
 def _counted(record: Record, chosen: dict[int, Window], found: Span) -> Result:
-    """Version 1: the counter of every rank's device, or nothing."""
+    """Return the energy by version 1 of the formulas: the sum of the energy counters of the ranks'
+    devices.
+
+    `windows` are begin and end seconds by rank. A device that ranks share counts for each of them.
+    None if one counter cannot be read.
+    """
     used = 0.0
     for rank, (begin, end) in chosen.items():
         series = series_of(record, rank)
@@ -59,8 +75,11 @@ def _counted(record: Record, chosen: dict[int, Window], found: Span) -> Result:
 
 
 def _used(record: Record, chosen: dict[int, Window], found: Span) -> Result:
-    """A device that several ranks share is counted once, from where the first of them begins to
-    where the last ends.
+    """Return the energy from version 2 of the formulas on: the sum over devices.
+
+    `windows` are begin and end seconds by rank. A device that several ranks share counts once, from
+    the first rank's begin to the last one's end. None if a rank has no telemetry or a device's
+    energy is unknown. The note says if power was integrated.
     """
     windows: dict[tuple[str | None, str], tuple[Series, float, float]] = {}
     for rank, (begin, end) in chosen.items():
@@ -88,9 +107,15 @@ def _used(record: Record, chosen: dict[int, Window], found: Span) -> Result:
 
 
 def of_device(series: Series, begin_s: float, end_s: float) -> Used:
-    """From the energy counter; else from power, by trapezoids between readings."""
+    """Return the energy of one device between two times: from its energy counter, else by
+    integrating power with the trapezoidal rule.
+
+    A counter that fell was reset and is not used. Power is interpolated at both ends. `joules` is
+    None, with the reason, if there is no power reading, none before `begin_s` or none after
+    `end_s`, fewer than two inside, or a gap of over three sampling periods.
+    """
     counted = readings.energy_j(series, begin_s, end_s)
-    if counted is not None and counted >= 0:  # one that was set back in between tells nothing
+    if counted is not None and counted >= 0:  # a negative difference: the counter was reset
         return Used(counted)
     columns = series.columns
     points = [
@@ -119,7 +144,9 @@ def of_device(series: Series, begin_s: float, end_s: float) -> Used:
 
 
 def energy_per(record: Record, key: str) -> Result:
-    """Energy over what the same span counts."""
+    """Return joules per unit of the count `key` ("tokens" or "samples") in the same span; None if
+    either is unknown.
+    """
     used, found = energy(record), span(record)
     if used.value is None or found is None:
         return used
@@ -128,7 +155,9 @@ def energy_per(record: Record, key: str) -> Result:
 
 
 def per_joule(record: Record, key: str) -> Result:
-    """What the span counts over its energy."""
+    """Return the count `key` ("tokens" or "samples") of the span per joule; None if either is
+    unknown, or the energy is 0.
+    """
     used, found = energy(record), span(record)
     if used.value is None or found is None:
         return used

@@ -1,8 +1,9 @@
-"""Whether the parts of a record's evidence agree: ranks, budget, passes, samples and telemetry tell
-of the same time.
+"""Find contradictions between the parts of a record: ranks, budget, passes, samples and telemetry
+must agree about time.
 
-Each was measured on its own. Who changes one by hand, and seals the record again, contradicts the
-others. Hashes are no signatures: who changes all of them consistently is not found here.
+Each was measured on its own, so somebody who edits one by hand and seals the record again
+contradicts the others. Hashes are no signatures: consistent edits of all parts are not found here.
+Called by `verify.py`, and by the parent before it writes a record.
 """
 
 from collections.abc import Iterator
@@ -11,16 +12,18 @@ from itertools import pairwise
 from steelyard.metrics import spans as passes
 from steelyard.record.record import Record, Sample, Window
 
-# how far a device's clock and the host's may be apart in a pass
+# how much a device's clock and the host's may differ over a pass: seconds plus a share
 CLOCKS_S, CLOCKS_SHARE = 0.002, 0.001
-# What surrounds a pass inside its part of the budget: two readings of the clock, and the samples
-# put together after it.
+# By how much a pass's part of the budget may exceed its wall time: seconds, a share, and seconds
+# for each sample, since reading the clock and assembling the samples belong to it.
 AROUND_S, AROUND_SHARE, SAMPLE_S = 0.1, 0.02, 1e-4
-LATE_S = 1.0  # a reading of a device that began before the run ended, and other hosts' clocks
+LATE_S = 1.0  # a device reading may end late, and other hosts' clocks differ
 
 
 def contradictions(record: Record) -> list[str]:
-    """What in a finished run cannot be so. A run that failed may have stopped anywhere."""
+    """Return what cannot be true in a finished run, as sentences; empty if nothing, and always for
+    a failed run, which may have ended anywhere.
+    """
     if record.failure is not None:
         return []
     windows = (problem for window in record.passes for problem in _window(record, window))
@@ -28,8 +31,9 @@ def contradictions(record: Record) -> list[str]:
 
 
 def _ranks(record: Record) -> Iterator[str]:
+    """Yield the first rank of the plan that the record lacks, and the first that is not "done"."""
     told = {one.rank for one in record.ranks}
-    # a stranger's world may be vast
+    # stops at the first: a forged record may name a vast number of ranks
     missing = next((rank for rank in range(record.plan.world) if rank not in told), None)
     if missing is not None:
         yield f"rank {missing} is missing from a run that did not fail"
@@ -40,7 +44,9 @@ def _ranks(record: Record) -> Iterator[str]:
 
 
 def _scope(record: Record) -> Iterator[str]:
-    """The answers are those of what was named."""
+    """Yield a sentence if the answers are not those of the subjects or rows that the scope names,
+    or if a full scope names any.
+    """
     scope, answers = record.scope, record.answers
     if answers is None or (scope.subjects is None and scope.rows is None):
         return
@@ -52,13 +58,18 @@ def _scope(record: Record) -> Iterator[str]:
 
 
 def _budgets(record: Record) -> list[str]:
-    """The parts of rank 0 are those of the run."""
+    """Return at most one sentence: a part of rank 0's time budget that differs from the run's
+    budget.
+    """
     first = next((one.budget for one in record.ranks if one.rank == 0), None) or {}
     other = [name for name, time_s in first.items() if record.budget.get(name) != time_s]
     return [f"the budget of {name} is not that of rank 0" for name in other[:1]]
 
 
 def _window(record: Record, window: Window) -> Iterator[str]:
+    """Yield what cannot be true of one pass on one rank: its time in the rank's budget, its end
+    after that of the run, and its samples.
+    """
     own = [one for one in passes.samples(record, window.pass_name) if one.rank == window.rank]
     at = f"{window.pass_name} on rank {window.rank}"
     budget = next((one.budget for one in record.ranks if one.rank == window.rank), None)
@@ -74,8 +85,12 @@ def _window(record: Record, window: Window) -> Iterator[str]:
 
 
 def _samples(at: str, own: list[Sample], wall_s: float, reported: bool) -> Iterator[str]:
-    """Steps follow one another from the start of the pass, on both timelines, and end before it
-    does. Times that a program reported are its own, and judged with the result."""
+    """Yield what cannot be true of a rank's samples in a pass: a step that ends after the pass,
+    ends before it starts, or does not start where the one before it ends.
+
+    Device and host timelines are both checked. `label` names pass and rank. If `reported`, step
+    ends are checked on the host timeline only, because the others are a program's own.
+    """
     most_s = wall_s * (1 + CLOCKS_SHARE) + CLOCKS_S
     last = max(
         (one.host_end_s if reported else max(one.end_s, one.host_end_s) for one in own),
@@ -102,7 +117,9 @@ def _samples(at: str, own: list[Sample], wall_s: float, reported: bool) -> Itera
 
 
 def _readings(record: Record) -> Iterator[str]:
-    """Readings of devices and of CPU time are in order, and none is after the run."""
+    """Yield what cannot be true of telemetry and CPU readings: times that are out of order, or more
+    than a second after the run's end.
+    """
     total_s = sum(record.budget.values())
     loads = [(host.name, host.load) for host in record.hosts if host.load is not None]
     every = [

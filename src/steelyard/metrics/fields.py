@@ -1,4 +1,8 @@
-"""In which fields records differ: of their question, and of what they were run with."""
+"""List the fields in which records differ: in their question, and in what they were run with.
+
+Fields have dotted names, such as `question.precision`. Used by `compare`, `reproduce` and
+`history`.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,18 +16,18 @@ from steelyard.record.facts import Environment
 from steelyard.record.record import Record, Scope
 from steelyard.schema import canonical
 
-CASE = "case"  # of --across: whatever the question is
+CASE = "case"  # the value of --across that allows any difference of the question
 FINGERPRINT = "question.data.fingerprint"
-UNREAD = "unknown"  # the fingerprint of a run that did not come to read its data
-MOST = 8  # fields that one line names
+UNREAD = "unknown"  # the fingerprint of a run that ended before it read its data
+MOST = 8  # fields that one line names at most
 
 Table = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field that differs, with the values of each side; several where its own runs differ. None
-    is not known.
+    """A field that differs between two sides, with the distinct values of each side; several if its
+    own runs differ. None is unknown.
     """
 
     name: str
@@ -32,8 +36,11 @@ class Field:
 
 
 def question(record: Record) -> Table:
-    """The fields that make the key of a record, by dotted name, and what was named of its data:
-    whoever names other questions asks something else."""
+    """Return the fields that a record's key is the hash of, by dotted name, and the subjects and
+    rows that its scope names.
+
+    The data fingerprint is left out if the run ended before it read its data.
+    """
     out = flat(key.hashed(record.case.question, record.fingerprint), "question.")
     named = record.scope.model_dump(mode="json", include=set(Scope.LATER))
     return {
@@ -42,15 +49,15 @@ def question(record: Record) -> Table:
 
 
 def setting(record: Record) -> Table:
-    """What a run was made with, beside its question: tune, plan, scope, engine, machine, software,
-    weights, data.
+    """Return what a run was made with beside its question, by dotted name: formulas, case limits,
+    tune, plan, scope, engine, site, weights, data, environment.
     """
     told = record.model_dump(
         mode="json",
         include={"tune", "plan", "scope", "engine", "site", "weights", "data"},
         by_alias=True,
     )
-    # stands in the question, and so does what was named of the data
+    # the fingerprint belongs to the question, and so do the subjects and rows that were named
     told["data"].pop("fingerprint", None)
     for name in Scope.LATER:
         told["scope"].pop(name, None)
@@ -60,7 +67,9 @@ def setting(record: Record) -> Table:
 
 
 def environment(found: Environment) -> Table:
-    """An environment with its devices by kind and number, as readers count them."""
+    """Return an environment as a nested dict in which devices are listed as "8x NAME", with their
+    UUIDs in a list of their own.
+    """
     out = found.model_dump(mode="json")
     devices = out["hardware"].pop("devices")
     out["hardware"]["devices"] = [
@@ -71,7 +80,9 @@ def environment(found: Environment) -> Table:
 
 
 def flat(table: Table, prefix: str) -> Table:
-    """Values by dotted name. Lists are values; an empty table has none."""
+    """Return the values of nested dicts by dotted name, each after `prefix`. Lists are values; an
+    empty dict gives nothing.
+    """
     out: Table = {}
     for name, value in table.items():
         out |= (
@@ -83,7 +94,9 @@ def flat(table: Table, prefix: str) -> Table:
 
 
 def differing(base: Sequence[Table], new: Sequence[Table]) -> tuple[Field, ...]:
-    """The fields whose values are not the same on both sides, in the order in which they are told."""
+    """Return the fields whose sets of values are not the same on both sides, in the order in which
+    they first occur. A missing field counts as None.
+    """
     out = []
     for name in dict.fromkeys(name for one in (*base, *new) for name in one):
         ours, theirs = _values(base, name), _values(new, name)
@@ -93,12 +106,14 @@ def differing(base: Sequence[Table], new: Sequence[Table]) -> tuple[Field, ...]:
 
 
 def _values(tables: Iterable[Table], name: str) -> tuple[Any, ...]:
-    """The values of a field, each once."""
+    """Return the distinct values of a field over records, in order; None if a record lacks it."""
     return tuple({canonical(one.get(name)): one.get(name) for one in tables}.values())
 
 
 def questions(base: Sequence[Record], new: Sequence[Record]) -> tuple[Field, ...]:
-    """Where two sides ask something else. What a failed run did not come to read is no difference."""
+    """Return the question fields that differ between two sides. A data fingerprint that a run did
+    not come to read is no difference.
+    """
     found = differing([question(one) for one in base], [question(one) for one in new])
     unread = any(
         None in values for one in found if one.name == FINGERPRINT for values in (one.base, one.new)
@@ -107,7 +122,9 @@ def questions(base: Sequence[Record], new: Sequence[Record]) -> tuple[Field, ...
 
 
 def check_across(across: Sequence[str], records: Sequence[Record]) -> None:
-    """Refuse a field that no question has: it would allow nothing, and be a mistake."""
+    """Raise RequestError if a name in `across` is neither "case" nor a field, or the beginning of
+    one, of these records' questions. The message suggests a similar name.
+    """
     known = {CASE, "question", *(name for record in records for name in question(record))}
     known |= {
         ".".join(name.split(".")[:deep]) for name in known for deep in range(1, name.count(".") + 1)
@@ -124,17 +141,23 @@ def check_across(across: Sequence[str], records: Sequence[Record]) -> None:
 
 
 def covered(name: str, across: Sequence[str]) -> bool:
+    """Return whether `across` allows the field: by its name, by a name that it begins with, or by
+    "case".
+    """
     return any(one in (CASE, name) or name.startswith(f"{one}.") for one in across)
 
 
 def line(found: Sequence[Field]) -> str:
-    """Fields with their values on one line."""
+    """Format fields on one line as "name: base / new; ...": at most 8, then "and N more"."""
     shown = [f"{one.name}: {_text(one.base)} / {_text(one.new)}" for one in found[:MOST]]
     more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
     return "; ".join([*shown, *more])
 
 
 def _text(values: tuple[Any, ...]) -> str:
+    """Format the values of one side, joined by " or "; None is "none", and more than 64 characters
+    are cut.
+    """
     told = [
         one if isinstance(one, str) else "none" if one is None else canonical(one) for one in values
     ]

@@ -1,5 +1,8 @@
-"""Whether a machine is fit to measure: facts judged, one row each. Nothing is read here, and
-nothing is set anywhere.
+"""Judge whether a machine is fit to measure: one rule for each fact, such as clocks, temperature or
+free memory.
+
+Behind `steelyard check`: `run/fitness.py` reads the facts, this module only judges them; it reads
+and sets nothing. Validity notes device settings in a record by the same rules.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,23 +21,27 @@ Level = Literal["ok", "warn", "bad", "unknown"]
 Verdict = tuple[Message, Level]
 Subject = TypeVar("Subject")
 
-# below the temperature at which a device slows down: less is worth a warning, and too hot
+# distance to the temperature at which a device slows down: within the first warn, the second bad
 COOL_C, HOT_C = 15, 5
-HOT_ANYWHERE_C = 85  # where a device does not tell that temperature
-SLACK = 0.01  # limits are told in whole watts
-SWAP_BYTES = 64 << 20  # a few pages of programs that sleep are always there
-MEMORY = {"bad": 0.1, "warn": 0.5}  # the least share that is free
+HOT_ANYWHERE_C = 85  # for a device that does not report that temperature
+SLACK = 0.01  # share; limits are reported in whole watts
+SWAP_BYTES = 64 << 20  # a few pages of sleeping programs are always swapped out
+MEMORY = {"bad": 0.1, "warn": 0.5}  # share of host memory that must be free, by level
 DISK_BYTES = {"bad": 1 * GIB, "warn": 10 * GIB}
-STEADY = "performance"  # the governor that keeps a clock up
-# Clocks of the kernel that are read without leaving the process, and those that take a microsecond
-# or more each time.
+STEADY = "performance"  # the governor that keeps clocks high
+# Clock sources of the kernel that are read without a system call, and those that take a microsecond
+# or more for each reading.
 QUICK = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "timebase")
 SLOW = ("hpet", "acpi_pm", "jiffies", "refined-jiffies", "xen")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A finding, and what helps where it is not ok. `key` names it in an accelerator's own steps."""
+    """The verdict on one fact of the machine, with advice.
+
+    `found` says what was found, `step` what to do about it (None if the level is ok, or nothing is
+    known to help). `key` is the name under which an accelerator may bring advice of its own.
+    """
 
     key: str
     name: Message
@@ -45,15 +52,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule(Generic[Subject]):
-    """A fact to judge. `verdict` returns what was found of a subject and its level, or None if that
-    is not known."""
+    """How one fact is judged.
 
-    name: str  # the code of its name, which ends in its key
+    `verdict` returns what was found about a subject (a machine, a device or free bytes) and its
+    level; None if it is unknown. `name` is the message code of the fact's name; what follows its
+    last dot is the row's key.
+    """
+
+    name: str  # message code, such as fit.name.power
     verdict: Callable[[Subject], Verdict | None]
-    step: Message | None = None  # what helps where the level is warn or bad
+    step: Message | None = None  # advice for levels warn and bad
 
     def row(self, subject: Subject, values: Values | None = None) -> Row:
-        """Judge a subject. `values` are those of the name."""
+        """Judge a subject and return the row; its level is "unknown" if the fact is not known, and
+        advice is added for warn and bad.
+
+        `name_values` fill the template of the fact's name.
+        """
         found, level = self.verdict(subject) or (Message("fit.unknown"), "unknown")
         step = self.step if level in ("warn", "bad") else None
         return Row(
@@ -63,25 +78,34 @@ class Rule(Generic[Subject]):
 
 @dataclass(frozen=True)
 class Machine:
-    """What was read. None is what is not known."""
+    """The facts of a machine that are judged; None is unknown.
+
+    `host` has the state of the host and of each device, `steps` the accelerator's own advice by row
+    key. `others` is the share of CPU cores that other processes take now, judged by
+    `contention_limits`.
+    """
 
     accelerator: str
-    devices: tuple[str, ...] = ()  # their names
+    devices: tuple[str, ...] = ()  # names, one for each device
     driver: str | None = None
     needs_driver: bool = False
     problem: str | None = None  # why devices could not be found
     host: HostState = field(default_factory=HostState)
-    others: Share | None = None  # what processes take of the cores now
+    others: Share | None = None  # share of cores that other processes take now
     bounds: Bounds = CORES_ARE_THE_DEVICE
-    free_bytes: Mapping[Disk, int | None] = field(default_factory=dict)  # by what a folder is for
+    free_bytes: Mapping[Disk, int | None] = field(default_factory=dict)  # by purpose of the folder
     versions: Mapping[str, str | None] = field(default_factory=dict)
-    torch_build: str | None = None  # of the vendor's runtime
+    torch_build: str | None = None  # version of the vendor's runtime that torch was built for
     amx: bool | None = None
     steps: Mapping[str, Message] = field(default_factory=dict)
 
 
 def judge(machine: Machine) -> list[Row]:
-    """Every row in order. What helps on this accelerator is its own row's to say."""
+    """Return a row for every rule, in display order: accelerator, each device, host, disks,
+    packages, AMX and kernel clock.
+
+    Advice of the accelerator replaces the general advice; rows that are ok have none.
+    """
     disks = [(free, Message(_DISKS[what])) for what, free in machine.free_bytes.items()]
     rows = [
         *(rule.row(machine) for rule in ACCELERATOR),
@@ -102,11 +126,14 @@ def judge(machine: Machine) -> list[Row]:
 
 
 def fit(rows: list[Row]) -> bool:
+    """Return whether no row is "bad"; warnings and unknown facts do not count."""
     return all(row.level != "bad" for row in rows)
 
 
 def table(rows: list[Row]) -> list[dict[str, str | None]]:
-    """In English, as `--json` prints it."""
+    """Return the rows as `check --json` prints them: dicts of name, found, level and step, as
+    English text; step is None without advice.
+    """
     return [
         {
             "name": words.text(row.name),
@@ -119,7 +146,11 @@ def table(rows: list[Row]) -> list[dict[str, str | None]]:
 
 
 def noted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Note what of a run's devices was set otherwise than they come, before it began."""
+    """Validity rule: yield a note for each device setting that was not at its default before the
+    run: lowered application clocks or power limit, ECC off, MIG on.
+
+    Records without host states get none.
+    """
     for host in record.hosts:
         for device in host.state.devices if host.state is not None else []:
             for row in (rule.row(device, {"device": device.device}) for rule in SETTINGS):
@@ -133,15 +164,19 @@ def noted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def _level(bad: bool, warn: bool) -> Level:
+    """Return "bad" if `bad`, else "warn" if `warn`, else "ok"."""
     return "bad" if bad else "warn" if warn else "ok"
 
 
 def _as_told(value: object) -> Message:
-    """Return what a driver, a package or the kernel says."""
+    """Return a message that shows a value as it is, such as what a driver or the kernel says."""
     return Message("fit.text", {"text": str(value)})
 
 
 def _driver(machine: Machine) -> Verdict | None:
+    """Judge the driver: bad if devices could not be found because of a problem, ok with its
+    version, ok if none is needed; None if it is needed and its version unknown.
+    """
     if machine.problem is not None:
         return _as_told(machine.problem), "bad"
     if machine.driver is not None:
@@ -150,6 +185,7 @@ def _driver(machine: Machine) -> Verdict | None:
 
 
 def _devices(machine: Machine) -> Verdict:
+    """Judge the devices: bad if there are none, else ok with their number and names."""
     accelerator, names = machine.accelerator, tuple(dict.fromkeys(machine.devices))
     if not names:
         return Message("fit.devices.none", {"accelerator": accelerator}), "bad"
@@ -161,11 +197,12 @@ def _devices(machine: Machine) -> Verdict:
 
 
 def _switched_on(on: bool | None, off: Message) -> Verdict | None:
-    """Judge a switch that is better on."""
+    """Judge a setting that should be on: ok, or warn with message `off`; None if it is unknown."""
     return None if on is None else (Message("fit.on"), "ok") if on else (off, "warn")
 
 
 def _processes(device: DeviceState) -> Verdict | None:
+    """Judge the number of compute processes on a device: bad if there is any; None if unknown."""
     count = device.processes
     return None if count is None else (_as_told(count), _level(count > 0, warn=False))
 
@@ -174,6 +211,9 @@ _CLOCKS = ("fit.clock.now", "fit.clock.most", "fit.clock.set", "fit.clock.defaul
 
 
 def _clocks(device: DeviceState) -> Verdict | None:
+    """Judge a device's clocks (MHz): warn if its application clock is set below the default, else
+    ok. The message lists the known ones; None if none is known.
+    """
     set_to, default = device.application_clock_mhz, device.application_clock_default_mhz
     known = (device.sm_clock_mhz, device.sm_clock_max_mhz, set_to, default)
     parts = tuple(
@@ -188,6 +228,9 @@ def _clocks(device: DeviceState) -> Verdict | None:
 
 
 def _power(device: DeviceState) -> Verdict | None:
+    """Judge a device's power limit (W): warn if it is more than 1 % below the default, "unknown" if
+    there is no default; None if the limit is unknown.
+    """
     limit, default = device.power_limit_w, device.power_default_w
     if limit is None:
         return None
@@ -198,12 +241,16 @@ def _power(device: DeviceState) -> Verdict | None:
 
 
 def _mig(device: DeviceState) -> Verdict | None:
+    """Judge MIG mode: bad if it is on, ok if off; None if unknown."""
     if device.mig is None:
         return None
     return (Message("fit.mig.on"), "bad") if device.mig else (Message("fit.off"), "ok")
 
 
 def _slowdown(device: DeviceState) -> Verdict | None:
+    """Judge active clock slowdown reasons: bad if one of them would make a run invalid, else ok,
+    also if others are active; None if the device does not report reasons.
+    """
     if device.reasons is None:
         return None
     found = _as_told(", ".join(device.reasons)) if device.reasons else Message("fit.slowdown.none")
@@ -211,6 +258,9 @@ def _slowdown(device: DeviceState) -> Verdict | None:
 
 
 def _temperature(device: DeviceState) -> Verdict | None:
+    """Judge a device's temperature (°C): warn within 15 °C of its slowdown temperature, bad within
+    5 °C; without a known one, bad from 85 °C on. None if unknown.
+    """
     now, limit = device.temperature_c, device.slowdown_c
     if now is None:
         return None
@@ -223,11 +273,15 @@ def _temperature(device: DeviceState) -> Verdict | None:
 
 
 def _count(value: int | None) -> Verdict | None:
-    """Judge a number that is only told."""
+    """Return a number as an "ok" verdict, which is shown and not judged; None if unknown."""
     return None if value is None else (_as_told(value), "ok")
 
 
 def _load(machine: Machine) -> Verdict:
+    """Judge the share of cores that other processes take, by the machine's contention limits: warn
+    above `note_above`, bad above `invalid_above`, "unknown" if not measured. The message adds the
+    load average, which is not judged.
+    """
     load, taken, bounds = machine.host.load_1m, machine.others, machine.bounds
     average = None if load is None else Message("fit.load.average", {"load": load})
     if taken is None or taken.value is None:
@@ -245,6 +299,9 @@ def _load(machine: Machine) -> Verdict:
 
 
 def _cores(machine: Machine) -> Verdict | None:
+    """Judge the cores that this process may use: warn if a CPU quota is below those that its
+    affinity allows; None if unknown.
+    """
     allowed, cores, quota = machine.host.allowed, machine.host.cores, machine.host.quota
     if allowed is None or cores is None:
         return None
@@ -255,6 +312,9 @@ def _cores(machine: Machine) -> Verdict | None:
 
 
 def _governor(machine: Machine) -> Verdict:
+    """Judge the CPU frequency governors: warn unless all are "performance", "unknown" if the host
+    shows none.
+    """
     names = machine.host.governors
     if not names:
         return Message("fit.governor.none"), "unknown"
@@ -262,6 +322,7 @@ def _governor(machine: Machine) -> Verdict:
 
 
 def _swap(machine: Machine) -> Verdict | None:
+    """Judge swap: warn if over 64 MiB are in use, else ok, also without swap; None if unknown."""
     whole, used = machine.host.swap_bytes, machine.host.swap_used_bytes
     if whole is None or used is None:
         return None
@@ -274,6 +335,7 @@ def _swap(machine: Machine) -> Verdict | None:
 
 
 def _memory(machine: Machine) -> Verdict | None:
+    """Judge free host memory: warn below 50 % of all, bad below 10 %; None if unknown."""
     whole, free = machine.host.memory_bytes, machine.host.available_bytes
     if not whole or free is None:
         return None
@@ -282,6 +344,7 @@ def _memory(machine: Machine) -> Verdict | None:
 
 
 def _disk(free: int | None) -> Verdict | None:
+    """Judge the free bytes of a disk: warn below 10 GiB, bad below 1 GiB; None if unknown."""
     if free is None:
         return None
     return Message("fit.disk.free", {"free": free / GIB}), _level(
@@ -293,6 +356,11 @@ _DISKS: dict[Disk, str] = {"records": "fit.disk.records", "temporary": "fit.disk
 
 
 def _package(machine: Machine, package: str, version: str | None) -> Row:
+    """Return the row of a Python package: warn if it is not installed, else ok with its version.
+
+    `torch` is also judged by whether the driver supports the runtime that it was built for, if a
+    device reports that.
+    """
     name = Message("fit.name.package", {"name": package})
     if version is None:
         step = Message("fit.package.step", {"name": package})
@@ -304,8 +372,11 @@ def _package(machine: Machine, package: str, version: str | None) -> Row:
 
 
 def _torch(row: Row, version: str, build: str | None, served: str) -> Row:
-    """A torch that was built for a newer runtime than the driver serves does not start; of the same
-    major version it does.
+    """Return torch's row judged by its CUDA build (or the like) and the newest runtime that the
+    driver supports.
+
+    Bad if torch was built without that runtime or for a newer major version; warn for a newer minor
+    version, which still starts.
     """
     if build is None:
         without = Message("fit.torch.without", {"version": version})
@@ -321,16 +392,21 @@ def _torch(row: Row, version: str, build: str | None, served: str) -> Row:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numeric parts of a dotted version, for comparison; other parts are dropped."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def _amx(machine: Machine) -> Verdict:
+    """Judge the CPU's AMX: warn if it is there and broken, else ok, also without it."""
     if machine.amx is None:
         return Message("fit.amx.none"), "ok"
     return (Message("fit.amx.works"), "ok") if machine.amx else (Message("fit.amx.broken"), "warn")
 
 
 def _clock(machine: Machine) -> Verdict | None:
+    """Judge the kernel's clock source: ok if it is read without a system call, warn if it is slow,
+    "unknown" for other names; None if unknown.
+    """
     source = machine.host.clock_source
     level: Level = "ok" if source in QUICK else "warn" if source in SLOW else "unknown"
     return None if source is None else (_as_told(source), level)
@@ -340,7 +416,7 @@ ACCELERATOR: tuple[Rule[Machine], ...] = (
     Rule("fit.name.driver", _driver, Message("fit.driver.step")),
     Rule("fit.name.devices", _devices, Message("fit.devices.step")),
 )
-# What a record notes of a device: what it was set to, and nothing that changes by itself.
+# A record notes only what a device was set to, not what changes by itself.
 _POWER = Rule("fit.name.power", _power, Message("fit.step.back"))
 _ECC = Rule[DeviceState](
     "fit.name.ecc",

@@ -1,8 +1,8 @@
-"""Version 1 of the formulas: what the intervals and steady windows of older records follow. New
-records use `stats`.
+"""Version 1 of the interval and steady-window formulas, for records that name no `formulas`
+version.
 
-A record that names no version in `formulas` is verified by these. They are not to be mended: their
-numbers are published.
+Newer records use `stats.py`. These functions must not be improved: published numbers are verified
+by them.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,18 @@ from math import fsum
 from steelyard.metrics.stats import FEWEST, t_95
 from steelyard.words import Message
 
-# batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 they hold the truth in 84 % of
-# runs, not 95
+# batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 the interval contains the true
+# rate in 84 % of runs, not 95 %
 BATCHES = 20
-FEWEST_CUT = 10  # steps
+FEWEST_CUT = 10  # steps; with fewer at most the first step is cut
 
 
 def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of a rate, total work over total time, from consecutive steps cut into batches.
-    None for too few steps.
+    """Return the 95 % interval of total work over total time from batch means of consecutive steps
+    (at most 20 batches).
+
+    The unit is that of work per second. The upper end is infinite if the error exceeds the mean.
+    None for fewer than 5 steps, for no work or no time, or if a batch has no work.
     """
     steps = len(work)
     total_work, total_time = fsum(work), fsum(time_s)
@@ -38,17 +41,21 @@ def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float
     variance = fsum((cost - mean) ** 2 for cost in costs) / (count - 1)
     half = t_95(count - 1) * (variance / count) ** 0.5
     center = total_time / total_work
-    if center == 0:  # times too short for a number
+    if center == 0:  # the times are too short for a finite rate
         return None
     return 1 / (center + half), (1 / (center - half) if half < center else float("inf"))
 
 
 def steady_start(time_s: Sequence[float]) -> int:
-    """The step at which a run becomes steady: the cut that makes the mean of the rest surest
-    (MSER-5, White 1997), looked for in the first half. 0 where nothing is gained by a cut."""
+    """Return the step at which a run becomes steady by MSER-5 (White 1997): the cut, a multiple of
+    5 steps, in the first half, that makes the standard error of the mean of the remaining steps
+    smallest.
+
+    0 if no cut is better, or if there are too few steps.
+    """
     group = 5
     means = [fsum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
-    # equal steps are exactly 0, or rounding would choose the cut
+    # so that equal steps are exactly 0; otherwise rounding would choose the cut
     means = [value - means[0] for value in means]
     best, best_score = 0, float("inf")
     for cut in range(max(1, len(means) // 2)):
@@ -63,7 +70,11 @@ def steady_start(time_s: Sequence[float]) -> int:
 
 
 def steady(time_s: Sequence[float]) -> tuple[int, Message]:
-    """The step at which the steady window of a run begins, and how it was found."""
+    """Return the index of the first step of the steady window, and a message on how it was found.
+
+    `time_s` has one value for each step. MSER-5 from 10 steps on; with 3 to 9 steps only the first
+    is cut, with fewer none.
+    """
     if len(time_s) >= FEWEST_CUT:
         return steady_start(time_s), Message("steady.mser")
     if len(time_s) >= 3:

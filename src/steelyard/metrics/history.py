@@ -1,8 +1,8 @@
-"""The history of a question: its rate over time, and the first record that is bad.
+"""Build the history of each question: its rate over time, and the first bad record.
 
-Records of one question, engine, plan, precision, kind of device and scope are one trend.
-Consecutive records of it that differ in nothing else are one point: repeats, whose spread says
-whether a point is really below another.
+Behind `steelyard history`. Records of one question, engine, plan, precision, kind of device and
+scope form a trend. Consecutive records of a trend with the same setup are one point: repeats, whose
+spread tells whether a point is really below another.
 """
 
 import hashlib
@@ -20,22 +20,26 @@ from steelyard.record.index import Entry
 from steelyard.record.record import Record, Scope
 from steelyard.schema import canonical
 
-# by somebody: they say nothing of the machine or the program
+# reason codes of runs that a user ended: they say nothing about the machine or the program
 ENDED = {"interrupted", "cancelled", "unfinished"}
-SETUP = ("tune.", "engine.", "environment.", "weights.")  # of what repeats have in common
-SHORT = 60  # characters of names that stand in full
-VARIES = ("environment.hardware.uuids",)  # between repeats
+# beginnings of the fields that repeats have in common
+SETUP = ("tune.", "engine.", "environment.", "weights.")
+SHORT = 60  # longer lists of names are shortened to a number and a hash
+VARIES = ("environment.hardware.uuids",)  # of these, the ones that may differ between repeats
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """A record's entry, and its file."""
+    """A record's index entry, and the path of its file."""
 
     path: Path
     entry: Entry
 
     @property
     def rate(self) -> Estimate | None:
+        """Return the rate of the record with its interval; None unless the record is valid and has
+        one.
+        """
         if self.entry.status != "valid" or self.entry.rate is None:
             return None
         return Estimate(self.entry.rate, self.entry.interval)
@@ -43,8 +47,11 @@ class Indexed:
 
 @dataclass(frozen=True)
 class Point:
-    """A run, or repeats of it. Ratios are those to the first and to the last point before it that
-    has a rate.
+    """One point of a trend: a run, or consecutive repeats of it, with the mean rate of its valid
+    runs.
+
+    `to_first` and `to_previous` are the ratios to the first and to the previous point that has a
+    rate; None if there is none. `rate` is None if no run is valid.
     """
 
     runs: tuple[Indexed, ...]
@@ -55,33 +62,42 @@ class Point:
 
     @property
     def rates(self) -> list[Estimate]:
+        """Return the rates of the valid runs."""
         return _rates(self.runs)
 
     @property
     def valid(self) -> int:
+        """Return the number of valid runs."""
         return sum(one.entry.status == "valid" for one in self.runs)
 
 
 @dataclass(frozen=True)
 class Bad:
-    """The first bad record: not valid, or slower than the best point before it."""
+    """The first bad record of a trend: not valid, or slower than the best point before it.
+
+    `ratio` and `best` (a record of that point) are None for a record that is not valid.
+    """
 
     record: Indexed
-    ratio: Ratio | None  # to the best before it
-    best: Indexed | None  # a record of that
+    ratio: Ratio | None  # to the best point before it
+    best: Indexed | None  # a record of that point
 
 
 @dataclass(frozen=True)
 class Trend:
+    """The points of one trend, oldest first, and its first bad record; None if there is none."""
+
     points: tuple[Point, ...]
     bad: Bad | None
 
     @property
     def head(self) -> Entry:
+        """Return the entry of the first record, which names what the trend has in common."""
         return self.points[0].runs[0].entry
 
     @property
     def unit(self) -> str:
+        """Return the unit of the rates; empty if no entry has one."""
         return next(
             (one.entry.unit for point in self.points for one in point.runs if one.entry.unit), ""
         )
@@ -89,13 +105,21 @@ class Trend:
 
 @dataclass(frozen=True)
 class History:
+    """All trends, and the files that are no record or do not verify. `threshold` is the share below
+    which a slowdown does not count.
+    """
+
     trends: tuple[Trend, ...]
-    wrong: tuple[Indexed, ...]  # files that are no records that verify
+    wrong: tuple[Indexed, ...]  # files that are no record or do not verify
     threshold: float
 
 
 def summary(path: Path) -> Entry:
-    """The entry of a file, verified."""
+    """Read and verify a record file, and return its index entry.
+
+    A file that is no record or does not verify gets an entry with only `wrong`, the reason; nothing
+    is raised for it.
+    """
     try:
         return _entry(verify.read(path))
     except RequestError as error:
@@ -103,6 +127,9 @@ def summary(path: Path) -> Entry:
 
 
 def _entry(record: Record) -> Entry:
+    """Return the index entry of a record; `setup` is a hash of its tune, engine, environment and
+    weights fields.
+    """
     case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
     found = runs.rate(record)
     metric = runs.quality([record])
@@ -141,7 +168,9 @@ def _entry(record: Record) -> Entry:
 
 
 def _scope(scope: Scope) -> str:
-    """What of a scope makes a trend; names by their number and hash, where there are many."""
+    """Format what of a scope distinguishes trends: "full", or subjects, rows and sample, else
+    "window". The number of steps does not count.
+    """
     parts = [f"subjects {_short(scope.subjects, len(scope.subjects))}"] if scope.subjects else []
     parts += [f"rows {_short(scope.rows, scope.selected.row_count)}"] if scope.rows else []
     parts += [f"sample {scope.sample}"] if scope.sample is not None else []
@@ -149,6 +178,9 @@ def _scope(scope: Scope) -> str:
 
 
 def _short(names: tuple[str, ...], count: int | None) -> str:
+    """Return the names joined by commas, or `count` and a hash of them if that exceeds 60
+    characters.
+    """
     text = ",".join(names)
     return (
         text
@@ -158,6 +190,11 @@ def _short(names: tuple[str, ...], count: int | None) -> str:
 
 
 def history(entries: Mapping[Path, Entry], threshold: float) -> History:
+    """Group index entries into trends, and find the first bad record of each.
+
+    A copy of a record counts once. Entries that do not verify are listed apart. Raises RequestError
+    if `threshold` is not a share from 0 to below 1.
+    """
     ratio.check_threshold(threshold)
     every = [Indexed(path, entry) for path, entry in entries.items()]
     # a copy of a record counts once
@@ -168,13 +205,17 @@ def history(entries: Mapping[Path, Entry], threshold: float) -> History:
 
 
 def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
-    """By question and what else makes a trend. A run that did not come to read its data is counted
-    with those of the same question that did, where there are any."""
+    """Group records into trends, in the order in which they come.
+
+    A run that ended before it read its data has no full key; it joins the trend of the same
+    question whose data were read, if there is one.
+    """
     keys = {
         _alike(one.entry, one.entry.unread_key): one.entry.key for one in ordered if one.entry.read
     }
 
     def trend(one: Indexed) -> str:
+        """Return the grouping key of a record's trend."""
         entry = one.entry
         return _alike(
             entry, entry.key if entry.read else keys.get(_alike(entry, entry.unread_key), entry.key)
@@ -184,10 +225,14 @@ def _groups(ordered: list[Indexed]) -> list[list[Indexed]]:
 
 
 def _alike(entry: Entry, key: str) -> str:
+    """Return the grouping key of an entry in which `key` stands for its question."""
     return canonical([key, entry.engine, entry.plan, entry.precision, entry.devices, entry.scope])
 
 
 def _trend(group: list[Indexed], threshold: float) -> Trend:
+    """Make a trend of records sorted by time: consecutive records with equal setup become one
+    point.
+    """
     points: list[Point] = []
     for _, repeats in groupby(group, key=lambda one: one.entry.setup):
         own = tuple(repeats)
@@ -202,10 +247,16 @@ def _trend(group: list[Indexed], threshold: float) -> Trend:
 
 
 def _rates(group: Iterable[Indexed]) -> list[Estimate]:
+    """Return the rates of the records that are valid and have one."""
     return [found for found in (one.rate for one in group) if found is not None]
 
 
 def _first_bad(points: list[Point], threshold: float) -> Bad | None:
+    """Return the first record that is not valid, or is slower than the best point before it; None
+    if there is none.
+
+    Runs that somebody ended (interrupted, cancelled, unfinished) are passed over.
+    """
     best: Point | None = None
     for point in points:
         slow = None if best is None else _below(best, point, threshold)
@@ -222,8 +273,11 @@ def _first_bad(points: list[Point], threshold: float) -> Bad | None:
 
 
 def _below(best: Point, point: Point, threshold: float) -> Ratio | None:
-    """The ratio to the best, where it is beyond the threshold and no chance, as far as can be told.
-    Where nothing can be tested the intervals, each of its own steps or runs, must not meet."""
+    """Return the ratio to the best point if it is below 1 by more than the threshold and
+    significant; else None.
+
+    If it cannot be tested, the intervals of both points must not overlap.
+    """
     found = ratio.of_rates(best.rates, point.rates)
     if (
         found is None

@@ -1,4 +1,8 @@
-"""What a metric is: one row with its meaning in both languages and its formula."""
+"""The row type of the metric table: a metric's name, unit, formula and texts in both languages.
+
+Rows are in `metric_rows.py`, in a task's scores, and in other packages (entry-point group
+`steelyard.metrics`); `metric_table.py` evaluates them.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,31 +14,42 @@ from steelyard.tasks.task import Meaning, Task
 
 @dataclass(frozen=True)
 class Metric:
-    """A row. One without a formula stands in published rows only. `form` says how a number is
-    written, `shown` what the head of a table says where that is not the name, `published_unit` the
-    unit of published rows where records have several."""
+    """A row of the metric table: how one metric is named, computed, written and explained.
+
+    `formula` maps a record to a `Result`; None marks a metric that only published rows have. `unit`
+    may depend on the record. `en` and `zh` are (title, meaning). `form` says how numbers are
+    written ("number", "percent", "gib", "seconds"). `shown` is the column heading where it is not
+    the name. `published_unit` is the unit in published rows where that of records varies. `tasks`
+    returns whether a task has the metric.
+    """
 
     name: str
     unit: str | Callable[[Record], str]
-    better: str  # "higher", "lower" or "" where neither is
+    better: str  # "higher", "lower", or "" if neither is better
     formula: Formula | None
     en: Meaning
     zh: Meaning
     form: str = "number"
     shown: str | None = None
     published_unit: str | None = None
-    tasks: Callable[[Task], bool] = lambda task: True  # those that have it
+    tasks: Callable[[Task], bool] = lambda task: True  # whether a task has this metric
 
     @property
     def index(self) -> str:
+        """Return the column heading: `shown`, or the name if there is none."""
         return self.shown or self.name
 
     @property
     def base_unit(self) -> str:
+        """Return the unit where no record is at hand: `published_unit`, else the fixed unit; empty
+        if the unit depends on the record and no published unit is set.
+        """
         return self.published_unit or (self.unit if isinstance(self.unit, str) else "")
 
     def unit_of(self, record: Record) -> str:
+        """Return the unit for this record; empty text for a plain ratio."""
         return self.unit if isinstance(self.unit, str) else self.unit(record)
 
     def words(self, lang: str) -> Meaning:
+        """Return (title, meaning) in Chinese for "zh", and in English for any other language."""
         return self.zh if lang == "zh" else self.en

@@ -1,5 +1,5 @@
-"""The runs of a case side by side: repeats as one row, the best of each division, and accelerators
-against each other.
+"""Summarize the runs of a case for a page: repeats as one row, the best row of each division, and
+accelerators against each other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,62 +10,76 @@ from steelyard.metrics.result import work_name
 from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 
-LARGEST = 1e30  # as of rates: squares stay finite
+LARGEST = 1e30  # as for rates, so that squares stay finite
 
 
 @dataclass(frozen=True)
 class Row:
-    """Runs that were asked the same. Numbers are those of valid runs; where none is valid, those of
-    the finished ones.
+    """Runs that were asked the same, as one row of means.
+
+    Numbers are those of the valid runs; if none is valid, of those that finished. None is unknown.
+    `metric` names the quality.
     """
 
     records: tuple[Record, ...]
-    rate: Estimate | None  # work of one device over wall time
+    rate: Estimate | None  # work per second of wall time of one device
     mfu: Estimate | None
     energy: Estimate | None  # J per token
-    mem: float | None  # GiB, the highest of the runs
+    mem: float | None  # GiB, highest over runs
     quality: float | None
-    metric: str  # of the quality
+    metric: str  # name of the quality metric
 
     @property
     def first(self) -> Record:
+        """Return the first record, which stands for what all have in common."""
         return self.records[0]
 
     @property
     def valid(self) -> int:
+        """Return the number of valid runs."""
         return sum(record.status == "valid" for record in self.records)
 
     @property
     def status(self) -> str:
-        """The best of its runs."""
+        """Return the best status of its runs: valid, else invalid, else failed."""
         found = {record.status for record in self.records}
         return next(status for status in ("valid", "invalid", "failed") if status in found)
 
     @property
     def accelerator(self) -> str:
+        """Return the device names, joined by ", "."""
         return ", ".join(runs.kinds(self.first))
 
     @property
     def work(self) -> str:
+        """Return what rates count: "tokens" or "samples"."""
         return work_name(self.first)
 
 
 @dataclass(frozen=True)
 class Against:
-    """The best valid rows of two accelerators on one question."""
+    """The ratio of the rates per device of two accelerators' best valid rows on one question: `top`
+    over `base`, the slowest accelerator.
+    """
 
     top: Row
     base: Row
-    ratio: Estimate  # of their rates per device
+    ratio: Estimate  # top over base, of their rates per device
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """Repeats together, in the order in which they came."""
+    """Return one row for each group of repeats, in the order in which they come."""
     groups = stats.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
     return [_row(group) for group in groups.values()]
 
 
 def _row(group: Sequence[Record]) -> Row:
+    """Summarize repeats: means of rate per device, MFU, energy per token and quality, and the
+    highest memory.
+
+    Valid runs count; if none is valid, all that did not fail. Quality is the mean over the runs
+    that have one.
+    """
     valid = [record for record in group if record.status == "valid"]
     counted = valid or [record for record in group if record.status != "failed"]
     metric = runs.quality(group)
@@ -84,12 +98,15 @@ def _row(group: Sequence[Record]) -> Row:
 
 
 def _rate(record: Record) -> Estimate | None:
+    """Return the record's rate per device (tokens or samples per second); None if it has none."""
     found, devices = runs.rate(record), record.plan.world
     return None if found is None else found.scaled(1 / devices)
 
 
 def _mfu(record: Record) -> Estimate | None:
-    """MFU is the rate times what is constant of a run, so its interval is the rate's."""
+    """Return the record's MFU; its interval is the rate's, scaled, because MFU is the rate times a
+    constant of the run. None if it has none.
+    """
     found, rate = _own(record, "mfu"), runs.rate(record)
     if found is None or found.interval is not None or rate is None:
         return found
@@ -97,6 +114,7 @@ def _mfu(record: Record) -> Estimate | None:
 
 
 def _own(record: Record, name: str) -> Estimate | None:
+    """Return a stored metric with its interval; None if it is unknown or absurdly large."""
     found = record.metrics.get(name)
     if found is None or found.value is None or not abs(found.value) < LARGEST:
         return None
@@ -104,16 +122,20 @@ def _own(record: Record, name: str) -> Estimate | None:
 
 
 def best(found: Iterable[Row]) -> dict[str, Row]:
-    """The valid row with the highest rate per device of each division. The closed one comes first."""
+    """Return the valid row with the highest rate per device by division, closed first; divisions
+    without one are left out.
+    """
     by_division = stats.grouped(_rated(found), lambda row: row.first.case.division)
     order = sorted(by_division, key=lambda division: (division != "closed", division))
     return {division: max(by_division[division], key=_value) for division in order}
 
 
 def against(found: Iterable[Row]) -> list[Against]:
-    """Accelerators against the slowest of them, on the one question that most of them answered; of
-    several such questions, a closed one, and that of the highest rate. None where no question has
-    valid rows of two accelerators."""
+    """Return the ratios of accelerators to the slowest of them, fastest first, on one question.
+
+    It is the question that most accelerators answered validly; among equals a closed one, then the
+    one with the highest rate. Empty if no question has valid rows of two accelerators.
+    """
     by_key = stats.grouped(_rated(found), lambda row: row.first.case.key)
     chosen = max(map(_best_of_each, by_key.values()), key=_worth, default=[])
     if len(chosen) < 2:
@@ -135,12 +157,17 @@ def _best_of_each(found: list[Row]) -> list[Row]:
 
 
 def _worth(members: list[Row]) -> tuple[int, bool, float]:
+    """Return the sort key of a question for `compare_accelerators`: number of accelerators, whether
+    it is closed, highest rate.
+    """
     return len(members), members[0].first.case.division == "closed", max(map(_value, members))
 
 
 def _rated(found: Iterable[Row]) -> list[Row]:
+    """Return the rows that have a valid run and a rate."""
     return [row for row in found if row.valid and row.rate is not None]
 
 
 def _value(row: Row) -> float:
+    """Return the rate per device; 0 if it is unknown."""
     return 0.0 if row.rate is None else row.rate.value

@@ -1,5 +1,8 @@
-"""Whether a rate can be true: no more work than the rows drawn hold, no faster than the device
-multiplies, none of it done where no pass is timed."""
+"""Check that a rate can be true: the counted work is that of the rows drawn, no pass is faster than
+the device multiplies, and no work is hidden outside the timed passes.
+
+`validity.py` applies these rules to a record.
+"""
 
 from collections.abc import Iterator
 from math import fsum
@@ -12,7 +15,7 @@ from steelyard.record.facts import RankFacts
 from steelyard.record.record import Record, Value
 from steelyard.words import Message, Values
 
-# over the matmul rate of the same run, which a device's temperature and its neighbours move
+# factor over the matmul rate of the same run, which varies with temperature and neighbours
 MARGIN = 1.1
 # The same on a busy host. A neighbour on the other thread of a core, and threads that spin for one
 # that waits, can each take half of a matmul's rate: 1.35e11 FLOP per CPU second were measured where
@@ -20,15 +23,18 @@ MARGIN = 1.1
 # do no work in the pass were measured at 3 times the matmul's rate, where threads spin meanwhile,
 # and at 40 times (tests/hard/test_cheats.py).
 BUSY_MARGIN = 2.5
-SEVERAL = 4  # the first version of the formulas with several timings and a margin for busy hosts
-# the most of a pass's wall time that may be spent beside it, on its answers and its length
+SEVERAL = 4  # of the formulas: with several timings, and a margin for busy hosts
+# the largest share of a pass's wall time that may be spent outside it, on its answers and length
 ASIDE = 0.1
-ASIDE_S = 0.05  # less is not worth hiding work in
+ASIDE_S = 0.05  # too short to hide work in
 
 
 def drawn(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Samples count what the task counts in the rows drawn: all of scoring together, of training
-    every step's global batch.
+    """Validity rule: check for each pass that samples count exactly the work of the rows that were
+    drawn for it.
+
+    Counts are compared for the whole pass, and for each step's global batch in training. Yields
+    check `drawn_PASS` with reason `tokens`; nothing for records that did not count what was drawn.
     """
     for name, wanted in record.drawn.items():
         found = (
@@ -42,7 +48,7 @@ def drawn(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def _by_step(record: Record, name: str) -> list[dict[str, int]]:
-    """Of each step the counts of all replicas."""
+    """Return the counts of each step of a pass, summed over replicas (the first rank of each)."""
     places = {rank: degrees.place(record.plan, rank) for rank in spans.working(record, name)}
     every = [
         s
@@ -59,8 +65,10 @@ def _by_step(record: Record, name: str) -> list[dict[str, int]]:
 def _differences(
     record: Record, wanted: list[dict[str, int]], found: list[dict[str, int]]
 ) -> Iterator[Message]:
-    """In division open what is shared is computed once: of answers there are as many, of tokens no
-    more than in closed.
+    """Yield a message for each count of each step that differs from what was drawn.
+
+    In division open, where shared prefixes are computed once, tokens and pairs may be fewer;
+    samples and logits must be equal.
     """
     fewer = record.case.division == "open" and record.task.kind_row.shares
     for step, (most, counts) in enumerate(zip(wanted, found, strict=False)):
@@ -77,8 +85,11 @@ def _differences(
 
 
 def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """No pass is faster than the datasheet's peak, nor than what the same devices multiplied right
-    before it.
+    """Validity rule: check that no pass is faster than the datasheet's peak, nor than the matmul
+    rate measured on the same devices in this run.
+
+    Returns one check `plausible` (reason `implausible`) on the pass and limit that come closest;
+    nothing if no limit is known.
     """
     claims = [
         claim
@@ -92,7 +103,11 @@ def plausible(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _claims(record: Record, name: str) -> Iterator[tuple[float, Values]]:
-    """A pass's rate as a share of each limit, and what it says."""
+    """Yield for each limit on a pass the rate as a share of the limit (above 1 is implausible), and
+    the values of the check's message.
+
+    The rate is causal model FLOPs over time. Nothing for a pass without tokens.
+    """
     counts = spans.total(record, name)
     if not counts.get("tokens"):
         return
@@ -105,8 +120,13 @@ def _claims(record: Record, name: str) -> Iterator[tuple[float, Values]]:
 
 
 def _limits(record: Record, name: str) -> Iterator[tuple[Message, float | None, float]]:
-    """What a rate must not exceed, the limit, and the time that it is taken over. A CPU is shared
-    with all else on its host, so its work is set against CPU time, in the pass and in the matmul.
+    """Yield the limits on a pass's FLOP/s: its name, the limit over all devices (None if unknown),
+    and the seconds that the rate is taken over.
+
+    They are the datasheet peak, and the matmul rate measured in this run times a margin, which is
+    wider on a busy host from formulas version 4 on. Times are the shorter of wall and compute time.
+    If the CPU is the device, it shares its cores with other processes, so the second limit is over
+    CPU time, in the pass and in the matmul.
     """
     devices = spans.devices(record)
     windows = spans.windows(record, name)
@@ -135,30 +155,36 @@ def _limits(record: Record, name: str) -> Iterator[tuple[Message, float | None, 
 
 
 def _limit(code: str, values: Values, wide: bool) -> Message:
-    """Name a limit, with the reason for its margin where that is wide."""
+    """Return the message that names a limit; on a busy host with the reason for its wide margin."""
     said = Message(code, values)
     return Message("limit.busy", {"limit": said}) if wide else said
 
 
 def _cpu_rates(rank: RankFacts, several: bool) -> list[float]:
-    """Return the rates of the square matmul over CPU time that a rank is judged by: from version 4
-    on those of every timing, in older records and where a worker has none, the mean before."""
+    """Return a rank's rates of the square matmul in FLOP per second of CPU time; empty if not
+    measured.
+
+    From formulas version 4 on (`has_several`) these are all timings; in older records, and if there
+    are none, the one mean rate.
+    """
     timings = (rank.matmul_cpu_rates or {}).values() if several else ()
     known = [rate for rates in timings for rate in rates if rate]
     return known or [rate for rate in (rank.matmul_flops_per_cpu_s,) if rate]
 
 
 def _fastest(rank: RankFacts) -> float | None:
-    """The fastest matmul that was seen of a device: the square one, or one of the case's own
-    shapes.
+    """Return the fastest matmul measured on a rank in FLOP/s, of the square one and the case's own
+    shapes; None if none was.
     """
     known = [rank.matmul_flops_per_s, *(one.flops_per_s for one in rank.matmuls or [])]
     return max((rate for rate in known if rate), default=None)
 
 
 def beside(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """What an engine does for its answers and its length, with the device idle at the end of each,
-    takes little time.
+    """Validity rule: check that what an engine does outside the timed pass, to prepare its length
+    and to read its answers, takes at most 10 % of the pass plus 50 ms.
+
+    Yields check `beside_PASS` with reason `hidden` for each rank whose budget has such parts.
     """
     budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
     for window in record.passes:
@@ -182,4 +208,4 @@ def beside(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
             yield judged(f"beside_{window.pass_name}", ok, "hidden", "check.beside", told)
 
 
-ASIDES = ("total", "outputs")  # parts of a worker's budget, each followed by the name of a pass
+ASIDES = ("total", "outputs")  # parts of a worker's budget, as in `total_infer`

@@ -1,10 +1,11 @@
-"""The ratio of two series of runs: its 95 % interval, and whether it is significant.
+"""Compare two series of runs: the ratio of their means, its 95 % interval, and whether it is
+significant.
 
-The test is Welch's t (Biometrika 34, 1947, pages 28 to 35), which takes no equal variances, with
-the degrees of freedom of Welch and Satterthwaite. It is made of logarithms: their means are those
-of geometric means, whose ratio does not depend on which side is the base (Fleming and Wallace,
+The test is Welch's t (Biometrika 34, 1947, pages 28 to 35), which does not assume equal variances,
+with the degrees of freedom of Welch and Satterthwaite. It is made on logarithms: the ratio is that
+of geometric means and does not depend on which side is the base (Fleming and Wallace,
 Communications of the ACM 29, 1986, pages 218 to 221). The interval is that of the difference of the
-logarithms, as a ratio; a ratio is significant where it leaves out 1.
+logarithms, as a ratio; a ratio is significant if its interval does not contain 1.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,19 @@ from steelyard.metrics import runs, stats
 from steelyard.metrics.runs import Estimate, Interval, Source
 
 Verdict = Literal["significant", "not significant", "not tested"]
-FEWEST = 2  # runs of a side: of fewer there is no spread between runs
-SAME = 1e-12  # of logarithms: a spread or a difference below it is rounding
+FEWEST = 2  # of a side; one run has no spread
+SAME = 1e-12  # a smaller spread of logarithms is rounding
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """NEW / BASE. `source` says what the interval comes from: the spread between runs, or, where
-    nothing was tested, at least on one side the steps of one run, which say nothing of the spread
-    between runs."""
+    """The ratio NEW / BASE of two sides' geometric means.
+
+    `verdict` is "not tested" if a side has fewer than two runs or all runs are equal. `source` says
+    where the interval comes from: "runs" is the spread between runs; "steps" means that nothing was
+    tested, and the interval is only that of steps inside a run, which says nothing of the spread
+    between runs. `interval` and `source` are None if unknown.
+    """
 
     value: float
     interval: Interval | None
@@ -33,11 +38,14 @@ class Ratio:
     verdict: Verdict
 
     def beyond(self, threshold: float) -> bool:
-        """Whether it is far enough from 1 to matter."""
+        """Return whether the value differs from 1, up or down, by more than `threshold` (a share,
+        such as 0.01).
+        """
         return abs(self.value - 1) > threshold
 
 
 def check_threshold(threshold: float) -> None:
+    """Raise RequestError unless `threshold` is a share from 0 to below 1."""
     if not 0 <= threshold < 1:
         raise RequestError(
             f"--threshold {threshold:g}: must be a share from 0 to below 1; 0.01 is 1 %"
@@ -45,8 +53,10 @@ def check_threshold(threshold: float) -> None:
 
 
 def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
-    """The ratio of two sides' rates, each with the interval of its own steps; None where a side has
-    none.
+    """Return the ratio new / base of two sides' rates, one estimate for each run; None if a side is
+    empty or a rate is not positive.
+
+    If a side has only one run, nothing is tested and the interval comes from the runs' own steps.
     """
     if not base or not new:
         return None
@@ -60,8 +70,11 @@ def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
 
 
 def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
-    """The same of bare numbers. None where a side has none, or where one is not positive and so has
-    no logarithm.
+    """Return the ratio new / base of plain numbers, one for each run; None if a side is empty or a
+    number is not positive.
+
+    Without an interval ("not tested") if a side has fewer than two runs, or all are equal, as
+    copies of one run are.
     """
     if not base or not new or min(*base, *new) <= 0:
         return None
@@ -69,7 +82,7 @@ def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     apart = their_mean - our_mean
     value = exp(apart)
     error = our_error + their_error
-    # copies of one run say nothing of the next
+    # copies of one run do not show the spread between runs
     if min(len(base), len(new)) < FEWEST or error <= SAME**2:
         return Ratio(value, None, None, "not tested")
     freedom = error**2 / (
@@ -84,11 +97,13 @@ def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     )
 
 
-_MOST = 700.0  # of a logarithm: exp of more is no number
+_MOST = 700.0  # exp of more overflows
 
 
 def _logs(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean of the logarithms, and the variance of that mean."""
+    """Return the mean of the natural logarithms, and the variance of that mean (0 for a single
+    value).
+    """
     logs = [log(value) for value in values]
     count = len(logs)
     mean = fsum(logs) / count

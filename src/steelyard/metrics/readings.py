@@ -1,5 +1,7 @@
-"""What the readings of a device say about a stretch of time: memory, energy, slowdowns, other
-processes.
+"""Evaluate the telemetry of one device over a time range: memory, energy, slowdowns, processes.
+
+Times are seconds from the start of the run, as in the record. Called by the formulas in `rates.py`
+and `energy.py` and by validity rules.
 """
 
 from bisect import bisect_left
@@ -11,7 +13,10 @@ Value = TypeVar("Value")
 
 
 def window(series: Series, start_s: float, end_s: float) -> Series:
-    """The rows from `start_s` to `end_s`, both included."""
+    """Return a copy of the series with only the readings from `start_s` to `end_s`, both included.
+
+    Columns that the record leaves out stay left out.
+    """
     rows = [i for i, t_s in enumerate(series.columns.t_s) if start_s <= t_s <= end_s]
     told = {
         name: values for name, values in series.columns if name in series.columns.model_fields_set
@@ -24,13 +29,16 @@ def window(series: Series, start_s: float, end_s: float) -> Series:
 
 
 def peak_memory(series: Series) -> int | None:
-    """The most bytes in use in any sample."""
+    """Return the most bytes in use in any reading; None if the device gave no memory reading."""
     return max(_known(series.columns.memory_bytes), default=None)
 
 
 def energy_j(series: Series, start_s: float, end_s: float) -> float | None:
-    """What the energy counter rose by, taken linearly between the samples around each border of the
-    window.
+    """Return how many joules the energy counter rose by between the two times.
+
+    The counter is interpolated linearly at both ends. None if fewer than two readings lie inside
+    the range, or an end is before the first or after the last reading. Negative if the counter was
+    reset.
     """
     columns = series.columns
     points = [
@@ -45,7 +53,9 @@ def energy_j(series: Series, start_s: float, end_s: float) -> float | None:
 
 
 def at(points: list[tuple[float, float]], t_s: float) -> float | None:
-    """The counter at a moment; None before the first sample and after the last."""
+    """Return the value at `t_s`, linearly interpolated between (time, value) points sorted by time;
+    None before the first point and after the last.
+    """
     right = bisect_left(points, t_s, key=lambda point: point[0])
     if right == len(points):
         return None
@@ -59,8 +69,11 @@ def at(points: list[tuple[float, float]], t_s: float) -> float | None:
 
 
 def slowdowns(series: Series, start_s: float, end_s: float) -> dict[str, float]:
-    """Each clock reason in the window and its share of the samples; empty, too, where the device
-    gives no reasons.
+    """Return each clock slowdown reason seen between the two times, with the share (0 to 1) of
+    readings in which it was active.
+
+    Readings without reasons information are not counted. Empty if no reason was active or the
+    device reports none.
     """
     seen = _known(window(series, start_s, end_s).columns.reasons)
     names = sorted({name for reasons in seen for name in reasons})
@@ -68,12 +81,16 @@ def slowdowns(series: Series, start_s: float, end_s: float) -> dict[str, float]:
 
 
 def foreign(series: Series, start_s: float, end_s: float, workers: int = 1) -> bool | None:
-    """Whether more than this run's workers used the device. Only counts tell: a namespace may hide
-    or rename processes. None where the device does not count them, or does not even show the run's
-    own."""
+    """Return whether the device ever had more compute processes than this run's `workers` between
+    the two times.
+
+    Only counts are compared, because a process namespace may hide or rename processes. None if the
+    device does not count processes, or never shows even the run's own.
+    """
     most = max(_known(window(series, start_s, end_s).columns.processes), default=0)
     return None if most < workers else most > workers
 
 
 def _known(column: list[Value | None]) -> list[Value]:
+    """Return the values of a telemetry column that are not None."""
     return [value for value in column if value is not None]

@@ -1,5 +1,7 @@
-"""What a formula finds, a value or the reason why there is none, and what a rule finds: checks and
-notes.
+"""The types that formulas and validity rules return, and helpers that make them.
+
+A formula returns a `Result`: a number, or None with the reason. A rule returns `Finding`s: checks
+with a reason code, or notes. Third-party metrics and kinds of work import these.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,7 +15,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Judged:
-    """A check and what it says."""
+    """The outcome of one named validity check: whether it passed, and the message that says so."""
 
     name: str
     ok: bool
@@ -22,7 +24,11 @@ class Judged:
 
 @dataclass(frozen=True)
 class Finding:
-    """A check with its reason code, which counts where it is not ok; a note; or both."""
+    """One thing that a validity rule found: a check, a note, or both.
+
+    `code` is the reason code that makes the run invalid if the check did not pass; it is ignored if
+    the check passed.
+    """
 
     check: Judged | None = None
     code: str | None = None
@@ -35,24 +41,34 @@ Rule = Callable[[Record, dict[str, Value]], Iterable[Finding]]
 def judged(
     name: str, ok: bool, code: str, said: str, values: Values, note: Message | None = None
 ) -> Finding:
-    """A check that says one thing where it holds and another where it does not: `said` is the code
-    of the pair.
+    """Return a finding with a check whose message is `{message_code}.ok` or `{message_code}.bad`,
+    by `ok`.
+
+    `code` is the reason code that counts if the check did not pass, `values` fill the message's
+    template, `note` is added whether or not the check passed.
     """
     return Finding(Judged(name, ok, Message(f"{said}.{'ok' if ok else 'bad'}", values)), code, note)
 
 
 def failed(name: str, code: str, said: str, values: Values) -> Finding:
-    """A check that is only made where something is wrong."""
+    """Return a finding with a check that did not pass; its message is `{message_code}.bad`.
+
+    For checks that appear in a record only if something is wrong.
+    """
     return judged(name, False, code, said, values)
 
 
 def note(message: Message) -> Finding:
+    """Return a finding that is only a note: it has no check and does not affect the status."""
     return Finding(note=message)
 
 
 @dataclass(frozen=True)
 class Result:
-    """A value with what belongs beside it; a value of None has its reason in `note`."""
+    """What a formula computed: a value with an optional 95 % interval and note.
+
+    A value of None means that the metric cannot be computed for this record; `note` then says why.
+    """
 
     value: float | None
     note: Message | None = None
@@ -60,12 +76,16 @@ class Result:
 
 
 def absent(name: str) -> Result:
+    """Return a result without a value whose note says that the run has no pass `pass_name`."""
     return Result(None, Message("metric.absent", {"pass": name}))
 
 
 def work_name(record: Record) -> str:
-    """What is counted as work: tokens where all are computed, samples where sharing them is
-    allowed, or where that is how the published rows count."""
+    """Return the count that rates are taken of: "tokens" or "samples".
+
+    It is "tokens" in division closed, where every token is computed, unless the task's published
+    rows count samples (`rates_in_samples`); in all other cases "samples".
+    """
     return (
         "tokens"
         if record.case.division == "closed" and not record.task.rates_in_samples

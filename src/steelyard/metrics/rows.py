@@ -1,5 +1,7 @@
-"""The rows of the metric table: every number that no task brings itself, in the order in which a
-page lists them.
+"""The shipped rows of the metric table, in the order in which a page lists them.
+
+`RATES` come before the task's own scores and `OTHERS` after them; `metric_table.py` puts them
+together. A row binds a formula's other arguments with `partial`.
 """
 
 from collections.abc import Callable
@@ -14,24 +16,30 @@ from steelyard.words import meaning
 
 
 def _with_pass(name: str) -> Callable[[Task], bool]:
-    """Return whether a task's kind of work has a pass."""
+    """Return a predicate that says whether a task's kind of work has a pass of this name."""
     return lambda task: name in task.kind_row.passes
 
 
 def _with_step_value(name: str) -> Callable[[Task], bool]:
-    """Return whether every step of a task's kind of work has a value of this name."""
+    """Return a predicate that says whether steps of a task's kind of work record a value of this
+    name, such as "loss".
+    """
     return lambda task: name in task.kind_row.step_values
 
 
 def _trains(task: Task) -> bool:
+    """Return whether the task's kind of work is training."""
     return task.kind_row.trains
 
 
 def _padded_rates(task: Task) -> bool:
+    """Return whether the task's published rows count padded tokens, so that it has the `*_padded`
+    rates.
+    """
     return task.padded_rates
 
 
-_WALL, _COMPUTE = attrgetter("wall_s"), attrgetter("compute_s")  # of a span
+_WALL, _COMPUTE = attrgetter("wall_s"), attrgetter("compute_s")  # fields of a RateSpan
 
 RATES = (
     Metric("e2e_time", "s", "lower", rates.e2e, *meaning("e2e_time"), form="seconds"),
@@ -172,7 +180,7 @@ RATES = (
     Metric("mfu_one_sequence", "", "higher", None, *meaning("mfu_one_sequence"), form="percent"),
 )
 
-# Behind the task's own scores.
+# Listed after the task's own scores.
 OTHERS = (
     Metric(
         "agreement",

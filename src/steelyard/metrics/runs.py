@@ -1,4 +1,8 @@
-"""Several runs as one number: which runs were asked the same, their mean, and its interval."""
+"""Combine several runs into one number: which runs belong together, their mean, and its interval.
+
+Used by everything that shows more than one record: repeats, engines, scaling, overview, comparison
+and history.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,16 +16,16 @@ from steelyard.metrics.result import work_name
 from steelyard.record.record import Record
 from steelyard.schema import canonical
 
-# that no machine comes near: a stranger's record makes no formula overflow
+# beyond any machine, so that no formula overflows on a forged record
 RATE_BOUNDS = (1e-30, 1e30)
 
 Interval = tuple[float, float]
-# what an interval comes from: the steps of one run, or the spread between runs
+# what an interval comes from: the steps of one run, or the spread between several runs
 Source = Literal["steps", "runs"]
 
 
 def kinds(record: Record) -> list[str]:
-    """The kinds of device of a run, each once."""
+    """Return the names of the devices of a run, on all hosts, each once and sorted."""
     devices = [
         *record.environment.hardware.devices,
         *(device for host in record.hosts for device in host.devices),
@@ -30,25 +34,33 @@ def kinds(record: Record) -> list[str]:
 
 
 def _weights(record: Record) -> list[Any]:
+    """Return [source, seed, header_sha256], which identify the weights; None for what the record
+    does not have.
+    """
     table = record.weights.model_dump(mode="json")
     return [table.get(name) for name in ("source", "seed", "header_sha256")]
 
 
 def _limits(record: Record) -> list[Any]:
-    """What makes a run valid or not; `--set` may change it."""
+    """Return [gate, max_interval]: what decides whether a run is valid, and can be changed with
+    `--set`.
+    """
     case = record.case
     return [None if case.gate is None else case.gate.model_dump(mode="json"), case.max_interval]
 
 
 def _asked_tune(record: Record) -> dict[str, Any]:
+    """Return the tune as it was requested: values that were chosen automatically are "auto" again.
+    `parallel` is left out.
+    """
     return {
         **record.tune.model_dump(mode="json", exclude={"parallel"}),
         **dict.fromkeys(record.auto, AUTO),
     }
 
 
-# What two runs may have in common, by name. `parallel` is how a plan was asked for; the plan has
-# what came of it.
+# What two runs may have in common, by name. `parallel` of a tune is left out: it is how the plan
+# was requested, and the plan itself is a part.
 PARTS: dict[str, Callable[[Record], Any]] = {
     "case": lambda record: [record.case.name, record.case.size],
     "division": lambda record: record.case.division,
@@ -65,8 +77,8 @@ PARTS: dict[str, Callable[[Record], Any]] = {
         record.plan.dp,
     ],
     "tune": lambda record: record.tune.model_dump(mode="json", exclude={"parallel"}),
-    "asked_tune": _asked_tune,  # engines and plans may get other numbers for the same request
-    "key": lambda record: record.case.key,  # of a failed run it may lack the data
+    "asked_tune": _asked_tune,  # `auto` gives other numbers for other engines and plans
+    "key": lambda record: record.case.key,  # a failed run's key may lack the data's fingerprint
     "headline": spans.headline,
     "weights": _weights,
     "devices": kinds,
@@ -76,19 +88,25 @@ PARTS: dict[str, Callable[[Record], Any]] = {
 
 
 def in_common(record: Record, parts: Iterable[str]) -> str:
-    """Return a text that is equal for runs that are alike in these parts."""
+    """Return a text that is equal for runs that agree in the named parts (keys of
+    `GROUPING_PARTS`); used as a grouping key.
+
+    Raises KeyError for an unknown part.
+    """
     return canonical([PARTS[name](record) for name in parts])
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval; None where that is unknown."""
+    """A number with its 95 % confidence interval; an interval of None is unknown."""
 
     value: float
     interval: Interval | None = None
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the same times a positive factor."""
+        """Return a new estimate with value and interval multiplied by `factor`, which must be
+        positive.
+        """
         ends = self.interval
         return Estimate(
             self.value * factor, None if ends is None else (ends[0] * factor, ends[1] * factor)
@@ -96,8 +114,13 @@ class Estimate:
 
 
 def rate(record: Record, work: str | None = None) -> Estimate | None:
-    """Work of all devices over wall time: tokens, or samples where that is what the record's rates
-    count, or else what is asked for. Of training, over the steady window."""
+    """Return the rate of a record, work of all devices per second of wall time, with its interval.
+
+    `count_name` is "tokens" or "samples"; None means what this record's rates count (`work_name`).
+    It is the stored metric `tokens_per_device_s` times the number of devices, or `samples_per_s`:
+    over the headline pass, in training over the steady window. None if the record has no such
+    value, or an absurd one; an interval that does not contain the value is dropped.
+    """
     tokens = (work or work_name(record)) == "tokens"
     name, devices = ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)
     found = record.metrics.get(name)
@@ -109,16 +132,22 @@ def rate(record: Record, work: str | None = None) -> Estimate | None:
 
 
 def mean(found: Iterable[Estimate | None]) -> tuple[Estimate | None, Source | None]:
-    """Return the mean over the runs that have a number, with what its interval comes from; None if
-    none has."""
+    """Return the mean of the estimates that are not None, and what its interval comes from; (None,
+    None) if there are none.
+
+    Intervals are those of `average_runs`.
+    """
     known = [one for one in found if one is not None]
     return over_runs(known) if known else (None, None)
 
 
 def over_runs(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:
-    """The mean over runs. Of one run the interval is its own; of several it is that of their spread
-    (Student's t): the run is what is independent, and its own steps share what made it fast or
-    slow."""
+    """Return the mean over one or more runs, and what its interval comes from.
+
+    One run keeps its own interval ("steps"; None if it has none). Several get the interval of their
+    spread by Student's t ("runs"), because runs are independent and steps of one run are not. Its
+    lower end is cut at 0 unless a value is negative.
+    """
     if len(found) == 1:
         return found[0], None if found[0].interval is None else "steps"
     values = [one.value for one in found]
@@ -131,14 +160,17 @@ def over_runs(found: Sequence[Estimate]) -> tuple[Estimate, Source | None]:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation between two runs or more."""
+    """Return the sample standard deviation of two or more values."""
     mean = fmean(values)
     return hypot(*(value - mean for value in values)) / sqrt(len(values) - 1)
 
 
 def ratio(top: Estimate, bottom: Estimate) -> Estimate:
-    """A ratio of two independent rates: their relative errors add as squares, each end's with the
-    other's opposite end.
+    """Return top / bottom of two independent, positive estimates, with an interval if both have
+    one.
+
+    Relative errors add as squares, each end with the other's opposite end; the lower end is cut at
+    0.
     """
     value = top.value / bottom.value
     if top.interval is None or bottom.interval is None:
@@ -154,17 +186,26 @@ def ratio(top: Estimate, bottom: Estimate) -> Estimate:
 
 
 def _relative(one: Estimate, ends: Interval) -> Interval:
+    """Return how far both ends of the interval are from the value, as shares of the value: (below,
+    above).
+    """
     return (one.value - ends[0]) / one.value, (ends[1] - one.value) / one.value
 
 
 def metric(record: Record, name: str) -> float | None:
+    """Return the stored value of a metric; None if the record has no such metric or its value is
+    None.
+    """
     found = record.metrics.get(name)
     return None if found is None else found.value
 
 
 def quality(group: Sequence[Record]) -> str:
-    """The quality by which runs are compared: the case's, else that of the steps, where no pass
-    looked at held-out data.
+    """Return the name of the quality metric by which these runs are compared.
+
+    It is the case's quality metric (of the first record), unless no run has a value for it; then
+    the first metric of the training steps, `loss`, if the kind of work has one. `group` must not be
+    empty.
     """
     own = group[0].quality.metric
     if any(metric(record, own) is not None for record in group):

@@ -1,5 +1,5 @@
-"""Scaling: how the rate of one question grows with the number of devices, over the valid records of
-a set.
+"""Group valid records that differ only in their plan: how the rate of one question grows with the
+number of devices.
 """
 
 from collections.abc import Iterable
@@ -10,47 +10,59 @@ from steelyard.metrics.runs import Estimate, Source
 from steelyard.plan.degrees import Plan
 from steelyard.record.record import Record
 
-# What records of one group have in common. A sample changes how much is shared and how large a
-# batch is, so it counts.
+# Parts that records of one group have in common. `sample` is one, because a sample changes how many
+# prefixes are shared and how large a batch is.
 ALIKE = ("key", "division", "precision", "engine", "headline", "sample", "devices", "asked_tune")
 
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The runs of one plan. Speed-up is the rate over the base's; efficiency is speed-up over the
-    ratio of devices. Those of the base are 1 by definition, and have no interval."""
+    """The runs of one plan, with speed-up and efficiency relative to the base plan.
+
+    Speed-up is the rate over the base's; efficiency is speed-up over the ratio of device counts.
+    Those of the base are 1 by definition and have no interval.
+    """
 
     records: tuple[Record, ...]
-    rate: Estimate  # of all devices together; the mean over runs
-    source: Source | None  # of the interval of `rate`
+    rate: Estimate  # of all devices together; mean over runs
+    source: Source | None  # what the interval of `rate` comes from
     speedup: Estimate
     efficiency: Estimate
     base: bool
 
     @property
     def plan(self) -> Plan:
+        """Return the plan, which all runs of the row share."""
         return self.records[0].plan
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Records that differ in their plan alone: a row for each plan, fewest devices first. The base
-    is the fastest plan on the fewest devices."""
+    """Records that differ only in their plan: one row for each plan, fewest devices first.
+
+    `unit` is that of the rates. The base row is the fastest plan on the fewest devices.
+    """
 
     unit: str
     rows: tuple[ScalingRow, ...]
 
     @property
     def records(self) -> tuple[Record, ...]:
+        """Return the records of all rows."""
         return tuple(record for row in self.rows for record in row.records)
 
     @property
     def base(self) -> ScalingRow:
+        """Return the row that speed-ups are relative to."""
         return next(row for row in self.rows if row.base)
 
 
 def groups(records: Iterable[Record]) -> list[Scaling]:
-    """The groups of valid records that can be compared and have at least two numbers of devices."""
+    """Return the groups of valid, comparable records that have runs on at least two different
+    numbers of devices.
+
+    Records that are not valid or have no rate are left out. Empty if there is no such group.
+    """
     rated = (
         record for record in records if record.status == "valid" and runs.rate(record) is not None
     )
@@ -62,6 +74,9 @@ def groups(records: Iterable[Record]) -> list[Scaling]:
 
 
 def _rows(group: list[Record]) -> tuple[ScalingRow, ...]:
+    """Return a row for each plan of the group, fewest devices first; the base is the plan with the
+    highest mean rate on the fewest devices.
+    """
     by_plan = stats.grouped(group, _degrees)
     rates = {
         plan: runs.over_runs([one for one in map(runs.rate, by_plan[plan]) if one])
@@ -80,6 +95,8 @@ def _rows(group: list[Record]) -> tuple[ScalingRow, ...]:
 
 
 def _degrees(record: Record) -> tuple[int, ...]:
-    """Return what makes a plan, the number of devices first."""
+    """Return (devices, nodes, tp, pp, dp), which identifies a plan and sorts plans by number of
+    devices.
+    """
     plan = record.plan
     return plan.world, plan.nodes, plan.tp, plan.pp, plan.dp

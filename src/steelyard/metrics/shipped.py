@@ -1,10 +1,9 @@
-"""Whether a record's case is the shipped one of its name: its question, its gate, its limits and
-its size.
+"""Compare a record's case with the shipped case of its name: question, gate, limits and size.
 
-A key holds the question alone. A case file of one's own may bear a shipped name and ask for less,
-so all that makes a run valid is compared. A record may also be older than a field of the question
-that the shipped case has set since: then its question is the shipped case's of before, which is
-said in words of its own.
+A key holds only the question. A user's case file may bear a shipped name and ask for less, so all
+that makes a run valid is compared. A record may also be older than a question field that the
+shipped case has set since; that is reported apart. Pages keep such records apart, and records get
+notes.
 """
 
 from collections.abc import Iterable
@@ -20,13 +19,16 @@ from steelyard.models.auto_shape import AutoModel
 from steelyard.record.record import Record
 from steelyard.words import Message
 
-NAMED = ("division", "precision")  # of a question: they have names of their own, beside the case's
+NAMED = ("division", "precision")  # question fields that are shown by name beside the case's
 
 
 def modified(record: Record) -> list[str]:
-    """What of the case differs from the shipped case of its name, beside what the command line
-    changed of the question and what is later than the record, which are told on their own. Nothing,
-    where no case of that name is shipped."""
+    """Return which parts of a record's case differ from the shipped case of its name: of
+    "question", "data", "gate", "max_interval", or only "size" if the shipped case has no such size.
+
+    What the command line changed in the question, and fields that are newer than the record, do not
+    count. Empty if nothing differs, or no case of that name is shipped.
+    """
     case = record.case
     if case.name not in resolve.names():
         return []
@@ -46,8 +48,8 @@ def modified(record: Record) -> list[str]:
 
 
 def later(record: Record) -> list[str]:
-    """The fields of the question that the shipped case has set since the record was made, where
-    they are all that differs.
+    """Return the question fields (dotted names) that the shipped case has set since the record was
+    made, if nothing else differs; otherwise empty.
     """
     case = record.case
     if case.name not in resolve.names():
@@ -65,14 +67,20 @@ def later(record: Record) -> list[str]:
 
 
 def apart(record: Record) -> list[Message]:
-    """Why a record does not stand beside records of the shipped case; nothing where it does."""
+    """Return messages on why a record must not stand beside records of the shipped case (modified,
+    or earlier); empty if it may.
+    """
     named = (("apart.modified", modified(record)), ("apart.earlier", later(record)))
     return [Message(code, {"parts": tuple(parts)}) for code, parts in named if parts]
 
 
 def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The shipped question as it was when a record's was asked, and the fields that it has set
-    since: of those that came later, the ones that the record does not have."""
+    """Return the shipped question without the fields that it got after the record was made, and
+    their dotted names.
+
+    Such a field is one of `case.key.LATER` that the record's question lacks; it is set back to its
+    default in a copy.
+    """
     out = deepcopy(shipped)
     fields = []
     for place, default in LATER:
@@ -84,7 +92,7 @@ def _before(shipped: dict[str, Any], told: dict[str, Any]) -> tuple[dict[str, An
 
 
 def _inside(table: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
-    """The table at a place in a table; an empty one where there is none."""
+    """Return the nested dict at a path of keys; an empty dict if there is none."""
     for part in place:
         found = table.get(part)
         table = found if isinstance(found, dict) else {}
@@ -93,20 +101,32 @@ def _inside(table: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
 
 @cache
 def _shipped(name: str, size: str) -> tuple[dict[str, Any], dict[str, Any] | None, float | None]:
+    """Return question, gate (None if there is none) and max_interval of a shipped case in a size;
+    cached for the process.
+
+    Raises RequestError if the case does not have that size.
+    """
     found = resolve.resolve(name, size).case
     gate = None if found.gate is None else _given(found.gate.model_dump(mode="json"))
     return found.question.model_dump(mode="json"), gate, found.max_interval
 
 
 def _given(table: dict[str, Any]) -> dict[str, Any]:
-    """Without what is not said: a record holds the columns of every kind of gate."""
+    """Return the dict without values that are None, because a record stores the fields of every
+    kind of gate.
+    """
     return {name: value for name, value in table.items() if value is not None}
 
 
 def _with_changes(
     shipped: dict[str, Any], told: dict[str, Any], origins: dict[str, str]
 ) -> dict[str, Any]:
-    """The shipped question with what the command line changed of it."""
+    """Return a copy of the shipped question with the record's values where the command line changed
+    them.
+
+    Values of unknown origin count as changed. Division and precision are always the record's, since
+    they are shown by name.
+    """
     out = deepcopy(shipped)
     changed = [
         key
@@ -128,14 +148,17 @@ def _with_changes(
 
 
 def own_notes(record: Record) -> list[Message]:
-    """Return what a record says of a model of one's own: that its case is in no file, and who
-    counted its FLOPs."""
+    """Return the notes of a record on a user's own model: that its case is in no file, and that its
+    FLOPs were counted by running the model; empty for other records.
+    """
     made = any(origin.startswith(MADE) for origin in record.case.origins.values())
     return [*([Message("note.own_case")] if made else []), *counted_types([record])]
 
 
 def counted_types(records: Iterable[Record]) -> list[Message]:
-    """Return a note for each model type among records whose FLOPs do not follow from shapes."""
+    """Return one note for each model type among the records whose FLOPs do not follow from shapes
+    but were counted by running the model.
+    """
     models = [record.question.model for record in records]
     types = dict.fromkeys(model.model_type for model in models if isinstance(model, AutoModel))
     return [Message("note.counted", {"type": name}) for name in types]

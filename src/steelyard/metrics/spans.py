@@ -1,5 +1,8 @@
-"""What the passes of a record hold: samples, counts and times, and the span of a run that its rates
+"""Select and sum what a record's passes measured: samples, counts, times, and the span that rates
 are taken over.
+
+Formulas and rules build on this module. Times are seconds; `pass_name` is one of the passes in the
+glossary, such as `infer` or `train`.
 """
 
 from collections import Counter
@@ -15,45 +18,55 @@ from steelyard.record.record import Record, Sample, Window
 from steelyard.words import Message
 
 PHASES = ("data", "meet", "compute", "exchange", "score", "evaluate", "checkpoint")
-OTHER_PHASE = "other"  # in no phase: launch gaps, and what an engine does not mark
+OTHER_PHASE = "other"  # time in no phase: launch gaps, and what an engine does not mark
 
 
 @dataclass(frozen=True)
 class Span:
-    """What rates, FLOPs and energy are taken over: a whole pass of scoring, the steady window of
-    training.
+    """The part of a run over which rates, FLOPs and energy are computed: the whole headline pass in
+    scoring, its steady window in training.
+
+    `counts` are summed over replicas, `wall_s` is the slowest rank's. `compute_s` is None if the
+    engine does not separate compute time. `bounds` are in seconds from the start of the run. `note`
+    describes a steady window.
     """
 
     counts: dict[str, int]
     wall_s: float
     compute_s: float | None
-    borders: dict[int, tuple[float, float]]  # begin and end on each rank, from the start of the run
-    steps: dict[int, list[Sample]]  # the working steps of each rank
-    slowest: int  # the rank whose wall time it is
+    borders: dict[int, tuple[float, float]]  # begin and end in seconds, by rank
+    steps: dict[int, list[Sample]]  # working steps by rank
+    slowest: int  # the rank with the longest wall time
     note: Message | None = None
 
 
 def headline(record: Record) -> str | None:
-    """The pass that a record's rates and quality are taken from: train, or infer, else val."""
+    """Return the name of the pass that rates and quality come from: `train`, or `infer`, else
+    `val`; None if none of these ran.
+    """
     ran = {window.pass_name for window in record.passes}
     return next((name for name in record.task.kind_row.headline if name in ran), None)
 
 
 def devices(record: Record) -> int:
+    """Return the number of devices of the run's plan, on all nodes."""
     return record.plan.world
 
 
 def windows(record: Record, name: str) -> list[Window]:
+    """Return the time windows of a pass, one for each rank that ran it; empty if none did."""
     return [window for window in record.passes if window.pass_name == name]
 
 
 def samples(record: Record, name: str) -> list[Sample]:
+    """Return the samples (measured steps) of a pass, of all ranks, in the order of the record."""
     return [sample for sample in record.samples if sample.pass_name == name]
 
 
 def working(record: Record, name: str) -> dict[int, list[Sample]]:
-    """Steps of a pass that did work, by rank; others only evaluate, write a checkpoint or read
-    answers back.
+    """Return the samples of a pass that counted work, by rank.
+
+    Other samples only evaluate, write a checkpoint or read answers back.
     """
     return stats.grouped(
         (sample for sample in samples(record, name) if sample.counts), lambda sample: sample.rank
@@ -61,13 +74,17 @@ def working(record: Record, name: str) -> dict[int, list[Sample]]:
 
 
 def total(record: Record, name: str) -> dict[str, int]:
-    """Counts of a pass over all its samples."""
+    """Return the counts of a pass (tokens, samples, logits, ...) summed over its samples, each
+    replica once; empty if there are none.
+    """
     return _counts(record, samples(record, name))
 
 
 def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
-    """Ranks that hold one model together, in a tensor-parallel group or as stages, count the same
-    work: one of them counts.
+    """Return the summed counts of these samples, of the first rank of each replica only.
+
+    Ranks that hold one model together, as a tensor-parallel group or as pipeline stages, count the
+    same work.
     """
     out = Counter[str]()
     for sample in chosen:
@@ -78,35 +95,44 @@ def _counts(record: Record, chosen: list[Sample]) -> dict[str, int]:
 
 
 def wall_s(record: Record, name: str) -> float | None:
-    """Wall time of a pass: that of the slowest rank."""
+    """Return the wall time of a pass in seconds, of the slowest rank; None if no rank ran it."""
     return max((window.wall_s for window in windows(record, name)), default=None)
 
 
 def computing_s(sample: Sample) -> float | None:
-    """Compute time of a step: from when its inputs are on the device to its last kernel. What ranks
-    exchange meanwhile is in it, whether or not the engine marks it. None where an engine does not
-    separate it."""
+    """Return the compute time of a step in seconds: phases `compute` plus `exchange`, from inputs
+    on the device to the last kernel.
+
+    None if the engine does not mark `compute`.
+    """
     own_s = sample.phases.get("compute")
     return None if own_s is None else own_s + sample.phases.get("exchange", 0.0)
 
 
 def compute_s(record: Record, name: str) -> float | None:
-    """Compute time of a pass: that of the slowest rank. None where an engine does not separate it."""
+    """Return the compute time of a pass in seconds: each rank's working steps summed, of the rank
+    with the longest.
+
+    None if the engine does not separate it in every step, or there are no working steps.
+    """
     by_rank = _computing(working(record, name).values())
     return None if by_rank is None else max(map(fsum, by_rank), default=None)
 
 
 def _computing(groups: Iterable[Sequence[Sample]]) -> list[list[float]] | None:
-    """Return the compute time of each step in groups of steps; None where an engine does not
-    separate one of them."""
+    """Return the compute time in seconds of each step, in the same groups; None if the engine does
+    not separate it in any one step.
+    """
     every = [list(map(computing_s, steps)) for steps in groups]
     known = [[time_s for time_s in times if time_s is not None] for times in every]
     return known if list(map(len, known)) == list(map(len, every)) else None
 
 
 def span(record: Record) -> Span | None:
-    """The headline pass, or its steady window where a kind of work has one; None where there is
-    none.
+    """Return the span that rates are taken over: the headline pass, or its steady window if the
+    kind of work (training) has one.
+
+    None if the headline pass did not run, or training has no working step.
     """
     name = headline(record)
     if name is None:
@@ -115,6 +141,7 @@ def span(record: Record) -> Span | None:
 
 
 def _whole(record: Record, name: str) -> Span:
+    """Return the span of the whole pass; its wall time and rank are those of the slowest rank."""
     spans = windows(record, name)
     slowest = max(spans, key=lambda window: window.wall_s)
     borders = {window.rank: (window.start_s, window.start_s + window.wall_s) for window in spans}
@@ -123,8 +150,14 @@ def _whole(record: Record, name: str) -> Span:
 
 
 def _steady(record: Record, name: str) -> Span | None:
-    """From the step at which the run becomes steady to the last that every rank finished;
-    evaluations and checkpoints between them are in it."""
+    """Return the span of the steady window: from the first steady step to the last step that every
+    rank finished.
+
+    Time of evaluations and checkpoints between these steps is included. The first steady step is
+    found from the slowest rank's time in each step, by the record's version of the formulas. None
+    if there is no working step. Times that a program reported (clock `reported`) come from rank 0,
+    whose bounds then hold for all ranks.
+    """
     every = working(record, name)
     count = min(map(len, every.values()), default=0)
     if not count:
@@ -147,7 +180,7 @@ def _steady(record: Record, name: str) -> Span | None:
     borders = {
         r: (begun[r] + s[0].start_s, begun[r] + s[-1].end_s) for r, s in kept.items() if r in begun
     }
-    if record.clock == "reported" and 0 in borders:  # one process tells of all ranks
+    if record.clock == "reported" and 0 in borders:  # one process reports for all ranks
         borders = {one.rank: borders[0] for one in record.ranks}
     counts = _counts(record, [sample for steps in kept.values() for sample in steps])
     note = Message("steady.window", {"first": first, "last": count - 1, "how": how})
@@ -155,15 +188,21 @@ def _steady(record: Record, name: str) -> Span | None:
 
 
 def _compute_by_step(kept: dict[int, list[Sample]]) -> float | None:
-    """Per step the slowest rank's, summed: ranks wait for one another in every step."""
+    """Return the sum over steps of the slowest rank's compute time in seconds, because ranks wait
+    for one another in every step; None if unknown in one step.
+    """
     by_step = _computing(zip(*kept.values(), strict=True))
     return None if by_step is None else fsum(map(max, by_step))
 
 
 def phases_per_step(record: Record) -> dict[str, float]:
-    """Return the seconds of a step by phase, on the rank whose wall time the span has; they add up
-    to the wall time of the span over its steps. Return an empty table if there is no span. Time
-    between two steps, such as that of an evaluation, is divided among all steps."""
+    """Return the mean seconds of a step by phase, on the slowest rank of the span; they add up to
+    the span's wall time over its steps.
+
+    Phases are in step order, with `other` last for time in no phase (at least 0). Time between
+    working steps, such as that of an evaluation, is divided among all steps. Empty if there is no
+    span.
+    """
     found, name = span(record), headline(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     if found is None or name is None or not steps:
@@ -184,8 +223,11 @@ def phases_per_step(record: Record) -> dict[str, float]:
 
 
 def tokens_per_step(record: Record) -> float | None:
-    """Return the mean number of tokens in a step over all ranks, None if it is not known. Times of
-    steps of different sizes cannot be compared."""
+    """Return the mean number of tokens in a step of the span, summed over replicas; None if it is
+    not known.
+
+    Times of steps of different sizes cannot be compared.
+    """
     found = span(record)
     steps = found.steps.get(found.slowest, []) if found is not None else []
     return (
@@ -196,7 +238,9 @@ def tokens_per_step(record: Record) -> float | None:
 
 
 def phases_in_order(names: Iterable[str]) -> list[str]:
-    """The known phases in the order of a step, then others by name."""
+    """Return the phases sorted in the order of a step; unknown ones follow alphabetically, and
+    `other` is last.
+    """
     return sorted(
         names,
         key=lambda name: (

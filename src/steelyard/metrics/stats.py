@@ -1,5 +1,8 @@
-"""Statistics of measured samples: the interval of a rate, and where a run becomes steady. What they
-find and what they cannot is in docs/metrics.md; older records follow `formulas_1`."""
+"""Statistics of step times: the confidence interval of a rate, and where a run becomes steady.
+
+They are the formulas of versions 2 and later; records of version 1 follow `formulas_1.py`. What
+they detect and what they miss is in docs/metrics.md.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from math import exp, fsum
@@ -16,33 +19,40 @@ Key = TypeVar("Key")
 # Student's t, two-sided 95 %, by degrees of freedom (any statistics handbook); beyond the table,
 # the next smaller row.
 T_95 = {
-    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228,
-    11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120, 17: 2.110, 18: 2.101, 19: 2.093, 24: 2.064,
-    29: 2.045, 39: 2.023, 59: 2.001, 119: 1.980,
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306,
+    9: 2.262, 10: 2.228, 11: 2.201, 12: 2.179, 13: 2.160, 14: 2.145, 15: 2.131, 16: 2.120,
+    17: 2.110, 18: 2.101, 19: 2.093, 24: 2.064, 29: 2.045, 39: 2.023, 59: 2.001, 119: 1.980,
 }  # fmt: skip
 
-FEWEST = 5  # steps of an interval
-# cosine terms, fewest and most: with fewer t grows fast, and more change it by 2 % at most
+FEWEST = 5  # steps for an interval
+# fewest and most cosine terms: with fewer, t grows fast; more change it by at most 2 %
 TERMS = (4, 59)
-WIDEST = 10.0  # of the logarithm of a rate; steps that take time stay below sqrt(8) t, 7.9
+WIDEST = 10.0  # of the logarithm of a rate; positive times stay below sqrt(8) t, 7.9
 
-FEWEST_CUT = 10  # steps; of fewer it cannot be told which are unlike the others
+FEWEST_CUT = 10  # steps; with fewer nobody can tell which are unlike the others
 GROUP = 5  # steps
-FEWEST_GROUPS = 6  # fewer make a cut of steady steps likely
-UNLIKE = 8.0  # standard deviations
-FAINT = 0.01  # of a step's time: a smaller difference of some steps changes nothing in a rate
-# times, that a cut must lower the variance of the mean; a straight drift does 2 times, where half
-# is cut
+FEWEST_GROUPS = 6  # with fewer, steady steps would often be cut
+UNLIKE = 8.0  # robust standard deviations
+FAINT = 0.01  # share of a step's time; smaller differences of some steps do not matter for a rate
+# the first cut whose score is within this factor of the best is taken; cutting half of a straight
+# drift lowers the score 2 times, which is not enough
 SURER = 2.5
 
 
 def t_95(freedom: int) -> float:
+    """Return Student's t, two-sided 95 %, for a whole number of degrees of freedom of at least 1.
+
+    Between rows of the table the next smaller row is used, so the value is never too small.
+    """
     return T_95[max(row for row in T_95 if row <= freedom)]
 
 
 def t_95_between(freedom: float) -> float:
-    """The same for degrees of freedom that are no whole number, as Welch's are: a straight line
-    over 1 / freedom between two rows. Student's t is convex in that, so the line is never below it.
+    """Return Student's t, two-sided 95 %, for fractional degrees of freedom, such as Welch's.
+
+    It interpolates linearly in 1 / degrees between two rows of the table. Student's t is convex in
+    that, so the value is never too small. Below the first row (1) the first applies, beyond the
+    last row (119) the last.
     """
     rows = sorted(T_95)
     if freedom <= rows[0] or freedom >= rows[-1]:
@@ -56,8 +66,12 @@ def t_95_between(freedom: float) -> float:
 def rate_interval(
     rate: float, work: Sequence[float], time_s: Sequence[float]
 ) -> tuple[float, float] | None:
-    """95 % interval of a rate whose relative error is that of total work over total time of these
-    consecutive steps. None for too few of them.
+    """Return the 95 % interval of `rate`, using the relative error of total work over total time of
+    consecutive steps.
+
+    `work` and `time_s` (seconds) have one value for each step; `rate` may be in another unit than
+    their ratio. None for fewer than 5 steps, for no work or no time, or if the interval is absurdly
+    wide.
 
     The error of a ratio of totals is that of the sum of its residuals. Steps depend on one another,
     so their long-run variance is that of the lowest cosine terms, each an independent estimate of
@@ -71,7 +85,7 @@ def rate_interval(
     if steps < FEWEST or total_work <= 0 or total_time <= 0:
         return None
     residuals = np.asarray(time_s, float) - total_time / total_work * np.asarray(work, float)
-    # the same where rounding differs
+    # 1e-9: the same number of terms where rounding differs
     terms = min(max(int(steps ** (2 / 3) / 3 + 1e-9), TERMS[0]), TERMS[1])
     angles = np.outer(np.arange(1, terms + 1), np.arange(steps) + 0.5) * np.pi / steps
     variance_of_sum = 2 * float(np.mean((np.cos(angles) @ residuals) ** 2))
@@ -80,13 +94,18 @@ def rate_interval(
 
 
 def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message]:
-    """The step at which the steady window of a run begins, and how it was found."""
+    """Return the index of the first step of the steady window, and a message on how it was found.
+
+    `time_s` and `work` (tokens) have one value for each step. From 10 steps on, steps at the start
+    that are unlike the others are cut, at most half of all; with 3 to 9 steps only the first is
+    cut, with fewer none.
+    """
     if len(time_s) >= FEWEST_CUT:
         steps = _evener(time_s, work)
         most = len(steps) // 2
         cut = _unlike_start(steps, most)
         gradual = _gradual_start(steps[cut:], most - cut)
-        if gradual:  # the later steps are evener without it
+        if gradual:  # without it, more steps may stand out
             cut += gradual
             cut += _unlike_start(steps[cut:], most - cut)
         return cut, Message("steady.found")
@@ -96,8 +115,12 @@ def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message
 
 
 def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
-    """Times, or times per work where those of the second half vary less: work may differ from step
-    to step, and be padded or not."""
+    """Return step times, or times per unit of work if those vary less, relative to their median,
+    over the second half of the steps.
+
+    Which is steadier depends on whether steps are padded to one size. Returns the times if a step
+    has no work.
+    """
     if min(work) <= 0:
         return time_s
     costs = [one / done for one, done in zip(time_s, work, strict=True)]
@@ -109,16 +132,21 @@ def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The standard deviation, from the median deviation of a normal distribution: outliers do not
-    change it.
+    """Return a robust standard deviation: 1.4826 times the median absolute deviation, which
+    outliers do not change.
     """
     usual = median(values)
     return 1.4826 * median(abs(one - usual) for one in values)
 
 
 def _unlike_start(time_s: Sequence[float], most: int) -> int:
-    """Behind the steps at the start that are clearly unlike the others: compilation, allocation,
-    another level. Gaps of fewer than five steps between them are cut too."""
+    """Return how many steps to cut at the start because single steps are clearly unlike the others,
+    as in compilation or allocation.
+
+    A step is unlike if it is more than 8 robust deviations (and 1 %) from the median of all steps
+    but the first five. Typical steps between unlike ones are cut too, if fewer than five follow one
+    another. At most `max_cut`.
+    """
     others = time_s[GROUP:]
     usual = median(others)
     band = max(UNLIKE * _deviation(others), FAINT * usual)
@@ -132,9 +160,13 @@ def _unlike_start(time_s: Sequence[float], most: int) -> int:
 
 
 def _gradual_start(time_s: Sequence[float], most: int) -> int:
-    """Behind a change that is too small or too slow to be seen step by step: MSER-5 (White 1997)
-    over medians of five steps instead of means, for which a lone slow step is none. Of the cuts it
-    takes the first that is nearly the best: the best itself cuts a third of all steady runs."""
+    """Return how many steps to cut at the start because of a change too small or too slow to show
+    in single steps; 0 if there is none.
+
+    MSER-5 (White 1997) over medians of five steps instead of means, so that a lone slow step does
+    not count. Of all cuts it takes the first that is nearly the best, because the best itself cuts
+    a third of all steady runs. A multiple of 5, at most `max_cut`.
+    """
     medians = [median(time_s[i : i + GROUP]) for i in range(0, len(time_s) - GROUP + 1, GROUP)]
     if len(medians) < FEWEST_GROUPS:
         return 0
@@ -144,9 +176,12 @@ def _gradual_start(time_s: Sequence[float], most: int) -> int:
 
 
 def _scores(values: Sequence[float]) -> list[float]:
-    """Of each value and those after it the squared standard error of the mean, but for a factor. In
-    one pass from the end (Welford 1962): a run may have 100,000 steps, and equal values give
-    exactly 0."""
+    """Return for each index the MSER score of the values from there on: their squared standard
+    error of the mean, up to a factor.
+
+    Computed in one pass from the end (Welford 1962): a run may have 100,000 steps, and equal values
+    must give exactly 0.
+    """
     mean = squares = 0.0
     out = []
     for count, value in enumerate(reversed(values), 1):
@@ -158,18 +193,18 @@ def _scores(values: Sequence[float]) -> list[float]:
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are known; None if none is."""
+    """Return the mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
 
 
 def mean_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the values; None if there are none, or one is not known."""
+    """Return the mean of the values; None if the sequence is empty or any value is None."""
     return None if None in values else mean_of_known(values)
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return items by their key, both in the order in which they come."""
+    """Return the items in lists by key; keys and items keep the order in which they come."""
     out: dict[Key, list[Item]] = {}
     for item in items:
         out.setdefault(key(item), []).append(item)

@@ -1,7 +1,8 @@
 """The metric table: which metrics a task has, and their values for a record.
 
-A task's own scores come from its row. Other packages add rows through the entry-point group
-`steelyard.metrics`.
+`run/assemble.py` and `verify.py` call `derive_metrics`; pages look up titles and units with
+`find_metric`. A task's scores become metrics here, and other packages add rows through the
+entry-point group `steelyard.metrics`.
 """
 
 from dataclasses import replace
@@ -22,23 +23,39 @@ FORM_BY_UNIT = {"fraction": "percent", "share": "percent", "GiB": "gib", "s": "s
 
 
 def of_task(task: Task) -> list[Metric]:
-    """The metrics of a task, in the order in which a page lists them."""
+    """Return the metrics of a task in page order: shipped rates, the task's scores, other shipped
+    metrics, then those of installed packages.
+
+    Raises RequestError if an installed package names something that is not a `Metric` or cannot be
+    imported.
+    """
     every = [*RATES, *map(_of_score, task.scores), *OTHERS, *plugins.rows(GROUP, Metric, "metric")]
     return [metric for metric in every if metric.tasks(task)]
 
 
 def _of_score(score: Score) -> Metric:
+    """Return the metric of one of a task's scores; its formula reads the score from the record's
+    answers.
+    """
     formula = partial(rates.quality, value=score.value, of=score.of)
     return Metric(score.name, score.unit, score.better, formula, score.en, score.zh, score.form)
 
 
 def derive(record: Record) -> dict[str, Value]:
-    """All metrics of a record: those that its task has."""
+    """Compute all metrics of a record and return them by name, as the record stores them.
+
+    Metrics without a formula are left out; those that cannot be computed have the value None and a
+    note.
+    """
     return values(record, results(record))
 
 
 def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]:
-    """Return metrics as a record stores them, with their units and notes."""
+    """Convert results by metric name to the `Value`s that a record stores.
+
+    Adds units and writes notes in the record's wording: as messages, or as English sentences in
+    older records. Raises KeyError for a name that the task does not have.
+    """
     units = {metric.name: metric.unit_of(record) for metric in of_task(record.task)}
     every = [
         (name, found, words.stored(found.note, record.wording))
@@ -51,13 +68,20 @@ def values(record: Record, found_by_name: dict[str, Result]) -> dict[str, Value]
 
 
 def results(record: Record) -> dict[str, Result]:
-    """What the formulas find, with messages that have no language yet."""
+    """Evaluate every formula of the record's task and return the results by metric name.
+
+    Notes are messages that are not yet in a language. Values that are not finite become None.
+    """
     rows = [(metric.name, metric.formula) for metric in of_task(record.task)]
     return {name: _finite(formula(record)) for name, formula in rows if formula is not None}
 
 
 def _finite(found: Result) -> Result:
-    """What was found, as far as it is finite: absurd times give numbers that a record cannot hold."""
+    """Return the result with only finite numbers, because a record cannot store others.
+
+    A value that is NaN or infinite becomes None with a note; an interval with such an end is
+    dropped.
+    """
     if found.value is not None and not isfinite(found.value):
         return Result(None, Message("metric.not_finite"))
     interval = found.interval if found.interval and all(map(isfinite, found.interval)) else None
@@ -65,8 +89,11 @@ def _finite(found: Result) -> Result:
 
 
 def row(name: str, unit: str = "", task: Task | None = None) -> Metric:
-    """A metric's row, in a task's own words where it is given; one made of its bare name where
-    there is none.
+    """Return the metric row of a name, never None.
+
+    It is looked for in this task's metrics first, so that titles are the task's, then in the
+    shipped rows, then in every other task. For an unknown name, such as one from a package that is
+    not installed, a row without formula and texts is made of the name and `unit`.
     """
     known = [
         *(of_task(task) if task else []),
@@ -81,7 +108,9 @@ def row(name: str, unit: str = "", task: Task | None = None) -> Metric:
 
 
 def in_order(names: set[str]) -> list[str]:
-    """Names in the order of the table; unknown ones last."""
+    """Return the names as a list in the order of the metric table; names that no shipped row or
+    task score has come last, alphabetically.
+    """
     every = [
         *RATES,
         *(m for one in tasks.table().values() for m in map(_of_score, one.scores)),

@@ -1,5 +1,9 @@
-"""What makes a finished run valid: checks on a record's evidence, and the reasons that follow from
-them.
+"""Decide whether a finished run is valid: rules that check a record's evidence, and the reasons
+that follow.
+
+`run/assemble.py` calls `judge_record` when a record is made, `verify.py` calls it again. `RULES` is
+the list; a kind of work adds its own by reference (`Kind.rules`), so their names are part of the
+API. A rule takes the record and its metrics and returns `Finding`s.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,16 +31,20 @@ from steelyard.tasks.task import Stopped, Tally
 from steelyard.words import Message, Values
 
 ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
-# less than this is not worth hiding work in, and a rank without any work has nothing else
+# less is too short to hide work in, and is all that a rank without work has
 LEAST_S = 0.01
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What follows from a record's evidence, before it has a language."""
+    """What follows from a record's evidence, as messages that are not yet in a language.
+
+    `reasons` are (code, message) of checks that did not pass; none means valid. `unevaluated` says
+    why the quality is not checked against the gate; None if it is.
+    """
 
     checks: tuple[Judged, ...]
-    reasons: tuple[tuple[str, Message], ...]  # codes with what their checks say
+    reasons: tuple[tuple[str, Message], ...]  # (code, message)
     notes: tuple[Message, ...]
     quality: Quality
     unevaluated: Message | None  # why the quality is not evaluated
@@ -48,8 +56,8 @@ Notes = list[str | Message]
 def judge(
     record: Record, values: dict[str, Value]
 ) -> tuple[list[Check], list[Reason], Notes, Quality]:
-    """Return checks, reasons against validity (none: valid), notes and the quality, as a record of
-    its wording stores them.
+    """Apply all rules and return checks, reasons against validity (empty: valid), notes and
+    quality, as a record of its wording stores them.
     """
     found = findings(record, values)
     checks = [
@@ -64,7 +72,9 @@ def judge(
 
 
 def findings(record: Record, values: dict[str, Value]) -> Judgement:
-    """The same as messages."""
+    """Apply all rules in the order of `RULES` and return checks, reasons, notes and quality as
+    messages. A reason is added for each check that did not pass and has a reason code.
+    """
     found = [one for rule in RULES for one in rule(record, values)]
     failed = [
         (one.code, one.check.said)
@@ -82,7 +92,9 @@ def findings(record: Record, values: dict[str, Value]) -> Judgement:
 
 
 def quality(record: Record, values: dict[str, Value]) -> tuple[Quality, Message | None]:
-    """Return the case's quality, and why the gate may not be applied to it; None where it may."""
+    """Return the quality of a record (the gate's metric, else the task's), and why the gate may not
+    be applied to it; None if it may.
+    """
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
     value = values[metric].value if metric in values else None
@@ -92,7 +104,10 @@ def quality(record: Record, values: dict[str, Value]) -> tuple[Quality, Message 
 
 
 def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
-    """Return what a gate needs to be applied and the run does not have, beside the value itself."""
+    """Return a message for each condition for applying the gate that the run does not meet: a gate,
+    an unchanged question, a full scope, what the kind of work needs, and a known value of the
+    metric that it is compared with.
+    """
     gate = record.case.gate
     needs = [
         (gate is not None, Message("quality.no_gate")),
@@ -112,13 +127,17 @@ def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
 
 
 def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
+    """Return (whether it holds, message if not) for what scoring needs for its gate: full size,
+    trained weights, the published data.
+    """
     size = (record.case.size == "full", Message("quality.smoke"))
     return [size, (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
 
 
 def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
-    """That a loss falls can be asked of any size. What the full size asks is about its own data,
-    and its own start.
+    """Return (whether it holds, message if not) for what training needs for its gate: in full size
+    the published data, and trained weights if the task starts from such; nothing in other sizes,
+    where a falling loss can be asked of any run.
     """
     if record.case.size != "full":
         return []
@@ -127,11 +146,14 @@ def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
 
 
 def _trained(record: Record) -> bool:
+    """Return whether the run's weights came from a checkpoint."""
     return record.weights.trained
 
 
 def _published(record: Record) -> bool:
-    """Unless they are known to be others."""
+    """Return whether the data are the published set, or nobody knows; False if they are known to be
+    others, or no data were read.
+    """
     return getattr(record.data, "published", False) is not False
 
 
@@ -140,12 +162,15 @@ _RANDOM, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
 
 
 def _of_kind(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Apply the rules that the record's kind of work names."""
+    """Apply the rules that the record's kind of work names, and yield their findings."""
     for rule in record.task.kind_row.rules:
         yield from plugins.load(rule)(record, values)
 
 
 def finite_answers(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: check for each pass that all answers are finite numbers; check `finite_PASS`,
+    reason `nan`.
+    """
     for name, noun, tally in _tallies(record):
         told: Values = {
             "pass": name,
@@ -157,6 +182,9 @@ def finite_answers(record: Record, values: dict[str, Value]) -> Iterator[Finding
 
 
 def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Validity rule: return a failed check (reason `nan`) if a step recorded a value that is not
+    finite, naming the first; otherwise nothing.
+    """
     bad = next((sample for sample in record.samples if None in sample.values.values()), None)
     told: Values = (
         {} if bad is None else {"pass": bad.pass_name, "step": bad.step, "rank": bad.rank}
@@ -165,12 +193,20 @@ def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _stopped(record: Record) -> Stopped | None:
+    """Return why and at which step training ended early; None if it did not, or there are no
+    answers.
+    """
     answers = record.answers
     return None if answers is None else record.task.stopped(answers)
 
 
 def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """A norm may overflow: scaled losses in fp16 look for the limit. A loss may not."""
+    """Validity rule: check that all training losses are finite (`finite_loss`), that training did
+    not end because a loss exceeded its bound (`loss_bound`), and that losses on held-out data are
+    finite (`finite_before`, `finite_after`).
+
+    Gradient norms are not checked: loss scaling in fp16 makes them overflow on purpose.
+    """
     losses, stopped = training.values(record, "loss"), _stopped(record)
     why = stopped.why if stopped else None
     bad = (
@@ -200,8 +236,8 @@ def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]
 
 
 def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
-    """Of every pass that has items to cover: its name, what its items are called, and how many
-    there are of which kind.
+    """Return (pass, noun of its items, tally of its answers) for each pass whose items must all be
+    answered; empty if there are no answers.
     """
     task, answers = record.task, record.answers
     if answers is None:
@@ -213,8 +249,10 @@ def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
 
 
 def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Every item in scope is answered once. Where --steps ends a pass early only some are, and none
-    twice.
+    """Validity rule: check for each pass that every item in scope was answered exactly once; reason
+    `coverage`.
+
+    If `--steps` ended a pass early, items may be missing, and none may be answered twice.
     """
     kind = record.task.kind_row
     partly = kind.cut_by_steps and record.scope.steps is not None
@@ -234,8 +272,10 @@ def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]
 
 
 def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Every rank took every step in scope, or those until the target. A run that failed before has
-    its own reason.
+    """Validity rule: check that every rank made every training step in scope, or those until the
+    target was reached, without those before a restart; reason `coverage`.
+
+    The check is on the rank that is farthest off. Nothing for a run that failed before training.
     """
     ranks = {window.rank for window in passes.windows(record, "train")}
     if not ranks and record.failure is not None:
@@ -252,8 +292,10 @@ def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """In division closed, the tokens that samples count are those of the data, no more and no
-    fewer.
+    """Validity rule: check in division closed that the samples of each pass count exactly the
+    tokens of the data; reason `tokens`.
+
+    Nothing in division open, with `--steps`, or if the data's tokens are unknown.
     """
     wanted = getattr(record.data, "tokens", None)
     if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
@@ -265,8 +307,9 @@ def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """A corpus is larger than what is trained on of it: that there is work at all is what can be
-    asked.
+    """Validity rule: check that the training pass counted any tokens; reason `tokens`. A corpus is
+    larger than what is trained on, so no exact number can be asked. Nothing if there was no such
+    pass.
     """
     if not passes.windows(record, "train"):
         return []
@@ -275,16 +318,24 @@ def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _judged(record: Record) -> list[Window]:
-    """The passes in which time and device are judged."""
+    """Return the windows (one for each rank) of the passes that the kind of work names in `judged`,
+    in which times and devices are checked.
+    """
     return [window for window in record.passes if window.pass_name in record.task.kind_row.judged]
 
 
 def _accounted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+    """Check for each pass on each rank that its steps cover at least 95 % of its wall time, or
+    leave less than 10 ms; check `accounted_PASS`, reason `unaccounted`.
+
+    Passes without instrumentation are skipped. If a program reported step times, the host's times
+    of the steps count.
+    """
     for window in _judged(record):
         if window.pass_name in record.task.kind_row.bare:
             continue
         steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
-        # What a program reports of its steps is compared with these times by a rule of its own.
+        # `check_reported_times` compares what a program reports of its steps with these times.
         ours = record.clock == "reported"
         covered = fsum(
             s.host_end_s - s.host_start_s if ours else s.end_s - s.start_s for s in steps
@@ -304,6 +355,12 @@ def _accounted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
+    """Check that the 95 % interval of `tokens_per_device_s`, relative to its value, is no wider
+    than the case's `max_interval`; reason `interval`.
+
+    Without an interval: a note if there are too few steps for one, else the check fails. Nothing
+    for size smoke, without a limit or without a value.
+    """
     limit, value = record.case.max_interval, values.get("tokens_per_device_s")
     if limit is None or record.case.size == "smoke" or value is None or value.value is None:
         return []
@@ -328,10 +385,16 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
-    """Judge clocks and neighbours, inside every pass."""
+    """Check telemetry of each device inside the judged passes: clock slowdowns and other processes.
+    Size smoke is skipped.
+
+    A slowdown reason whose severity is "invalidates" yields a failed check (reason `slowdown`),
+    "note" (also for unknown reasons) a note. Check `alone` (reason `shared`) appears if the device
+    counts its processes.
+    """
     if record.case.size == "smoke":
         return
-    known = accelerators.settings(lambda row: row.severity)  # older records do not state it
+    known = accelerators.settings(lambda row: row.severity)  # older records do not store severities
     for series in record.telemetry:
         spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
         seen: dict[str, float] = {}
@@ -353,9 +416,15 @@ def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
 
 
 def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
+    """Check the quality against the case's gate; nothing if it is not evaluated.
+
+    A gate has one form: `reach` (value at least that; reason `target_not_reached`), `below` another
+    metric, or `target` within a tolerance (reason `quality`). If a value to reach is unknown in a
+    run that did not fail, the check fails.
+    """
     (found, why), gate = quality(record, values), record.case.gate
     if gate is not None and gate.reach is not None and why == UNKNOWN and record.failure is None:
-        # nobody looked
+        # the metric was never evaluated
         return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]
     if not found.evaluated or gate is None or found.value is None:
         return []
@@ -372,7 +441,10 @@ def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
 
 
 def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> Iterator[Finding]:
-    """Judge whether a value is near its target, and the reference pass near it."""
+    """Check that a value is within `gate.within` of its target, and, if `gate.agree_within` is set,
+    that pass `val` agrees with it (`gate_agree`); reason `quality`. `val` is the same metric of
+    pass `val`.
+    """
     if gate.target is None or gate.within is None:
         return
     told: Values = {"metric": metric, "value": value, "target": gate.target, "within": gate.within}
@@ -384,7 +456,9 @@ def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> Iter
 
 
 def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
-    """A loss below another, and below a bound where one is stated."""
+    """Check that a value is strictly below `start`, the value of metric `gate.below`, and below
+    `gate.target` if there is one; reason `quality`.
+    """
     known = [limit for limit in (start, gate.target) if limit is not None]
     asked: tuple[Message, ...] = (
         ()
@@ -399,8 +473,10 @@ def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> l
 
 
 def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """Note what a reader must know before comparing: another question, other limits, a sample that
-    shares less."""
+    """Return notes on what a reader must know before comparing: a changed question or limits, a
+    modified or earlier case, restarts, a smaller second attempt, a sample or named rows, emulated
+    fp8, a user's own model.
+    """
     case, scope = record.case, record.scope
     keys = tuple(changed_question(case.origins))
     changed = [key for key, origin in case.origins.items() if origin == "command line"]
@@ -426,6 +502,9 @@ def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
 
 
 def _stepped_down(record: Record, first: StepDown) -> Message:
+    """Return the note of a run whose first attempt ran out of memory: the automatic tune that was
+    tried, and the one that ran.
+    """
     tried = tuple(f"{name}={value}" for name, value in first.tune.items())
     tune = record.tune.model_dump()
     return Message(
@@ -435,6 +514,9 @@ def _stepped_down(record: Record, first: StepDown) -> Message:
 
 
 def _resumed(one: Restart) -> Message:
+    """Return the note of a resumed run: from which record or folder, step and plan, and which
+    damaged checkpoints were passed over.
+    """
     source = (
         Message("resumed.record", {"record": one.record[:8]})
         if one.record
@@ -447,7 +529,7 @@ def _resumed(one: Restart) -> Message:
 
 
 def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
-    """A rank that all others wait for is no fault of the measurement, and worth knowing."""
+    """Return a note that names the slowest rank, if one is slow; it does not affect the status."""
     slow = stragglers.note(record)
     return [] if slow is None else [note(slow)]
 

@@ -1,4 +1,8 @@
-"""Verification: a record says what its raw samples say, byte for byte and number for number."""
+"""Verify records: bytes match their hashes, and metrics, checks and status follow again from the
+raw samples.
+
+Behind `steelyard verify`; pages and comparisons read records only through `read_verified_record`.
+"""
 
 from collections.abc import Iterator
 from math import isclose
@@ -15,7 +19,9 @@ from steelyard.record.record import Check, Reason, Record, Value
 
 
 def read(path: Path) -> Record:
-    """A sound record: what a page is made of."""
+    """Read a record and verify it; raise RequestError with the first problem if it is none or does
+    not verify.
+    """
     found = record.read(path)
     for problem in _wrong(path, found):
         raise RequestError(f"{path}: does not verify: {problem}; see steelyard verify")
@@ -23,13 +29,17 @@ def read(path: Path) -> Record:
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a record; nothing, where it is sound."""
+    """Return what is wrong with a record, as sentences; empty if it is sound. Raises RequestError
+    if the file is not a record.
+    """
     return list(_wrong(path, record.read(path)))
 
 
 def remarks(path: Path) -> list[str]:
-    """What is not wrong with a record, and worth knowing: its question is not that of the shipped
-    case of its name.
+    """Return remarks on a record that are no errors: that its question is not that of the shipped
+    case of its name, and why; empty if it is.
+
+    Raises RequestError if the file is not a record.
     """
     found = record.read(path)
     case = found.case
@@ -53,6 +63,11 @@ def remarks(path: Path) -> list[str]:
 
 
 def _wrong(path: Path, found: Record) -> Iterator[str]:
+    """Yield what is wrong with a record, as sentences: bytes, question, metrics, checks, notes,
+    quality, status, and contradictions in its evidence.
+
+    Everything is derived again, by the record's version of the formulas.
+    """
     values = table.derive(found)
     checks, reasons, notes, quality = validity.judge(found, values)
     yield from (*record.integrity(path), *_question(found), *_metrics(found, values))
@@ -71,7 +86,9 @@ def _wrong(path: Path, found: Record) -> Iterator[str]:
 
 
 def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
-    """Return the results by name: a check that is made of every rank has as many."""
+    """Return whether checks passed, in lists by name, because a check that is made for every rank
+    occurs several times.
+    """
     return {
         name: [one.ok for one in every]
         for name, every in stats.grouped(checks, lambda one: one.name).items()
@@ -79,7 +96,10 @@ def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
 
 
 def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:
-    # a record may be older than a metric, or than the wording of a note
+    """Yield the metrics of a record that do not follow from its samples, or that cannot be derived
+    at all. Metrics that an older record lacks are no problem.
+    """
+    # a record may be older than a metric, or than the text of a note
     for name, told in found.metrics.items():
         if name not in values:
             yield f"metric {name!r} is not one that can be derived"
@@ -90,8 +110,8 @@ def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:
 
 
 def _same(told: Value, again: Value) -> bool:
-    """Equal but for the last bits, which depend on the order of an addition; the bytes have their
-    own hash.
+    """Return whether two values are equal, numbers to a relative 1e-9; units must be equal, notes
+    may differ.
     """
     if told.unit != again.unit or (told.interval is None) != (again.interval is None):
         return False
@@ -106,7 +126,9 @@ def _same(told: Value, again: Value) -> bool:
 
 
 def _status(found: Record, reasons: list[Reason]) -> Iterator[str]:
-    """A failure comes first among the reasons; it alone does not follow from the samples."""
+    """Yield a sentence if the reasons' codes or the status do not follow from the samples. A failed
+    run's first reason is its failure and is not derived.
+    """
     own = found.reasons[1:] if found.failure else found.reasons
     status = "failed" if found.failure else "invalid" if reasons else "valid"
     if [one.code for one in own] != [one.code for one in reasons] or (
@@ -118,7 +140,9 @@ def _status(found: Record, reasons: list[Reason]) -> Iterator[str]:
 
 
 def _question(found: Record) -> Iterator[str]:
-    """The key stands for the question, and so do the names beside it."""
+    """Yield a sentence if the key is not that of the question, or names of division or precision do
+    not match it.
+    """
     case = found.case
     if key_of(case.question, found.fingerprint) != case.key:
         yield "the key is not that of the question"

@@ -1,12 +1,12 @@
-"""Where the time of a step goes, from the datasheet's peak down to what was measured: one row after
-the other, and together they are the whole time.
+"""Divide the time of a step into rows, from the datasheet's peak down to what was measured;
+together they are the whole time.
 
-The rows come from a profiled stretch (`--explain`), in which every instant of the device's time
-belongs to one activity. The stretch is compared with the measured time of the same amount of work.
-If the stretch is faster, the difference is a row of its own. If it is slower, because the profiler
-costs time in every operator or the machine is busier by now, no time of the pass is missing: the
-shares are then those of the stretch, and the page says so. Without a stretch the samples show less:
-what matmuls would take at their measured rate, and the phases that the engine marked.
+The rows come from profiled steps after the pass (`--explain`), in which every instant of the
+device's time belongs to one activity. The profile is compared with the measured time of the same
+amount of work. If the profile is faster, the difference is a row of its own. If it is slower,
+because the profiler costs time in every operator or the machine has become busier, the shares are
+those of the profile, and the page says so. Without a profile the samples show less: what matmuls
+would take at their measured rate, and the phases that the engine marked.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,31 @@ from steelyard.plan import flops
 from steelyard.record.profile import KernelFacts, Profile
 from steelyard.record.record import Record
 
-# that samples have beside compute
+# phases of samples beside compute
 PHASES = ("data", "meet", "exchange", "evaluate", "checkpoint", "score")
-AGREE = 0.02  # how far a stretch may be from the measured pass, as a share of it
-NEAR = 0.01  # how much longer it may take before shares are those of the stretch
+AGREE = 0.02  # of a profile's time from the measured time, as a share of it
+NEAR = 0.01  # share; if the profile is slower by more, rows are shares of the profile
 
 
 @dataclass(frozen=True)
 class Row:
-    """`name` is a key of the catalogue of words, which says what it is and what to try."""
+    """One row of a waterfall. `name` is a key of the catalogue of words, which explains it and what
+    to try.
+    """
 
     name: str
     time_s: float
-    share: float  # of `whole_s` of the waterfall
+    share: float  # of the waterfall's `whole_s`
 
 
 @dataclass(frozen=True)
 class Waterfall:
-    """The time of one rank: its steps, the measured time of the same amount of work, and the rows,
-    which add up to `whole_s` within 1 %. `profile` is None if there are only samples."""
+    """The time of one rank, divided into rows that add up to `whole_s` within 1 %.
+
+    `steps` is the number of steps it covers, `measured_s` the measured time of the same work.
+    `profile` is None if the rows come from samples. `bandwidth_bytes_per_s` is the datasheet's
+    memory bandwidth; None if unknown.
+    """
 
     rank: int
     steps: int
@@ -47,25 +53,31 @@ class Waterfall:
 
     @property
     def kernels(self) -> tuple[KernelFacts, ...]:
-        """Those that are neither matmuls nor attention, largest first."""
+        """Return the profiled kernels that are neither matmuls nor attention, largest first; empty
+        without a profile.
+        """
         every = self.profile.kernels if self.profile else []
         return tuple(one for one in every if one.kind not in ("matmul", "attention"))
 
     @property
     def whole_s(self) -> float:
-        """The time that shares are of: the measured time, or that of a stretch that was
-        more than 1 % slower."""
+        """Return the seconds that shares are relative to: the measured time, or that of the profile
+        if it was more than 1 % slower.
+        """
         return _whole_s(self.profile, self.measured_s)
 
     @property
     def impossible(self) -> bool:
-        """Whether a row is negative: the FLOPs at the datasheet's peak take longer than all kernels
-        did."""
+        """Return whether a row is negative: the FLOPs at the datasheet's peak take longer than all
+        kernels did.
+        """
         return any(row.time_s < 0 for row in self.rows)
 
     @property
     def agrees(self) -> bool:
-        """Whether the stretch is like what was measured."""
+        """Return whether the profile's wall time is within 2 % of the measured time; True without a
+        profile.
+        """
         return (
             self.profile is None
             or abs(self.profile.wall_s - self.measured_s) <= AGREE * self.measured_s
@@ -74,32 +86,44 @@ class Waterfall:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """What rows are made of, in seconds."""
+    """The times of a profile that rows are computed from, in seconds.
+
+    `kinds` has the kernels' time by kind. The ideal times are those of the model FLOPs at the
+    datasheet's peak; None if no peak is known. `recomputed_share` is the share of matmul and
+    attention time that recomputes activations to save memory.
+    """
 
     profile: Profile
     kinds: dict[str, float]
-    ideal_matmul_s: float | None  # at the datasheet's peak
+    ideal_matmul_s: float | None  # seconds at the datasheet's peak
     ideal_attention_s: float | None
-    again: float  # share of matmuls and attention that is computed again to save memory
+    again: float  # of matmul and attention time
 
     def of(self, kind: str) -> float:
+        """Return the kernel time of a kind in seconds; 0 if there is none."""
         return self.kinds.get(kind, 0.0)
 
     @property
     def whole_s(self) -> float:
+        """Return the time of the profiled steps in seconds."""
         return _stretch_s(self.profile)
 
     @property
     def waited_s(self) -> float:
-        """Time in which the device did nothing."""
+        """Return the seconds in which the device did nothing."""
         return max(0.0, self.profile.wall_s - fsum(self.kinds.values()))
 
     @property
     def data_s(self) -> float:
-        """What of that the device waited for its inputs; copies of them are activities."""
+        """Return the seconds of that in which the device waited for its inputs; copies of inputs
+        count as activity.
+        """
         return min(self.waited_s, max(0.0, self.profile.data_s - self.of("copy")))
 
     def beyond(self, kind: str, ideal_s: float | None) -> float:
+        """Return the kernel time of a kind without recomputation, less its ideal time, in seconds;
+        may be negative.
+        """
         return self.of(kind) * (1 - self.again) - (ideal_s or 0.0)
 
 
@@ -120,17 +144,24 @@ ROWS: tuple[tuple[str, Callable[[_Stretch], float]], ...] = (
 # Kernels are recognized by name. If FLOPs at the peak take longer than the kernels of their kind,
 # other kernels compute a part of them: the rows that cannot be separated become one.
 MERGED = (("products", ("matmul", "attention")), ("kernels", ("matmul", "attention", "other")))
-# all of their time, where nothing is known to be below
+# names of rows that hold the whole time of a kind, because no peak is known
 WITHOUT_PEAK = {"matmul": "matmuls", "attention": "attentions"}
 
 
 def waterfalls(record: Record) -> list[Waterfall]:
-    """One a profiled rank, else one of the samples; none where nothing was measured."""
+    """Return one waterfall for each profiled rank; without profiles one from the samples; empty if
+    nothing was measured.
+    """
     made = [_profiled(record, profile) for profile in record.profile] or [_from_samples(record)]
     return [found for found in made if found is not None]
 
 
 def _profiled(record: Record, profile: Profile) -> Waterfall | None:
+    """Return the waterfall of a profile; None if the measured time of its work is unknown.
+
+    Without a datasheet peak, matmuls and attention are rows of their whole time. Measured time
+    beyond the profile's is row `unexplained`.
+    """
     measured_s = _measured_s(record, profile)
     if not measured_s:
         return None
@@ -143,8 +174,9 @@ def _profiled(record: Record, profile: Profile) -> Waterfall | None:
 
 
 def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Merge as few of the rows of kernels as needed for none of them to be negative; all of them if
-    none suffices."""
+    """Merge as few of the kernel rows as needed for none to be negative; if merging all does not
+    suffice, return them all merged.
+    """
     out = times
     for name, parts in MERGED:
         if all(time_s >= 0 for _, time_s in out):
@@ -157,7 +189,13 @@ def _merged(times: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def _from_samples(record: Record) -> Waterfall | None:
-    """Of the slowest rank. What the engine did not separate is one row."""
+    """Return a waterfall of the slowest rank from its samples.
+
+    Rows are `peak` (causal FLOPs at the datasheet's peak), `rate` (more time at the measured matmul
+    rate), each phase, and `rest`. If the matmuls at the measured rate would take longer than the
+    time outside the phases, `rate` and `rest` are one row `together`. None if there is no span, no
+    tokens, or times that a program reported.
+    """
     span, forwards = spans.span(record), record.task.kind_row.forwards
     if (
         span is None
@@ -182,7 +220,7 @@ def _from_samples(record: Record) -> Waterfall | None:
             *phases.items(),
             ("rest", computed_s - products_s),
         ]
-    else:  # the rate was measured while the device was slower than in the pass
+    else:  # the matmul rate was measured while the device was slower than in the pass
         times = [("peak", ideal_s), *phases.items(), ("together", computed_s - ideal_s)]
     return _waterfall(record, span.slowest, len(steps), span.wall_s, times, None)
 
@@ -195,6 +233,7 @@ def _waterfall(
     times: list[tuple[str, float]],
     profile: Profile | None,
 ) -> Waterfall:
+    """Make a waterfall of (name, seconds) pairs; rows of 0 s are left out."""
     whole_s = _whole_s(profile, measured_s)
     rows = tuple(Row(name, time_s, time_s / whole_s) for name, time_s in times if time_s)
     peak = record.environment.hardware.peak
@@ -204,18 +243,26 @@ def _waterfall(
 
 
 def _whole_s(profile: Profile | None, measured_s: float) -> float:
+    """Return the seconds that shares are relative to: the measured time, or the profile's if that
+    is more than 1 % longer.
+    """
     stretch_s = 0.0 if profile is None else _stretch_s(profile)
     return stretch_s if stretch_s > (1 + NEAR) * measured_s else measured_s
 
 
 def _stretch_s(profile: Profile) -> float:
-    """The time of a stretch. Older records also have the activities between its end and that of the
-    profiler."""
+    """Return the seconds of a profile: its wall time, or the sum of its kernels if that is longer,
+    as in older records, which include activity after its end.
+    """
     return max(profile.wall_s, fsum(one.time_s for one in profile.kernels))
 
 
 def _measured_s(record: Record, profile: Profile) -> float | None:
-    """The time of the profiled work at the rate of the measured pass."""
+    """Return the seconds that the profiled work takes at the rate of the measured span; None if
+    either counted no work.
+
+    Work is compared in causal FLOPs; a profile is of one replica, the span of all.
+    """
     span, forwards = spans.span(record), record.task.kind_row.forwards
     if span is None or not profile.counts.get("tokens") or not span.counts.get("tokens"):
         return None
@@ -225,11 +272,12 @@ def _measured_s(record: Record, profile: Profile) -> float | None:
     )
     if not whole or not part:
         return None
-    # a replica computes one of as many parts at the same time
+    # replicas work in parallel, each on one of `dp` parts
     return span.wall_s * part * record.plan.dp / whole
 
 
 def _stretch(record: Record, profile: Profile) -> _Stretch:
+    """Sum a profile's kernels by kind, and compute the ideal times of its FLOPs on one rank."""
     question, plan = record.question, record.plan
     kinds: dict[str, float] = {}
     for one in profile.kernels:
@@ -238,14 +286,16 @@ def _stretch(record: Record, profile: Profile) -> _Stretch:
     whole = flops.work(question.model, profile.counts, "causal", forwards) or 0
     attention = forwards * flops.attention(question.model, profile.counts)
     peak = rates.datasheet_peak(record).value
-    ranks = plan.tp * plan.pp  # that hold one model, each a part
+    ranks = plan.tp * plan.pp  # that together hold one replica
     ideal = [None if not peak else part / ranks / peak for part in (whole - attention, attention)]
     return _Stretch(profile, kinds, ideal[0], ideal[1], _again(record, profile, whole))
 
 
 def _again(record: Record, profile: Profile, whole: int) -> float:
-    """The share of a step's products that are a second forward of the layers. What `selective`
-    computes again is the engine's own choice, and stays where it is."""
+    """Return the share of matmul and attention work that is a second forward of the layers: 0
+    unless the run trains with recompute "full". What "selective" recomputes is the engine's choice
+    and not counted.
+    """
     if not record.task.kind_row.trains or record.tune.recompute != "full":
         return 0.0
     second = flops.causal(record.question.model, {**profile.counts, "logits": 0})

@@ -1,8 +1,11 @@
-"""Attention over packed rows: tokens of many sequences end to end, no padding between them.
+"""Causal attention over packed rows: tokens of many sequences end to end, without padding between
+them.
 
-A kernel is a row of KERNELS. Every kernel takes q [Tq, H, D], k and v [Tk, G, D] and a `Layout`,
-and computes causal attention inside each row, aligned at the row's end: the last query of a row
-sees all of that row's keys, or with a window the last so many of them.
+A kernel is an entry of `ATTENTION_KERNELS`, chosen by `tune.attention`. Every kernel takes q [Tq,
+H, D], k and v [Tk, G, D] and a `PackedLayout`, and computes causal attention inside each row,
+aligned at the row's end: the last query of a row sees all keys of that row, or with a window the
+last `window` of them. Called by the blocks of llama.py, llama_fused.py and llama_fp8.py, and by
+other engines' attention.
 """
 
 from collections.abc import Callable
@@ -19,25 +22,29 @@ from steelyard.kernels.packed_attention import Borders
 from steelyard.models.shapes import real_window
 from steelyard.models.tensors import DTYPES, cumulative
 
-SEGMENTS = 64  # a steady layout has a multiple of so many rows
+SEGMENTS = 64  # rows of a layout of fixed size
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Borders of the rows of a packed batch, as cumulative lengths. Queries and keys differ where a
-    prefix is shared.
+    """Where the rows of a packed batch begin and end, as cumulative lengths of queries and of keys.
+
+    Both differ only where rows share a cached prefix: then a row has more keys than queries, and
+    `gather` says which cached or new key stands at each position.
     """
 
     cu_q: Tensor  # int32 [rows + 1], on the device
     cu_k: Tensor
     max_q: int
     max_k: int
-    # int64 [Tk]: which of (cached prefix rows ++ this batch's rows) each key is
+    # int64 [Tk]: index of each key in the cached prefix's keys followed by this batch's
     gather: Tensor | None = None
     made: dict[int | None, Borders] = field(default_factory=dict, repr=False, compare=False)
 
     def borders(self, queries: int, window: int | None) -> Borders:
-        """Of every token, for kernels that need them: made once, and read by all layers."""
+        """Return which keys each query sees under a window (None: no window), for kernel `packed`;
+        computed once per window and cached, so that all layers share it.
+        """
         if window not in self.made:
             self.made[window] = packed_attention.borders(self.cu_q, self.cu_k, queries, window)
         return self.made[window]
@@ -49,8 +56,8 @@ Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G,
 def layout(
     q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None
 ) -> Layout:
-    """The layout of rows with these lengths; `k_lens` only where rows see more keys than they have
-    queries.
+    """Return the layout of rows with these lengths, with its tensors on the device. `k_lens` is
+    given only where rows see more keys (a shared prefix) than they have queries.
     """
     keys = q_lens if k_lens is None else k_lens
     cu_q = cumulative(q_lens, device)
@@ -59,8 +66,10 @@ def layout(
 
 
 def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout:
-    """The layout of rows of at most `longest` tokens, of the same size for most batches: a compiler
-    sees few sizes. Empty rows at the end fill it."""
+    """Return the layout of rows of at most `longest` tokens, filled up with empty rows to a
+    multiple of `ROW_MULTIPLE` rows and with `longest` as the maximum, so that a compiler sees few
+    sizes.
+    """
     count = -(-len(lens) // SEGMENTS) * SEGMENTS
     cu = cumulative([*lens, *[0] * (count - len(lens))], device)
     return Layout(cu, cu, longest, longest)
@@ -70,7 +79,9 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Layout, int | None], Tensor]
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
-    """Row by row through SDPA: for a CPU, and the plain meaning of every other kernel."""
+    """Compute attention row by row through SDPA: for CPUs, and the plain meaning of every other
+    kernel. Copies the row lengths to the host.
+    """
     out = []
     q_ends, k_ends = rows.cu_q.tolist(), rows.cu_k.tolist()
     for i in range(len(q_ends) - 1):
@@ -93,18 +104,23 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = No
 
 
 def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Which keys of a row each query sees."""
+    """Return a boolean mask [queries, keys] that is True where a query sees a key: causal, aligned
+    at the end, and limited to the last `window` keys.
+    """
     last = keys - queries
     mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
     return mask if window is None else mask.triu(last - window + 1)
 
 
 def _learns(q: Tensor) -> bool:
-    """Whether a kernel must keep the sums of its softmax, which its backward pass reads."""
+    """Return whether gradients will be computed, so that a kernel must keep its log-sum-exp for the
+    backward pass.
+    """
     return torch.is_grad_enabled() and q.requires_grad
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+    """Compute attention by torch's flash attention (16-bit types)."""
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
     before = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out: Tensor = torch.ops.aten._flash_attention_forward(
@@ -114,7 +130,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = N
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
-    """The only fused kernel that takes fp32. It knows no grouped keys, so they are repeated."""
+    """Compute attention by torch's memory-efficient kernel, the only fused one that takes fp32;
+    keys and values are repeated for each query head, because it has no grouped heads. The window is
+    ignored: `_run_kernel` refuses one.
+    """
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     causal_from_bottom_right = 2
@@ -126,8 +145,8 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
-    """cuDNN aligns its causal mask at the start of a row, so it serves rows without a shared prefix
-    only.
+    """Compute attention by cuDNN, whose causal mask is aligned at the start of a row: right only
+    for rows without a shared prefix. The window is ignored: `_run_kernel` refuses one.
     """
     borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
     out: Tensor = torch.ops.aten._cudnn_attention_forward(
@@ -137,7 +156,9 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = N
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
-    """Our own. Rows with a shared prefix are scored and not learned from."""
+    """Compute attention by this package's Triton kernel; see `triton_attend_packed_rows` for what
+    it refuses.
+    """
     return packed_attention.attend(q, k, v, rows.borders(len(q), window))
 
 
@@ -148,16 +169,18 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": _cudnn,
     "packed": _packed,
 }
-# Its gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200); its
-# forward is right.
+# cuDNN's gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200);
+# its forward is right.
 FORWARD_ONLY = ("cudnn",)
-# cuDNN's has no window as torch calls it, and the gradient of `efficient` knows none (torch 2.11 to
-# 2.13).
+# Torch passes no window to cuDNN, and the gradient of `efficient` ignores it (torch 2.11 to 2.13).
 WINDOWED = ("flash", "packed", "rows")
 
 
 def known(kernel: str, trains: bool, *others: str) -> str:
-    """The kernel, where it is one of these, or one of the engine's own."""
+    """Return `kernel` if it is `auto`, one of `others` (the engine's own kernels) or one of
+    `ATTENTION_KERNELS`; raise RequestError otherwise, and with `trains` also for kernels whose
+    gradients are wrong (`cudnn`).
+    """
     allowed = (
         "auto",
         *others,
@@ -170,16 +193,20 @@ def known(kernel: str, trains: bool, *others: str) -> str:
 
 
 def fastest(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
-    """Return the name of the fastest kernel on an accelerator's device for heads of `dim` numbers;
-    `shared`: of those that compute shared prefixes."""
+    """Return the name of the fastest kernel on an accelerator's device for weights of type `dtype`
+    (`bf16`, ...) and heads of `dim` elements; with `shared`, of those that support shared prefixes.
+
+    It is the accelerator's own choice, except that `packed` replaces `flash` where it runs.
+    """
     kernel: str = device.attention(dtype, shared)
     ours = packed_attention.serves(device.torch_device, DTYPES[dtype], dim)
     return "packed" if kernel == "flash" and ours else kernel
 
 
 def with_window(kernel: str, window: int | None, longest: int, asked: str) -> str:
-    """The kernel, or one that has a window where rows of up to `longest` tokens need it and none
-    was asked for.
+    """Return `kernel`, or `rows` in its place if the user asked for `auto` and the model's window
+    is shorter than `longest` tokens and `kernel` has no windows. Raises RequestError if the user
+    named such a kernel.
     """
     if real_window(window, longest) is None or kernel in WINDOWED:
         return kernel
@@ -206,6 +233,9 @@ def _packed_attention(
     kernel: str,
     window: int | None,
 ) -> Tensor:
+    """Compute `_run_kernel` as a custom op, so that torch.compile does not trace into the kernels;
+    the result is contiguous.
+    """
     prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
     return _plain(
         q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window
@@ -227,6 +257,7 @@ def _(
     kernel: str,
     window: int | None,
 ) -> Tensor:
+    """Return an empty tensor of the shape of q: the custom op's result for tracing."""
     return q.new_empty(q.shape)
 
 
@@ -239,17 +270,20 @@ def attend(
     prefix: Prefix | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of packed rows by the named kernel: [Tq, H, D]. Queries may come by key group: [Tq,
-    G, H / G, D].
+    """Return attention of packed rows by the named kernel, [Tq, H, D]. Queries may also come by key
+    group, [Tq, G, H / G, D].
 
-    Shared prefixes are laid out again before each row that sees them. That costs a copy, and buys
-    the same order of sums as a row computed whole: both divisions get bit-identical attention from
-    a kernel that treats rows alike.
+    `prefix` holds the cached keys and values of shared prefixes; it is read only if the layout has
+    `gather`, and ValueError is raised if it is missing then, or if the kernel has no windows and
+    the window is shorter than the longest row. Shared prefixes are copied in front of each row that
+    sees them, so that sums are in the same order as in a row computed whole: both divisions get
+    bit-identical attention from a kernel that treats rows alike. Inside torch.compile without
+    gradients it calls the custom op.
     """
     if rows.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
     before = prefix if rows.gather is not None else None
-    # compiled, and nothing to differentiate
+    # inside torch.compile, and no gradients
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
         cached = before or (None, None)
@@ -269,7 +303,10 @@ def _plain(
     prefix: Prefix | None,
     window: int | None,
 ) -> Tensor:
-    """The same without the custom op, which would hide what is inside from a FLOP counter."""
+    """Put cached prefixes before the rows' keys and values and call the kernel directly, without
+    the custom op, which would hide the operations from a FLOP counter. Raises ValueError if a
+    window is needed and the kernel has none.
+    """
     if rows.gather is not None and prefix is not None:
         k, v = (
             torch.cat((before, own)).index_select(0, rows.gather)

@@ -1,5 +1,8 @@
-"""A model of any architecture that transformers builds, as a case tells it: its configuration, and
-what was counted of it. Known without torch."""
+"""The schema of a model of any architecture that transformers can build: its configuration, and
+FLOPs and parameters counted from it.
+
+It is `question.model` of a case with family `auto`. Imports no torch.
+"""
 
 import re
 from typing import Any, Literal, Self
@@ -9,19 +12,20 @@ from pydantic import Field, JsonValue, model_validator
 from steelyard.models.shapes import Dimension
 from steelyard.schema import Frozen, canonical
 
-MOST_FLOPS = 10**18  # of one token: beyond all use
+MOST_FLOPS = 10**18  # per token; larger than any real model, and nothing overflows
 MOST_CONFIG_CHARACTERS = 32 << 10
-# Keys of a configuration that do not say what a model computes, or that could make the library
-# fetch and run code.
+# Keys of config.json that do not say what a model computes, or that could make transformers
+# download and run code.
 UNWANTED = re.compile(
-    r"_.*|.*implementation.*|.*kernel.*|auto_map|architectures|quantization_config|compression_config|transformers_version"
+    r"_.*|.*implementation.*|.*kernel.*|auto_map|architectures|quantization_config"
+    r"|compression_config|transformers_version"
     r"|dtype|torch_dtype|use_cache|output_.*|return_dict|trust_remote_code|code_revision"
 )
 
 
 def wanted(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration without what does not belong in a case, at any depth; without null, which
-    TOML does not have.
+    """Return a copy of a Hugging Face configuration without keys that do not belong in a case
+    (`UNWANTED_KEYS`), in nested dicts too, and without null values, which TOML does not have.
     """
     kept = {
         key: value
@@ -32,7 +36,9 @@ def wanted(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def unwanted(config: dict[str, Any]) -> str | None:
-    """The first key that does not belong in a case."""
+    """Return the dotted path of the first key, at any depth, that does not belong in a case, or
+    None.
+    """
     for key, value in config.items():
         if UNWANTED.fullmatch(key):
             return key
@@ -43,8 +49,11 @@ def unwanted(config: dict[str, Any]) -> str | None:
 
 
 class AutoModel(Frozen):
-    """A model that AutoModelForCausalLM builds. FLOPs are what torch's counter counts of it on meta
-    tensors.
+    """Dimensions and configuration of a model that transformers' AutoModelForCausalLM builds.
+
+    `token_flops`, `pair_flops` and `logit_flops` are what torch's FLOP counter counts for it on
+    meta tensors. Validation raises ValueError for a configuration with unwanted keys, numbers that
+    are not finite, or more than `MAX_CONFIG_CHARACTERS` characters as JSON.
     """
 
     family: Literal["auto"]
@@ -77,21 +86,26 @@ class AutoModel(Frozen):
 
     @property
     def kv_heads(self) -> int:
+        """The number of heads: `auto` does not know of grouped keys."""
         return self.heads
 
     @property
     def dim(self) -> int:
+        """The elements of a head, hidden / heads rounded down."""
         return self.hidden // self.heads
 
     @property
     def window(self) -> None:
-        """Pairs are counted over all that is before a token: which layers see less, only the
-        library knows.
+        """Always None: attention pairs are counted over all earlier tokens, because only
+        transformers knows which layers have a window.
         """
         return None
 
     @model_validator(mode="after")
     def _plain(self) -> Self:
+        """Raise ValueError for a configuration with unwanted keys, numbers that are not finite, or
+        too many characters as JSON.
+        """
         found = unwanted(self.config)
         if found is not None:
             raise ValueError(

@@ -1,7 +1,9 @@
-"""Families of models: one row each. Torch is imported when what a row refers to is loaded, not
-before.
+"""Model families as a table: one `Family` row for each architecture, with its schema, FLOPs and
+references to its code.
 
-Third parties add rows through the entry-point group `steelyard.families`.
+Read by `case` (schemas), `plan` (FLOPs, memory), `weights` (checkpoints) and engines. Torch is not
+imported here, but only when a reference (`module:function`) is loaded. Other packages add rows
+through the entry-point group `steelyard.families`.
 """
 
 from collections.abc import Callable
@@ -17,43 +19,49 @@ from steelyard.schema import Frozen
 
 @dataclass(frozen=True)
 class Forward:
-    """FLOPs of a forward."""
+    """Forward FLOPs of a model: for each token, for each pair of a query and a key it sees (in all
+    layers), and for each token whose logits are computed.
+    """
 
     token: int
-    pair: int  # of a query and a key, in all layers
+    pair: int  # per pair of a query and a key, in all layers
     logit: int
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models. Strings are references, `module:function`, for `plugins.load`; None,
-    where an engine of another library does it."""
+    """A model family: its schema, what can be done with it, and references to its code.
+
+    References are strings `module:function` for `plugins.load`; None where only an engine of
+    another library has that code.
+    """
 
     name: str
-    shape: type[Frozen]  # its dimensions, as a case tells them
-    # what it can do of what this package has; engines say what they do of others
+    shape: type[Frozen]  # schema of its dimensions in a case
+    # kinds of work of this package that it supports; engines decide on those of other packages
     works: tuple[str, ...]
-    # of a shape: those of one layer, as they are multiplied
+    # (shape): the matrices of one layer, as they are multiplied
     layer_matrices: Callable[[Any], tuple[Matrix, ...]]
-    # of a shape: all else that is trained, of the whole model
+    # (shape): the number of all other trained parameters of the whole model
     other_parameters: Callable[[Any], int]
-    build: str | None  # (shape, device, dtype): a model whose memory is not initialised
-    random_init: str | None  # (model, seed): random weights
-    placements: str | None  # how a tensor-parallel group divides each parameter; None: it cannot
-    # (folder): whether the folder holds weights of this family, by names of files and tensors alone
+    build: str | None  # (shape, device, dtype): a model with uninitialized weights
+    random_init: str | None  # (model, seed): fills in random weights
+    placements: str | None  # tensor parallelism of each parameter; None: not possible
+    # (folder): whether it has weights of this family, judged by names of files and tensors only
     holds: str | None
-    checkpoint: str  # (folder): its checkpoint, headers read
-    # (folder, shape): refuses weights of another model by config.json alone, without torch
+    checkpoint: str  # (folder): its checkpoint, with headers read
+    # (folder, shape): raises if config.json is that of another model; without torch
     check_folder: str | None = None
-    # of a shape: FLOPs, where matrices do not tell them
+    # (shape): FLOPs, if they do not follow from the matrices
     forward: Callable[[Any], Forward] | None = None
 
     def layer_parameters(self, model: Any) -> int:
-        """Weights of the matrices of one layer."""
+        """Return the number of weights in the matrices of one layer (no norms, no biases)."""
         return sum(one.outputs * one.inputs for one in self.layer_matrices(model))
 
 
 def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
+    """Return a Llama layer's four matrices: QKV, attention output, gate and up, down."""
     return (
         Matrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
         Matrix("out", model.hidden, model.heads * model.dim, "inputs"),
@@ -63,6 +71,9 @@ def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
 
 
 def _llama_others(model: LlamaModel) -> int:
+    """Count a Llama's parameters outside its layers' matrices: norms, biases, embedding and output
+    (once if tied).
+    """
     norms = (2 * model.layers + 1) * model.hidden + model.layers * (
         2 * model.dim if model.qk_norm else 0
     )
@@ -71,6 +82,7 @@ def _llama_others(model: LlamaModel) -> int:
 
 
 def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
+    """Return a GLM layer's four matrices: QKV, attention output, up, down."""
     return (
         Matrix("qkv", 3 * model.hidden, model.hidden, "outputs"),
         Matrix("out", model.hidden, model.hidden, "inputs"),
@@ -80,7 +92,9 @@ def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
 
 
 def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
-    """One product with as many FLOPs as those of a layer: which they are, only the library knows."""
+    """Return one made-up matrix with as many FLOPs as all matmuls of a layer, because only
+    transformers knows the real ones.
+    """
     return (
         Matrix(
             "layer",
@@ -92,15 +106,20 @@ def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
 
 
 def _auto_others(model: AutoModel) -> int:
+    """Return the model's parameters minus those of the made-up layer matrices."""
     one = _auto_layer(model)[0]
     return model.parameters - model.layers * one.outputs * one.inputs
 
 
 def _auto_forward(model: AutoModel) -> Forward:
+    """Return the FLOPs that the case gives."""
     return Forward(model.token_flops, model.pair_flops, model.logit_flops)
 
 
 def _glm_others(model: GlmModel) -> int:
+    """Count a GLM's parameters outside its layers' matrices: norms, biases, word embeddings (tied)
+    and two position tables.
+    """
     norms = (2 * model.layers + 1) * 2 * model.hidden
     biases = model.layers * (5 * model.hidden + model.ffn)
     return norms + biases + (model.vocab + 2 * (model.positions + 1)) * model.hidden
@@ -149,19 +168,23 @@ GROUP = "steelyard.families"
 
 
 def table() -> dict[str, Family]:
-    """All rows by name."""
+    """Return all families by name: shipped ones and those of installed packages. Raises
+    RequestError if two have the same name.
+    """
     return plugins.table([LLAMA, GLM, AUTO], GROUP, Family, "family")
 
 
 def does(name: str, work: str) -> bool:
-    """Return whether a family does a work. One that no family lists comes from another package, and
-    is its engines' matter.
+    """Return whether a family supports a kind of work, such as `train_rows`.
+
+    Also True for kinds of work that no family lists: they come from another package, whose engines
+    decide. Raises RequestError if the family is unknown.
     """
     return work in row(name).works or not any(work in one.works for one in table().values())
 
 
 def row(name: str) -> Family:
-    """The family of a name."""
+    """Return the family of this name; raise RequestError, with all known names, if unknown."""
     rows = table()
     if name not in rows:
         raise RequestError(f"no family {name!r}; known: {', '.join(rows)}")

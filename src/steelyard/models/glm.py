@@ -1,9 +1,9 @@
 """GLM (Du et al. 2021): LayerNorm before each part, learned positions and block positions, biases,
-tanh-GELU, tied output.
+tanh-GELU, output tied to the word embeddings.
 
-Tokens are packed as models/glm_attention.py says: nothing is padded, and a linear layer sees one
-large matrix. QKV is one matrix of the rows [Q; K; V]. Modules have the names of GLM's own
-checkpoints.
+Tokens are packed as cloze_attention.py describes: nothing is padded, and a linear layer sees one
+matrix of all tokens. QKV is one matrix with the rows [Q; K; V]. Modules have the names of GLM's own
+checkpoints. Trained by training/glm.py through glm_fused.py.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from steelyard.models.glm_attention import ClozeLayout, attend
 from steelyard.models.shapes import GlmModel
 from steelyard.models.tensors import without_values
 
-STD = 0.02  # of GLM's initialisation, for matrices and tables but for the two below
-# of each layer: what goes into the residual stream
+STD = 0.02  # GLM's initialization of matrices and embeddings, except the two below
+# matrices of a layer whose output is added to the residual stream
 OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 GlmStreams = tuple[Tensor, Tensor]
@@ -27,24 +27,38 @@ Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
 
 
 class Attention(nn.Module):
+    """The two linear layers of a GLM block's attention, named as in GLM's checkpoints; `GlmBlock`
+    calls them.
+    """
+
     def __init__(self, shape: GlmModel) -> None:
+        """Create the layers: hidden to 3 · hidden, and hidden to hidden."""
         super().__init__()
         self.query_key_value = nn.Linear(shape.hidden, 3 * shape.hidden)
         self.dense = nn.Linear(shape.hidden, shape.hidden)
 
 
 class Mlp(nn.Module):
+    """The two linear layers of a GLM block's MLP, named as in GLM's checkpoints; `GlmBlock` calls
+    them.
+    """
+
     def __init__(self, shape: GlmModel) -> None:
+        """Create the layers: hidden to ffn, and back."""
         super().__init__()
         self.dense_h_to_4h = nn.Linear(shape.hidden, shape.ffn)
         self.dense_4h_to_h = nn.Linear(shape.ffn, shape.hidden)
 
 
 class GlmBlock(nn.Module):
-    """One layer. The residual stream comes as (x, delta): what is to be dropped of delta is not
-    yet, nor the rest added, so that a compiler can fuse both with the norm that follows."""
+    """One transformer block of a GLM.
+
+    The residual stream comes and leaves as (x, delta), with dropout and addition of delta still to
+    do, so that a compiler can fuse both with the norm that follows.
+    """
 
     def __init__(self, shape: GlmModel) -> None:
+        """Create the norms and linear layers of one block."""
         super().__init__()
         self.heads = shape.heads
         self.input_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
@@ -55,6 +69,9 @@ class GlmBlock(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
+        """Return (x, delta), [T, hidden] each, after attention and MLP. `kernel` names a kernel of
+        `CLOZE_KERNELS`, `dropout` is a probability.
+        """
         x, normed = joined(x, delta, self.input_layernorm, dropout)
         qkv = split(self.attention.query_key_value(normed), self.heads)
         seen = attend(qkv, rows, kernel, dropout).flatten(1)
@@ -63,19 +80,24 @@ class GlmBlock(nn.Module):
 
 
 def split(qkv: Tensor, heads: int) -> Tensor:
-    """[T, 3, H, D]."""
+    """View the output of a GLM's QKV matmul [T, 3 · hidden] as [T, 3, H, D]."""
     out: Tensor = qkv.unflatten(-1, (3, heads, -1))  # type: ignore[no-untyped-call]
     return out
 
 
 def joined(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
-    """The residual stream, and its norm."""
+    """Return x + dropout(delta) and its LayerNorm."""
     x = x + F.dropout(delta, dropout)
     return x, F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 class Transformer(nn.Module):
+    """A GLM's position tables, blocks and final norm, named as in GLM's checkpoints; `Glm` calls
+    them.
+    """
+
     def __init__(self, shape: GlmModel) -> None:
+        """Create position tables of `positions` + 1 rows, the blocks and the final norm."""
         super().__init__()
         self.position_embeddings = nn.Embedding(shape.positions + 1, shape.hidden)
         self.block_position_embeddings = nn.Embedding(shape.positions + 1, shape.hidden)
@@ -84,14 +106,19 @@ class Transformer(nn.Module):
 
 
 class Glm(nn.Module):
+    """A GLM: word embeddings, which are the output matrix too, and the transformer."""
+
     def __init__(self, shape: GlmModel) -> None:
+        """Create the modules with the current default device and type."""
         super().__init__()
         self.shape = shape
         self.word_embeddings = nn.Embedding(shape.vocab, shape.hidden)
         self.transformer = Transformer(shape)
 
     def embed(self, tokens: Tensor, positions: Tensor, blocks: Tensor) -> Tensor:
-        """The sum of a token's three rows."""
+        """Return the sum of each token's word, position and block-position embeddings, [T, hidden].
+        `positions` and `block_positions` are int64 [T], as `tokens`.
+        """
         below = self.transformer
         placed = below.position_embeddings(positions) + below.block_position_embeddings(blocks)
         out: Tensor = self.word_embeddings(tokens) + placed
@@ -105,8 +132,10 @@ class Glm(nn.Module):
         dropout: float,
         layers: Sequence[Layer] = (),
     ) -> GlmStreams:
-        """The residual stream behind the last layer, its last part not yet added: [T, hidden] each.
-        `layers` stand in for the model's own, compiled ones say."""
+        """Return (x, delta) after the last block, delta not yet dropped from and added, [T, hidden]
+        each. `layers`, if any, are run in place of the model's own blocks, for example compiled
+        ones.
+        """
         x, delta = torch.zeros_like(embedded), embedded
         chosen: Iterable[Layer] = layers or self.transformer.layers
         for layer in chosen:
@@ -122,7 +151,7 @@ class Glm(nn.Module):
         kernel: str,
         dropout: float = 0.0,
     ) -> Tensor:
-        """Logits of the spans' tokens only: [S, vocab]."""
+        """Return the logits of the spans' tokens only: [S, vocab]."""
         x, delta = self.streams(self.embed(tokens, positions, blocks), rows, kernel, dropout)
         n = rows.context_tokens
         normed = joined(x[n:], delta[n:], self.transformer.final_layernorm, dropout)[1]
@@ -130,8 +159,8 @@ class Glm(nn.Module):
 
 
 def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
-    """A model on the device, without gradients. Its memory is not initialised: fill or load it
-    next.
+    """Build a GLM on the device, with gradients disabled and its memory uninitialized: fill or load
+    the weights next.
     """
     with without_values(device, dtype):
         model = Glm(shape)
@@ -139,11 +168,14 @@ def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
 
 
 def fill_random(model: Glm, seed: int) -> None:
-    """Random weights as GLM begins with: normal in matrices and tables, ones and zeros in norms,
-    zeros in biases. What a layer adds to the residual stream is smaller by the root of the number
-    of such parts, two a layer, as in GLM's own program (`scaled_init_method`). The values of a
-    parameter depend on the seed, its name, shape, dtype and kind of device, and those of such a
-    part on the number of layers."""
+    """Fill all parameters with random initial weights, in place: N(0, 0.02) in matrices and
+    embeddings, ones in norms, zeros in biases.
+
+    The two matrices of a layer that write to the residual stream have the standard deviation
+    divided by sqrt(2 · layers), as in GLM's own program (`scaled_init_method`). Values depend on
+    the seed and on the parameter's name, shape, dtype and kind of device, not on the order of
+    calls.
+    """
     scaled = STD / sqrt(2 * model.shape.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,18 +1,19 @@
-"""Attention of a cloze: context tokens see all of their context, span tokens their context, their
-own past and themselves.
+"""Attention of a cloze: context tokens see all of their context, span tokens see their context and
+their own span up to themselves.
 
-Tokens are packed: all contexts end to end, then all spans, those that see one context beside each
-other. A kernel is a row of KERNELS: it takes QKV [T, 3, H, D], a `ClozeLayout` and the share of
-attention probabilities to drop; it gives [T, H, D].
+Tokens are packed: all contexts end to end, then all spans, those that see one context next to each
+other. A kernel is an entry of `CLOZE_KERNELS`: it takes QKV [T, 3, H, D], a `ClozeLayout` and the
+dropout probability of attention, and returns [T, H, D]. Called by glm.py and glm_fused.py; layouts
+are made by training/glm.py.
 
-A layout may have more room than its tokens need (`Room`): rows of no tokens and places that nothing
-reads fill it up, so that micro-batches of one room have tensors of the same sizes.
+A layout may be larger than its tokens need (`ClozeCapacity`): empty rows and unread positions fill
+it up, so that micro-batches of one capacity have tensors of the same sizes.
 
-Kernel "flash" is three calls without a copy between them: contexts on contexts, spans on contexts,
-spans on themselves. The latter two are halves of one softmax, so they are merged by their
-log-sum-exp. Their backward calls are given the merged output and the merged log-sum-exp, from which
-the kernel computes the whole softmax's probabilities and row sums again: the gradients are exact.
-Dropped probabilities do not change that: a normaliser does not know of them.
+Kernel `flash` is three calls of flash attention without a copy between them: contexts on contexts,
+spans on contexts, spans on themselves. The latter two are parts of one softmax and are merged by
+their log-sum-exp. Their backward calls are given the merged output and log-sum-exp, from which
+flash attention computes the whole softmax's probabilities and row sums again, so gradients are
+exact. Dropout does not change that: dropped probabilities stay in the softmax's sum.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,33 +35,41 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of a layout that micro-batches of about the same size have in common."""
+    """Sizes of a cloze layout that several micro-batches share, so that one recorded graph serves
+    all of them.
+    """
 
-    logits: int  # tokens of spans, at most
-    contexts: int  # rows, at most; tokens of contexts have no room beside those that are there
+    logits: int  # span tokens, at most
+    contexts: int  # rows; context tokens are not padded
     spans: int
-    longest: tuple[int, int, int]  # a context, all spans of a context, a span
-    row: int  # the longest context with its spans
+    longest: tuple[int, int, int]  # lengths: a context, all spans of a context, a span
+    row: int  # length of the longest context with its spans
 
 
 @dataclass(frozen=True)
 class Padded:
-    """The same tokens as one row a context, its spans behind it: for kernels that know no packing."""
+    """The tokens of a cloze micro-batch as one padded row per context, its spans behind it, for
+    kernels without packing.
+    """
 
-    # int64 [contexts · width]: which token stands there; the first one where none does
+    # int64 [contexts · width]: index of the token at each padded position; 0 for padding
     gather: Tensor
-    back: Tensor  # int64 [T]: where in these rows each token stands
-    # bool [contexts, 1, width, width]: whether a query (of the third dimension) sees a key
+    back: Tensor  # int64 [T]: padded position of each token
+    # bool [contexts, 1, width (query), width (key)]: True if the query sees the key
     mask: Tensor
     width: int
 
 
 @dataclass(frozen=True)
 class ClozeLayout:
-    # of contexts, of spans; spans of each context
+    """Where contexts and spans of a packed cloze micro-batch begin and end, with derived layouts
+    for each kernel, computed on first use and cached.
+    """
+
+    # lengths of contexts, lengths of spans, number of spans of each context
     lengths: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     contexts: RowBorders
-    groups: RowBorders  # all spans of a context together, counted from the first span token
+    groups: RowBorders  # a row for all spans of a context, counted from the first span token
     spans: RowBorders
     context_tokens: int
     device: torch.device
@@ -68,7 +77,7 @@ class ClozeLayout:
 
     @cached_property
     def padded(self) -> Padded:
-        """Made for the kernels that need it, once a micro-batch."""
+        """The padded layout for kernel `padded`, on the device; cached."""
         gather, back, seen = _padded(*self.lengths, self.room.row if self.room else 0)
         width = gather.shape[1]
         return Padded(
@@ -80,19 +89,24 @@ class ClozeLayout:
 
     @cached_property
     def joint(self) -> Joint:
-        """Made for the kernels that need it, once a micro-batch."""
+        """The layout with every context followed by its spans, for Triton kernels, on the device;
+        cached.
+        """
         return _joint(*self.lengths, self.room, self.device)
 
     @cached_property
     def picked(self) -> Tensor:
-        """Where the spans' tokens stand, with the contexts before all spans: int64. The first token
-        fills up its room.
+        """The positions of the spans' tokens when all contexts come before all spans: int64 on the
+        device, filled up with position 0 to the capacity; cached.
         """
         made = np.arange(self.context_tokens, self.context_tokens + sum(self.lengths[1]))
         return send(_filled(made, self.room.logits if self.room else len(made), 0), self.device)
 
     def tensors(self, joint: bool) -> list[Tensor]:
-        """All that kernels read: those of `Joint`, or kernel "padded"."""
+        """Return all tensors that kernels read of this layout: those of `InterleavedLayout` if
+        `interleaved`, otherwise those of kernel `padded`. A recorded graph overwrites them for the
+        next micro-batch.
+        """
         if not joint:
             return [self.picked, self.padded.gather, self.padded.back, self.padded.mask]
         at = self.joint
@@ -116,8 +130,11 @@ def layout(
     device: torch.device,
     room: Room | None = None,
 ) -> ClozeLayout:
-    """Of contexts and spans with these lengths; `groups` says how many of the spans see each
-    context, one after the other.
+    """Return the layout of contexts and spans with these lengths; `groups` is the number of spans
+    that see each context, in order.
+
+    With a capacity lengths may be 0. Raises ValueError if the numbers of contexts, groups and spans
+    do not match each other or the capacity, or if a length is 0 without a capacity.
     """
     least = min(*groups, *contexts, *spans)
     if (
@@ -145,14 +162,15 @@ def layout(
 
 
 def _filled(values: Numbers, size: int, value: int) -> Numbers:
+    """Pad an array at its end to `size` elements with `value`."""
     return np.pad(values, (0, size - len(values)), constant_values=value)
 
 
 def _padded(
     contexts: Sequence[int], spans: Sequence[int], groups: Sequence[int], least: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather [contexts, width], back [T] and mask [contexts, width, width], with a width of `least`
-    or more.
+    """Return gather [contexts, width], back [T] and mask [contexts, width, width] of
+    `PaddedLayout`; the width is that of the longest context with its spans, at least `min_width`.
     """
     parts, first, at = [], 0, sum(contexts)
     for length, count in zip(contexts, groups, strict=True):
@@ -163,7 +181,7 @@ def _padded(
     gather = torch.zeros(len(contexts), width, dtype=torch.int64)
     back = torch.empty(at, dtype=torch.int64)
     seen = torch.zeros(len(contexts), width, width, dtype=torch.bool)
-    seen[:, :, 0] = True  # a softmax over nothing would be NaN where there is no token
+    seen[:, :, 0] = True  # padding sees one key: a softmax over none is NaN
     start = 0
     for i, (length, own, begin) in enumerate(parts):
         size = length + sum(own)
@@ -190,14 +208,17 @@ def _joint(
     room: Room | None,
     device: torch.device,
 ) -> Joint:
-    """By numpy: torch's threads would wait for one another over so few numbers."""
+    """Compute the `InterleavedLayout` and send it to the device.
+
+    By numpy, because torch's threads would wait for one another over so few numbers.
+    """
     outer, inner, count = (np.array(lens, dtype=np.int64) for lens in (contexts, spans, groups))
     owner = np.repeat(np.arange(len(outer)), count)
     together = np.zeros_like(outer)
     np.add.at(together, owner, inner)
     sizes = outer + together
-    first = sizes.cumsum() - sizes  # of each context, and behind it of its spans
-    # less how many tokens of other spans are before them
+    first = sizes.cumsum() - sizes  # position of each row's first token
+    # to be added to a span token's number among all span tokens
     behind = first + outer - (together.cumsum() - together)
     of_contexts = np.arange(outer.sum()) + np.repeat(first - (outer.cumsum() - outer), outer)
     of_spans = np.arange(inner.sum()) + np.repeat(behind, together)
@@ -212,6 +233,7 @@ def _joint(
     borders = [np.repeat(one, sizes) for one in (first, first + outer)]
 
     def narrow(values: Numbers) -> Tensor:
+        """Send an array to the device as int32."""
         return send_tensor(torch.from_numpy(values.astype(np.int32)), device)
 
     return Joint(
@@ -229,11 +251,14 @@ def _joint(
 
 
 def _programs(first: Numbers, sizes: Numbers, tile: int, fill: bool) -> Numbers:
-    """Rows of these sizes in parts of so many tokens: the first token of each part and the end of
-    its row. Parts of no tokens fill it up to as many as so many rows of so many tokens have at
-    most."""
+    """Divide rows into parts of at most `tile` tokens, one for each Triton program: int64 [2,
+    programs] with the first token of each part and the end of its row.
+
+    With `fill`, empty parts (both numbers the total of tokens) are added up to the most that as
+    many rows of as many tokens can need.
+    """
     count = -(-sizes // tile)
-    # of a part in its row
+    # number of each part in its row
     number = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
     made = np.stack((np.repeat(first, count) + number * tile, np.repeat(first + sizes, count)))
     more = sizes.sum() // tile + len(sizes) - made.shape[1] if fill else 0
@@ -241,8 +266,8 @@ def _programs(first: Numbers, sizes: Numbers, tile: int, fill: bool) -> Numbers:
 
 
 def _by_padding(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: "Merge") -> Tensor:
-    """Through SDPA with a mask: for a CPU and for fp32, and the plain meaning of every other
-    kernel.
+    """Compute attention through SDPA with a mask: for CPUs and fp32, and the plain meaning of the
+    other kernels. `merge_parts` is not used.
     """
     at = rows.padded
     wide = qkv.index_select(0, at.gather).unflatten(0, (-1, at.width))  # type: ignore[no-untyped-call]
@@ -251,18 +276,19 @@ def _by_padding(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: "Merge")
     return out.transpose(1, 2).flatten(0, 1).index_select(0, at.back)
 
 
-# out [Tq, H, D], log-sum-exp [H, Tq], and what the backward call needs to drop the same
+# output [Tq, H, D], log-sum-exp [H, Tq], and the random state for the backward call
 Half = tuple[Tensor, Tensor, Any]
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Attention of packed rows, and its backward: flash attention's calls, or what stands in for
-    them in tests.
+    """The forward and backward call of attention over packed rows: flash attention's, or plain ones
+    in tests.
 
-    `forward(q, k, v, queries, keys, dropout, causal)` leaves query rows beyond the last border as
-    they are; `backward(grad, q, k, v, out, lse, state, queries, keys, dropout, causal)` gives the
-    gradients of q, k and v."""
+    `forward(q, k, v, queries, keys, dropout, causal)` returns output, log-sum-exp and random state,
+    and leaves output rows beyond the last offset uninitialized; `backward(grad, q, k, v, out, lse,
+    state, queries, keys, dropout, causal)` returns the gradients of q, k and v.
+    """
 
     forward: Callable[[Tensor, Tensor, Tensor, RowBorders, RowBorders, float, bool], Half]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -277,6 +303,9 @@ def _flash_forward(
     dropout: float,
     causal: bool,
 ) -> Half:
+    """Call torch's flash attention on packed rows; return output [Tq, H, D], log-sum-exp [H, Tq],
+    and the random state with which the backward call drops the same probabilities.
+    """
     borders = queries.cu, keys.cu, queries.longest, keys.longest
     out, lse, rng, unused, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, *borders, dropout, causal, False
@@ -297,6 +326,7 @@ def _flash_backward(
     dropout: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Call the backward of torch's flash attention; return the gradients of q, k and v."""
     borders = queries.cu, keys.cu, queries.longest, keys.longest
     grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad, q, k, v, out, lse, *borders, dropout, causal, *state
@@ -308,7 +338,9 @@ FLASH = Blocks(_flash_forward, _flash_backward)
 
 
 def merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of two halves of a softmax as that of the whole, and its log-sum-exp."""
+    """Return output [Tq, H, D] and log-sum-exp [H, Tq] of a softmax over all keys, from those over
+    two disjoint sets of keys.
+    """
     lse = torch.logaddexp(one_lse, other_lse)
     share, rest = ((half - lse).exp().t()[:, :, None] for half in (one_lse, other_lse))
     return (one * share + other * rest).to(one.dtype), lse
@@ -318,14 +350,17 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Merged(torch.autograd.Function):
-    """Contexts on themselves, spans on contexts and on themselves. The first call is given all
-    queries and the borders of the contexts alone: so its output has room for the spans', and
-    nothing is copied together."""
+    """A cloze's attention by three calls (contexts on contexts, spans on contexts, spans on
+    themselves) with its own backward pass; kernel `flash`.
+    """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: float, blocks: Blocks, merged: Merge
     ) -> Tensor:
+        """Return [T, H, D]. The first call gets all queries but only the offsets of contexts, so
+        its output has room for the spans' and nothing is concatenated.
+        """
         n = rows.context_tokens
         q, k, v = qkv.unbind(1)
         out, lse, state = blocks.forward(
@@ -346,6 +381,7 @@ class Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of qkv [T, 3, H, D], and None for the other arguments."""
         qkv, out, lse, whole_lse = context.saved_tensors
         rows, dropout, blocks = context.asked
         n = rows.context_tokens
@@ -373,23 +409,24 @@ class Merged(torch.autograd.Function):
 
 
 def _by_flash(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: Merge) -> Tensor:
+    """Compute attention by three calls of flash attention, merging by `merge_parts`."""
     out: Tensor = Merged.apply(qkv, rows, dropout, FLASH, merged)  # type: ignore[no-untyped-call]
     return out
 
 
-# "packed" is kernels/glm_attention.py, where Triton runs, and here its meaning.
+# `packed` is kernels/glm_packed_attention.py where Triton runs; elsewhere it pads.
 KERNELS: dict[str, Callable[[Tensor, ClozeLayout, float, Merge], Tensor]] = {
     "padded": _by_padding,
     "flash": _by_flash,
     "packed": _by_padding,
 }
-JOINT = ("flash", "packed")  # have their tokens in the order of `Joint` where Triton runs
+JOINT = ("flash", "packed")  # their tokens are interleaved where Triton runs
 
 
 def attend(
     qkv: Tensor, rows: ClozeLayout, kernel: str, dropout: float, merged: Merge = merge
 ) -> Tensor:
-    """Attention by the named kernel: [T, H, D]. `merged` may be a compiled `merge`, for the kernel
-    that has halves.
+    """Return a cloze's attention [T, H, D] by the named kernel (KeyError if unknown). `merge_parts`
+    may be a compiled `merge_softmax_parts`; only kernel `flash` uses it.
     """
     return KERNELS[kernel](qkv, rows, dropout, merged)

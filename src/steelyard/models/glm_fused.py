@@ -1,9 +1,9 @@
-"""A GLM for training on one device: gradients of weights and biases are added to where they are
-summed, as in llama_fused.py.
+"""A GLM for training on one device: each matmul of the backward pass adds its weight's gradient to
+the accumulator directly, as in llama_fused.py.
 
-Biases are added by the matmul itself; what is between matmuls (a dropout, an addition and a norm)
-is one compiled piece, or a kernel of kernels/glm_norm.py that also sums up the gradient of the bias
-before it.
+Biases are added by the matmul itself. What lies between matmuls (dropout, addition and norm) is one
+compiled function or, where Triton runs, a kernel of kernels/glm_norm_gelu.py that also sums up the
+gradient of the bias before it. Used by engines/torch/glm.py.
 """
 
 from collections.abc import Callable
@@ -20,19 +20,22 @@ from steelyard.models.glm import Glm, GlmBlock, GlmStreams, Layer, split
 from steelyard.models.glm_attention import FLASH, JOINT, ClozeLayout, attend, merge
 from steelyard.models.llama_fused import Gradient, add_product
 
-ROWS = 512  # of logits read at once where nothing is compiled
-PLACES = 3  # of a layer that drop: what is added to the stream, twice, and attention
-# numbers of 16 bit that a matmul loads at once; GLM's tables of positions have 513 rows
+ROWS = 512  # rows of logits at a time if nothing is compiled
+PLACES = 3  # two additions to the residual stream, and attention
+# 16-bit elements of one 16-byte load of a matmul; GLM's position tables have 513 rows
 ALIGNED = 8
 
 Ids = tuple[Tensor, Tensor, Tensor]  # tokens, positions, block positions
-Tables = tuple[Tensor, Tensor]  # of positions and of block positions
+Tables = tuple[Tensor, Tensor]  # embeddings of positions, of block positions
 
 
 class Linear(torch.autograd.Function):
-    """x times a weight and a bias added, whose gradients are added to `accumulator` and to
-    `bias_accumulator`, and nowhere else; the bias's not at all if there is no place: then whoever
-    makes the gradient that comes here adds it."""
+    """x · weightᵀ + bias, whose backward pass adds the gradients of weight and bias to the given
+    accumulators and returns that of x only.
+
+    Without `bias_accumulator` the bias's gradient is not computed here: whoever makes the incoming
+    gradient adds it.
+    """
 
     @staticmethod
     def forward(
@@ -43,12 +46,16 @@ class Linear(torch.autograd.Function):
         accumulator: Tensor,
         bias_accumulator: Tensor | None,
     ) -> Tensor:
+        """Return x · weightᵀ + bias, [T, outputs]."""
         context.save_for_backward(x, weight)
         context.accumulators = accumulator, bias_accumulator
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Add the gradients of weight and bias to their accumulators, and return that of x and None
+        for the rest.
+        """
         x, weight = context.saved_tensors
         accumulator, bias_accumulator = context.accumulators
         add_product(accumulator, grads[0], x)
@@ -58,8 +65,9 @@ class Linear(torch.autograd.Function):
 
 
 class DropoutAddNorm(torch.autograd.Function):
-    """The residual stream and its norm, by a kernel. Gradients of the norm's weight and bias, and
-    of the bias that was added to delta, if there was one, are added to `accumulators`."""
+    """x + dropout(delta) and its LayerNorm by Triton kernels; the backward pass adds the gradients
+    of the norm's weight and bias, and of the bias in delta if there is one, to `accumulators`.
+    """
 
     @staticmethod
     def forward(
@@ -70,11 +78,12 @@ class DropoutAddNorm(torch.autograd.Function):
         accumulators: tuple[Tensor, Tensor, Tensor | None],
         dropout: Dropout,
     ) -> GlmStreams:
+        """Return the sum and its norm, [T, hidden] each."""
         out, normed, stats = glm_norm.dropout_add_norm(
             x, delta, norm.weight, norm.bias, norm.eps, dropout
         )
         context.save_for_backward(out, stats, norm.weight)
-        context.set_materialize_grads(False)  # of the last stream only the norm is read
+        context.set_materialize_grads(False)  # after the last block only the norm is used
         context.asked = accumulators, dropout
         return out, normed
 
@@ -82,6 +91,9 @@ class DropoutAddNorm(torch.autograd.Function):
     def backward(
         context: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """Return the gradients of x (None if not needed) and delta, and None for the rest; raise
+        ValueError if nothing was computed from the norm.
+        """
         more, grad = grads
         if grad is None:
             raise ValueError("a norm that nothing was made from")
@@ -94,15 +106,19 @@ class DropoutAddNorm(torch.autograd.Function):
 
 
 class JointAttention(torch.autograd.Function):
-    """Attention of tokens in the order of `Joint`: one call of flash attention, all queries on
-    contexts, and a kernel for spans on themselves. How the halves of the spans' softmax are one in
-    the backward pass, models/glm_attention.py says. The gradient of the bias that was added to qkv
-    is added to `accumulator`."""
+    """A cloze's attention of tokens in interleaved order, kernel `flash` where Triton runs: one
+    call of flash attention for all queries on contexts, and a Triton kernel that continues with
+    spans on themselves.
+
+    The backward pass adds the gradient of QKV's bias to `accumulator`. Why the parts of a softmax
+    can be differentiated apart, cloze_attention.py explains.
+    """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
     ) -> Tensor:
+        """Return [T, H, D] of qkv [T, 3, H, D]."""
         joint = rows.joint
         near = glm_spans.context_keys_values(qkv, joint)
         q, k, v = qkv[:, 0], near[:, 0], near[:, 1]
@@ -115,13 +131,16 @@ class JointAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
+        rest.
+        """
         qkv, near, out, lse = context.saved_tensors
         rows, dropout, accumulator, state = context.asked
         grad, borders = grads[0].contiguous(), (rows.joint.rows, rows.contexts)
         dq, dk, dv = FLASH.backward(
             grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout.share, False
         )
-        dq = dq.contiguous()  # as the kernels read it, and one of them adds to it
+        dq = dq.contiguous()  # kernels below read it as contiguous and add to it
         total = torch.empty_like(qkv)
         glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout)
         glm_spans.merge_gradients((dq, dk, dv), total, rows.joint, accumulator)
@@ -129,12 +148,18 @@ class JointAttention(torch.autograd.Function):
 
 
 class PackedAttention(torch.autograd.Function):
-    """The same by one kernel forward, and one each for queries, and for keys and values, backward."""
+    """A cloze's attention of tokens in interleaved order by this package's Triton kernels (kernel
+    `packed`): one forward, two backward. The backward pass adds the gradient of QKV's bias to
+    `accumulator`.
+    """
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
     ) -> Tensor:
+        """Return [T, H, D] of qkv [T, 3, H, D]; raise RequestError if qkv has more than 2^31 - 1
+        elements.
+        """
         borders, programs = rows.joint.borders, rows.joint.programs
         out, lse = glm_attention.attend(qkv, borders, programs, dropout)
         context.save_for_backward(qkv, out, lse, borders, programs)
@@ -143,6 +168,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
+        rest.
+        """
         back = glm_attention.attend_backward(
             grads[0].contiguous(), *context.saved_tensors, *context.asked
         )
@@ -150,29 +178,39 @@ class PackedAttention(torch.autograd.Function):
 
 
 class Gelu(torch.autograd.Function):
-    """The gradient of the bias that was added to x is added to `accumulator`."""
+    """Tanh-form GELU by Triton kernels; the backward pass adds the gradient of the bias before it
+    to `accumulator`.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, accumulator: Tensor) -> Tensor:
+        """Return GELU(x), [T, width]."""
         context.save_for_backward(x)
         context.accumulator = accumulator
         return glm_norm.gelu(x)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Add the bias's gradient to `accumulator`, and return that of x and None."""
         (x,) = context.saved_tensors
         return glm_norm.gelu_backward(x, grads[0], context.accumulator), None
 
 
 class SummedEmbeddings(torch.autograd.Function):
-    """The sum of a token's rows of three tables: words, positions and block positions. A table of
-    positions has few rows, and nearly all tokens have block position 0: torch's own backward adds
-    those one by one. Here it is a matmul with ones at the rows that were read."""
+    """The sum of each token's word, position and block-position embedding; the backward pass adds
+    the gradients of the three tables to `accumulators` and returns none.
+
+    The position tables have few rows, and nearly all tokens have block position 0, which torch's
+    own backward would add one by one. Here their gradients are matmuls with a one-hot matrix.
+    """
 
     @staticmethod
     def forward(
         context: Any, tables: Tables, ids: Ids, accumulators: tuple[Tensor, ...], words: Tensor
     ) -> Tensor:
+        """Return [T, hidden]; `tables` are those of positions and block positions, `words` the word
+        embeddings.
+        """
         context.asked = ids, accumulators
         word, position, block = (
             F.embedding(row, table) for row, table in zip(ids, (words, *tables), strict=True)
@@ -181,6 +219,9 @@ class SummedEmbeddings(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        """Add the gradients of words, positions and block positions to the accumulators, and return
+        None for every argument.
+        """
         ids, accumulators = context.asked
         grad = grads[0].contiguous()
         accumulators[0].add_(
@@ -195,7 +236,9 @@ class SummedEmbeddings(torch.autograd.Function):
 
 
 class LogProbs(torch.autograd.Function):
-    """The log-probability of each row's target. The table's gradient is added to `accumulator`."""
+    """The log-probability of each row's target under logits x · tableᵀ; the backward pass adds the
+    table's gradient to `accumulator`.
+    """
 
     @staticmethod
     def forward(
@@ -206,6 +249,7 @@ class LogProbs(torch.autograd.Function):
         accumulator: Tensor,
         kernels: "GlmKernels",
     ) -> Tensor:
+        """Return log-probabilities [rows] in fp32 or wider, of x [rows, hidden]."""
         logits = x @ table.t()
         lse, found = kernels.rows(kernels.log_probs, logits, targets)
         context.save_for_backward(x, table, targets, logits, lse)
@@ -214,6 +258,9 @@ class LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Add the table's gradient to `accumulator`, and return that of x and None for the rest.
+        With Triton the saved logits are overwritten.
+        """
         x, table, targets, logits, lse = context.saved_tensors
         accumulator, kernels = context.asked
         (grad,) = kernels.rows(kernels.log_probs_backward, logits, targets, lse, grads[0])
@@ -222,14 +269,21 @@ class LogProbs(torch.autograd.Function):
 
 
 class GlmKernels:
-    """What stands between the matmuls, as it is written, or compiled, or by Triton's kernels: the
-    same for all layers. Every micro-batch has a size of its own, so sizes are no constants."""
+    """The operations between a GLM's matmuls, shared by all layers: plain functions, compiled ones
+    (`compiled`), or Triton kernels for log-probabilities (`triton`).
+
+    Compiled with dynamic sizes, because micro-batches differ in their numbers of tokens. `eps` and
+    `dropout` are compiled in.
+    """
 
     def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
+        """Choose the functions; with `compiled` they are compiled on their first call."""
+
         def make(function: Callable[..., Any]) -> Callable[..., Any]:
+            """Return the function under torch.compile, or as it is without `compiled`."""
             return torch.compile(function, dynamic=True) if compiled else function
 
-        # no fp32 copy of all logits is made by what is compiled, and rows need not be few
+        # compiled functions make no fp32 copy of all logits
         self.whole = compiled
         self.norms = {
             rate: make(glm_norm.plain_dropout_add_norm(eps, rate)) for rate in (0.0, dropout)
@@ -246,7 +300,10 @@ class GlmKernels:
     def rows(
         self, piece: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """A function of rows, all at once if it is compiled, else a few at a time."""
+        """Call `function` on tensors whose first dimension is rows: on all rows at once if
+        functions are compiled, otherwise on `LOGIT_ROWS` rows at a time, and concatenate the
+        results.
+        """
         if self.whole or len(tensors[0]) <= ROWS:
             return piece(*tensors)
         parts = [
@@ -256,19 +313,28 @@ class GlmKernels:
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
     def add_norm(self, x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
+        """Return x + dropout(delta) and its LayerNorm; `dropout` is 0 or the model's own
+        probability (KeyError otherwise).
+        """
         out: GlmStreams = self.norms[dropout](x, delta, norm.weight, norm.bias)
         return out
 
 
 class FusedLayer:
-    """The same function as `GlmBlock`, with `gradient` saying where one is summed."""
+    """A GLM block without Triton: the same function as `GlmBlock`, with weight gradients added to
+    where `gradient` says.
+    """
 
     def __init__(self, block: GlmBlock, gradient: Gradient, kernels: GlmKernels) -> None:
+        """Keep the block, whose parameters are used, the lookup of gradients and the shared
+        functions.
+        """
         self.block, self.gradient, self.kernels = block, gradient, kernels
 
     def __call__(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
+        """Return (x, delta), as `GlmBlock.forward`."""
         block, kernels = self.block, self.kernels
         x, normed = kernels.add_norm(x, delta, block.input_layernorm, dropout)
         qkv = split(self._linear(normed, block.attention.query_key_value), block.heads)
@@ -280,23 +346,33 @@ class FusedLayer:
         return x, self._linear(wide, block.mlp.dense_4h_to_h)
 
     def _linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Apply a linear layer; its weight's and bias's gradients are accumulated in the backward
+        pass.
+        """
         return linear(x, layer, self.gradient, self.gradient(layer.bias))
 
 
 class KernelLayer:
-    """The same by kernels, which have the gradients of all biases. `before` is the bias that delta
-    was made with, if any. Kernels of JOINT have their tokens in that order. A layer has PLACES that
-    drop from `place` on."""
+    """A GLM block by Triton kernels: the same function as `GlmBlock`, in which the kernels between
+    matmuls sum up the gradients of all biases.
+
+    `bias` is the bias of the matmul that made the incoming delta, or None. Kernels of `INTERLEAVED`
+    need tokens in interleaved order. The block has `DROPOUTS` dropout sites, numbered from `site`.
+    """
 
     def __init__(
         self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int
     ) -> None:
+        """Keep the block, whose parameters are used, the lookup of gradients and the dropout seed,
+        a tensor on the device that all layers share.
+        """
         self.block, self.gradient, self.before = block, gradient, before
         self.seed, self.place = seed, place
 
     def __call__(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
+        """Return (x, delta), as `GlmBlock.forward`."""
         block, gradient = self.block, self.gradient
         attention, mlp = block.attention, block.mlp
         first, second, third = (Dropout(dropout, self.seed, self.place + i) for i in range(PLACES))
@@ -323,6 +399,9 @@ class KernelLayer:
 def linear(
     x: Tensor, layer: nn.Linear, gradient: Gradient, bias_accumulator: Tensor | None
 ) -> Tensor:
+    """Return x · weightᵀ + bias of a layer; the backward pass adds the weight's gradient to
+    `gradient(weight)` and the bias's to `bias_accumulator`, if there is one.
+    """
     out: Tensor = Linear.apply(
         x, layer.weight, layer.bias, gradient(layer.weight), bias_accumulator
     )  # type: ignore[no-untyped-call]
@@ -337,6 +416,10 @@ def dropout_add_norm(
     gradient: Gradient,
     before: Tensor | None,
 ) -> GlmStreams:
+    """Return x + dropout(delta) and its LayerNorm by Triton kernels; the backward pass accumulates
+    the gradients of the norm's weight and bias, and of `prior_bias`, with which delta was made,
+    unless it is None.
+    """
     places = (
         gradient(norm.weight),
         gradient(norm.bias),
@@ -347,9 +430,18 @@ def dropout_add_norm(
 
 
 class FusedGlm:
-    """A model's way from tokens to the log-probabilities of the spans' targets."""
+    """A GLM's forward pass for training, from tokens to the log-probabilities of the spans'
+    targets.
+
+    `gradient` returns the accumulator of a parameter's gradient. With `compiled` it uses Triton
+    kernels where they run, otherwise torch.compile; with `recompute` each block's activations are
+    computed again in the backward pass.
+    """
 
     def __init__(self, model: Glm, gradient: Gradient, compiled: bool, recompute: bool) -> None:
+        """Wrap the model's blocks, whose parameters are shared, and make a zero dropout seed on
+        their device.
+        """
         shape, device = model.shape, model.word_embeddings.weight.device
         self.model, self.gradient = model, gradient
         self.triton = compiled and jit.serve(device)
@@ -370,14 +462,20 @@ class FusedGlm:
             self.layers = [recomputed(layer) for layer in self.layers]
 
     def draw(self) -> None:
-        """A new seed, for the next forward pass and its backward. It comes from torch's generator
-        of the host, so nothing waits for the device."""
+        """Draw a new dropout seed for the next forward pass and its backward, in place on the
+        device. It comes from torch's random generator of the host, so nothing waits for the device.
+        """
         self.seed.fill_(int(torch.randint((1 << 63) - 1, ())))
 
     def __call__(
         self, ids: Ids, targets: Tensor, rows: ClozeLayout, kernel: str, dropout: float
     ) -> Tensor:
-        """Of tokens with their positions and block positions: [S], in fp32 or wider."""
+        """Return the log-probabilities of `targets`, [S] in fp32 or wider, where S are the spans'
+        tokens (or the layout's capacity).
+
+        `ids` are tokens, positions and block positions in the order of `ClozeLayout`; they are
+        reordered here if the kernel needs it.
+        """
         below, table = self.model.transformer, self.model.word_embeddings.weight
         tables = below.position_embeddings.weight, below.block_position_embeddings.weight
         accumulators = tuple(self.gradient(one) for one in (table, *tables))
@@ -401,14 +499,19 @@ class FusedGlm:
         return out
 
     def reorders(self, kernel: str) -> bool:
-        """Whether tokens are computed in the order of `Joint`."""
+        """Return whether tokens are computed in interleaved order with this kernel: only with
+        Triton.
+        """
         return self.triton and kernel in JOINT
 
 
 def recomputed(layer: Layer) -> Layer:
-    """A layer whose activations are computed again in the backward pass, the same numbers dropped."""
+    """Return a layer that calls `layer` under activation checkpointing: activations are computed
+    again in the backward pass, with the same elements dropped.
+    """
 
     def run(x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
+        """Call the layer through `torch.utils.checkpoint`."""
         out: GlmStreams = checkpoint(layer, x, delta, rows, kernel, dropout, use_reentrant=False)
         return out
 

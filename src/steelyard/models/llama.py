@@ -1,11 +1,12 @@
 """The Llama family: RMSNorm, rotary positions, SwiGLU, grouped keys, tied or untied output;
-optional are a QKV bias (Qwen2), norms of query and key heads (Qwen3), a window (Mistral) and scaled
+optionally a QKV bias (Qwen2), norms of query and key heads (Qwen3), a window (Mistral) and scaled
 rotary positions (Llama 3).
 
-Tokens are packed: a batch is one long row of tokens with a `Layout` that says where its sequences
-begin, so a linear layer sees one large matrix and nothing is padded. QKV is one matrix, stored by
-key group as (its query heads, key, value): a slice of whole groups is a slice of the rows. Gate and
-up are one matrix too, in alternating blocks of a few rows each, for the same reason.
+Tokens are packed: a batch is one long row of tokens with a `PackedLayout` that says where its
+sequences begin, so a linear layer sees one matrix of all tokens and nothing is padded. QKV is one
+matrix, stored by key group as (its query heads, key, value), so that whole groups are a slice of
+its rows. For the same reason gate and up are one matrix in alternating chunks of a few rows. This
+is the plain model; llama_fused.py and llama_fp8.py compute the same faster.
 """
 
 import math
@@ -25,6 +26,12 @@ from steelyard.models.shapes import LinearRope, Llama3Rope
 
 @dataclass(frozen=True)
 class LlamaShape:
+    """Dimensions of a Llama, or of one tensor-parallel shard of it.
+
+    `positions` is the longest sequence, `window` the keys that a token sees (itself included; None:
+    all before it).
+    """
+
     layers: int
     hidden: int
     heads: int
@@ -43,18 +50,25 @@ class LlamaShape:
 
     @property
     def ffn_block(self) -> int:
-        """Rows of gate, then as many of up: the most, up to what one load of 16 bytes takes, of
-        which every share that divides the key groups holds whole ones. So a share has the same
-        block as the whole."""
+        """The number of gate rows that are followed by as many up rows in the matrix gate_up: 8, 4,
+        2 or 1.
+
+        It is the largest (8 elements of 16 bits are one load of 16 bytes) for which every equal
+        division of the key groups gets whole chunks, so a shard has the same chunk as the whole
+        model.
+        """
         shares = math.gcd(self.ffn, self.kv_heads)
         return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
 
 
 class GatesApart(LlamaShape):
-    """The same with all rows of gate before all of up: for a CPU, and for a whole model only."""
+    """A Llama's dimensions where gate_up has all gate rows before all up rows: for scoring on a
+    CPU, and for a whole model only, not for shards.
+    """
 
     @property
     def ffn_block(self) -> int:
+        """The number of gate rows before the up rows: all of them."""
         return self.ffn
 
 
@@ -62,10 +76,16 @@ Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """One layer. The residual stream comes as (x, delta), their sum not yet taken, so that a
-    compiler can fuse the addition with the norm that follows it."""
+    """One transformer block of a Llama.
+
+    The residual stream comes and leaves as (x, delta), not yet added, so that a compiler can fuse
+    the addition with the norm that follows.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
+        """Create the norms and linear layers of one block; q_norm and k_norm are None without QK
+        norm.
+        """
         super().__init__()
         self.shape = shape
         groups, dim = shape.kv_heads, shape.head_dim
@@ -88,7 +108,12 @@ class Block(nn.Module):
         kernel: str,
         prefix: Prefix | None,
     ) -> Streams:
-        """Returns x, delta, and this batch's keys and values."""
+        """Return x and delta, [T, hidden] each, and this batch's rotated keys and values, [T, G, D]
+        each.
+
+        `cos` and `sin` are those of `compute_rotary_cos_sin`, `kernel` names a kernel of
+        `ATTENTION_KERNELS`, `prefix` is this layer's cache of a shared prefix.
+        """
         x = x + delta
         q, k, v = heads(
             self.qkv(self.attention_norm(x)), cos, sin, self.shape, self.q_norm, self.k_norm
@@ -98,8 +123,8 @@ class Block(nn.Module):
 
 
 def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
-    """SwiGLU; in place where gate and up lie apart, which only scoring on a CPU has: there new
-    memory is slow at first.
+    """Return silu(gate) · up, [T, ffn]. For a `GateFirstShape` it is computed in place and
+    overwrites the first half of `gate_up`: on a CPU new memory is slow at first.
     """
     if not isinstance(shape, GatesApart):
         return gated(gate_up, shape.ffn_block)
@@ -118,8 +143,12 @@ def heads(
     of_q: Norm | None = None,
     of_k: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normed where the model does so, and rotated, and values, of all groups that
-    are there: a share has fewer."""
+    """Split QKV [T, G · (H / G + 2) · D] into queries [T, H, D], keys and values [T, G, D]; norm
+    queries and keys if norms are given, and rotate them.
+
+    G is taken from the width of `qkv`, so that it also works for a shard with fewer groups than
+    `shape` says.
+    """
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
     q, k = grouped[:, :, :-2], grouped[:, :, -2]
     q, k = q if of_q is None else of_q(q), k if of_k is None else of_k(k)
@@ -127,7 +156,12 @@ def heads(
 
 
 class Llama(nn.Module):
+    """A Llama, or one tensor-parallel shard of it: embedding, blocks, final norm and output."""
+
     def __init__(self, shape: LlamaShape) -> None:
+        """Create the modules with the current default device and type; tied models share one matrix
+        for embedding and output.
+        """
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
@@ -148,9 +182,13 @@ class Llama(nn.Module):
         blocks: Sequence[Callable[..., Streams]] | None = None,
         pick: Tensor | None = None,
     ) -> Tensor:
-        """The residual stream after the last layer, before its norm: [T, hidden], or at the picked
-        tokens only. With `keep`, the keys and values of those tokens are left in `prefix` for later
-        batches. `blocks` stand in for the layers, compiled ones say."""
+        """Return the residual stream after the last block, before the final norm: [T, hidden], or
+        only at the tokens in `pick`.
+
+        `prefix` has one cache per layer. With `keep`, the keys and values of that slice of tokens
+        are written to the beginning of `prefix`, in place, for later batches. `blocks` are run in
+        place of the model's own, for example compiled ones.
+        """
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
         cos, sin = rotary(positions, self.shape, x.dtype)
@@ -166,6 +204,7 @@ class Llama(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., vocab] of hidden states: final norm and output matrix."""
         out: Tensor = self.output(self.norm(hidden))
         return out
 
@@ -180,12 +219,14 @@ class Llama(nn.Module):
         keep: slice | None = None,
         blocks: Sequence[Callable[..., Streams]] | None = None,
     ) -> Tensor:
-        """Logits at the picked tokens only: [len(pick), vocab]."""
+        """Return the logits at the tokens in `pick` only: [len(pick), vocab]. The other arguments
+        are those of `run_layers`.
+        """
         return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks, pick))
 
     def empty_prefix(self, rows: int) -> list[Prefix]:
-        """Room for the keys and values of one shared prefix of at most so many tokens, in every
-        layer.
+        """Return zeroed caches for the keys and values of one shared prefix of at most `tokens`
+        tokens: a pair [tokens, G, D] for each layer.
         """
         like = self.embed.weight
         size = (rows, self.shape.kv_heads, self.shape.head_dim)
@@ -193,7 +234,9 @@ class Llama(nn.Module):
 
 
 def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles, [T, 1, D/2], computed in fp32."""
+    """Return cos and sin of every token's rotary angles, [T, 1, D/2] each, computed in fp32 and
+    converted to `dtype`, with the shape's scaling of frequencies.
+    """
     dim = shape.head_dim
     steps = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
     speeds = 1.0 / shape.rope_base**steps
@@ -204,13 +247,18 @@ def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Te
 
 
 def _linear(speeds: Tensor, scaling: LinearRope) -> Tensor:
+    """Return all frequencies divided by the scaling's factor."""
     return speeds / scaling.factor
 
 
 def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
-    """How many waves the original positions hold says how much of a frequency is kept: from `low`,
-    nothing, to `high`, all. In the order in which transformers computes it: at long positions the
-    last bit of a frequency is seen in an angle."""
+    """Return frequencies scaled as in Llama 3: those of fewer than `low` waves in the original
+    positions are divided by `factor`, those of more than `high` are unchanged, and between them it
+    is interpolated.
+
+    Operations are in the order of transformers: at long positions the last bit of a frequency is
+    visible in an angle.
+    """
     waves = scaling.original_positions / (2 * math.pi / speeds)
     kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
     return (1 - kept) * speeds / scaling.factor + kept * speeds

@@ -1,13 +1,14 @@
-"""A block whose four matmuls run in fp8, for training and for scoring. All else, attention among
-it, is bf16.
+"""Transformer blocks of a Llama whose four matmuls run in fp8, for training and for scoring;
+everything else, attention included, is bf16.
 
-Operands are scaled by rows: a token's activations, its gradients, and of a weight what one output
-(forward) or one input (backward) is made with. A weight's fp8 copies are made when they are first
-needed after the weight changed. Its gradient is a product of 16-bit operands, or of fp8 ones scaled
-by columns (`WEIGHT_GRADIENT`).
+Operands are scaled by rows: a token's activations, its gradients, and a weight's rows by output
+(forward) or by input (backward). A weight's fp8 copies are made on first use after the weight
+changed. The gradient of a weight is a product of 16-bit operands, or of fp8 ones scaled by columns
+(`WEIGHT_GRADIENT`).
 
-Kept for the backward pass are the sum of the streams before a norm, and the output of gate_up; what
-the norm and SwiGLU make of them is made again.
+Saved for the backward pass are the residual stream before each norm and the output of gate_up; the
+norm and SwiGLU are computed again. Used by engines/torch/llama.py (training) and
+engines/torch/score.py.
 """
 
 from collections.abc import Callable
@@ -24,16 +25,21 @@ from steelyard.models.llama import Block, Llama, LlamaShape, Streams
 from steelyard.models.llama_fused import BlockKernels, Gradient, add_product, heads
 from steelyard.models.tensors import apply
 
-MATRICES = ("qkv", "out", "gate_up", "down")  # of a block: what runs in fp8
-GRADIENT = E4M3  # the type of gradients
-MADE_OF = torch.bfloat16  # the type that weights have before they are scaled
+MATRICES = ("qkv", "out", "gate_up", "down")  # linear layers of a block that run in fp8
+GRADIENT = E4M3  # of activations' gradients
+MADE_OF = torch.bfloat16  # weights are rounded to it first
 WEIGHT_GRADIENT: Literal["bf16", "fp8"] = "fp8"
 
 
 class Fp8Kernels(BlockKernels):
-    """What makes the operands, as it is written, or a kernel where the device runs it."""
+    """The operations of `BlockKernels` and those that write fp8, shared by all blocks: with `fast`
+    a Triton kernel where the device has Triton, otherwise the plain function.
+    """
 
     def __init__(self, fast: bool) -> None:
+        """Choose the functions; `fast` also compiles those of `BlockKernels` that run without
+        Triton.
+        """
         super().__init__(fast)
         make: Callable[..., Any] = _chosen if fast else lambda plain, kernel: plain
         self.rows = make(fp8.rows, fp8.triton_rows)
@@ -47,59 +53,83 @@ class Fp8Kernels(BlockKernels):
 
 
 def _chosen(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `kernel` if its first argument is on a device with Triton,
+    otherwise `plain`.
+    """
+
     def run(x: Tensor, *arguments: Any) -> Any:
+        """Call the kernel or the plain function."""
         return (kernel if jit.serve(x.device) else plain)(x, *arguments)
 
     return run
 
 
 class Copies:
-    """Fp8 copies of weights. Whoever writes a weight raises its version, and its copies are made
-    again. They are not kept where the weights are not."""
+    """Fp8 copies of weights, made by `quantize` and made again when a weight's version (`_version`)
+    has changed.
+
+    With `cached` False nothing is stored and every call makes a new copy: for weights that a rank
+    does not keep either.
+    """
 
     def __init__(self, make: Callable[[Tensor], Fp8], kept: bool) -> None:
+        """Start with no copies; `quantize` makes an fp8 matrix from a bf16 weight."""
         self.make, self.kept = make, kept
         self.made: dict[int, tuple[int, Fp8]] = {}
 
     def of(self, weight: Tensor) -> Fp8:
+        """Return the weight in fp8, from the cache if the weight has not changed. An outdated copy
+        is freed before the new one is made.
+        """
         if not self.kept:
             return self._of(weight)
         version, made = self.made.get(id(weight), (None, None))
         if made is None or version != weight._version:
             made = None
-            self.made.pop(id(weight), None)  # two are never there at once
+            self.made.pop(id(weight), None)  # frees the old copy before the new one is made
             made = self._of(weight)
             self.made[id(weight)] = weight._version, made
         return made
 
     def _of(self, weight: Tensor) -> Fp8:
-        """Of the weight as bf16: so it is the same whether a rank has it so, or in the type that it
-        is kept in.
+        """Quantize the weight after rounding it to bf16, so that the copy is the same whatever type
+        a rank stores the weight in.
         """
         return self.make(weight.detach().to(MADE_OF))
 
 
 class Learning:
-    """What the matmuls of all blocks share: kernels, copies of weights, and where their gradients
-    are summed.
+    """What the fp8 matmuls of all blocks share in training: kernels, fp8 copies of weights, and
+    where gradients are accumulated.
+
+    `forward_weights` and `backward_weights` are the weights scaled by output and by input; with
+    `cached` False these copies are not stored.
     """
 
     def __init__(self, gradient: Gradient, kernels: Fp8Kernels, kept: bool = True) -> None:
+        """Start with no copies of weights; `gradient` returns the accumulator of a weight's
+        gradient.
+        """
         self.gradient, self.kernels = gradient, kernels
         self.forward, self.backward = Copies(kernels.rows, kept), Copies(kernels.columns, kept)
 
     def scaled(self, grad: Tensor) -> Fp8:
+        """Return a gradient in fp8 with a scale per token."""
         made: Fp8 = self.kernels.rows(grad, GRADIENT)
         return made
 
     def multiply(self, x: Fp8, weight: Tensor) -> Tensor:
+        """Return x · weightᵀ in bf16."""
         return product(x, self.forward.of(weight))
 
     def back(self, grad: Fp8, weight: Tensor) -> Tensor:
+        """Return grad · weight in bf16: the gradient of the input."""
         return product(grad, self.backward.of(weight))
 
     def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
-        """The gradient of a weight to its sum."""
+        """Add gradᵀ · x, the gradient of a weight, to its accumulator, in place; computed in 16
+        bits or in fp8, as `WEIGHT_GRADIENT` says.
+        """
         total = self.gradient(weight)
         if WEIGHT_GRADIENT == "bf16":
             add_product(total, grad, x)
@@ -110,16 +140,23 @@ class Learning:
 
 
 class Linear(torch.autograd.Function):
-    """x times a weight."""
+    """x · weightᵀ in fp8, for training: the backward pass adds the weight's gradient to its
+    accumulator and returns that of x only.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, code: Learning) -> Tensor:
+        """Return x · weightᵀ in bf16. The weight itself is remembered, not saved: recomputation
+        would give another tensor for it.
+        """
         context.save_for_backward(x)
-        context.weight, context.code = weight, code  # itself: a recomputed tensor is another one
+        # not saved: recomputation would give another tensor
+        context.weight, context.code = weight, code
         return code.multiply(code.kernels.rows(x), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Accumulate the weight's gradient, and return that of x and None for the rest."""
         [x], weight = context.saved_tensors, context.weight
         code: Learning = context.code
         code.add(weight, grads[0], x)
@@ -127,18 +164,22 @@ class Linear(torch.autograd.Function):
 
 
 class GatedLinear(torch.autograd.Function):
-    """SwiGLU of gate and up, times a weight."""
+    """SwiGLU(gate_up) · weightᵀ in fp8, for training: the backward pass adds the weight's gradient
+    to its accumulator and returns that of gate_up only.
+    """
 
     @staticmethod
     def forward(
         context: Any, gate_up: Tensor, weight: Tensor, block: int, code: Learning
     ) -> Tensor:
+        """Return SwiGLU(gate_up) · weightᵀ in bf16; `chunk` is `LlamaShape.gate_up_chunk`."""
         context.save_for_backward(gate_up)
         context.weight, context.block, context.code = weight, block, code
         return code.multiply(code.kernels.gated_fp8(gate_up, block), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
         [gate_up], weight = context.saved_tensors, context.weight
         code: Learning = context.code
         grad = code.back(code.scaled(grads[0]), weight)
@@ -148,26 +189,31 @@ class GatedLinear(torch.autograd.Function):
 
 
 class Fp8Linears:
-    """The matmuls of `FusedBlock` in fp8, for blocks whose tokens are exchanged before and after a
-    matmul.
+    """The matmuls of a `FusedBlock` in fp8, for blocks whose tokens are exchanged between ranks
+    before and after a matmul; a `BlockLinears`.
     """
 
     def __init__(self, code: Learning) -> None:
+        """Use what all blocks share in training."""
         self.code = code
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Return the layer's output in bf16, with its bias if it has one."""
         out: Tensor = apply(Linear, x, layer.weight, self.code)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
     ) -> Tensor:
+        """Return the layer's output for SwiGLU(gate_up), in bf16. `kernels` is not used."""
         out: Tensor = apply(GatedLinear, gate_up, layer.weight, block, self.code)
         return out
 
 
 class NormLinear(torch.autograd.Function):
-    """The sum of two streams, and its norm times a weight."""
+    """x + delta, and its RMSNorm times a weight in fp8, for training: the backward pass adds the
+    weight's gradient to its accumulator.
+    """
 
     @staticmethod
     def forward(
@@ -179,6 +225,7 @@ class NormLinear(torch.autograd.Function):
         eps: float,
         code: Learning,
     ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and RMSNorm(x + delta) · weightᵀ; `norm` is the norm's weight."""
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, eps)
         context.save_for_backward(x, scale, norm)
         context.weight, context.code = weight, code
@@ -186,6 +233,9 @@ class NormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        """Accumulate the weight's gradient; return those of x, delta and the norm's weight, and
+        None for the rest.
+        """
         x, scale, norm = context.saved_tensors
         weight, code = context.weight, context.code
         code.add(weight, grads[1], code.kernels.renorm(x, scale, norm))
@@ -195,7 +245,9 @@ class NormLinear(torch.autograd.Function):
 
 
 class FeedForward(torch.autograd.Function):
-    """The sum of two streams, and what its norm becomes by gate, up, SwiGLU and down."""
+    """x + delta, and its whole feed-forward (RMSNorm, gate and up, SwiGLU, down) in fp8, for
+    training: the backward pass adds the gradients of both weights to their accumulators.
+    """
 
     @staticmethod
     def forward(
@@ -208,6 +260,7 @@ class FeedForward(torch.autograd.Function):
         sizes: LlamaShape,
         code: Learning,
     ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and the feed-forward's output; norm, gate_up and down are weights."""
         x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, sizes.norm_eps)
         inner = code.multiply(normed, gate_up)
         context.save_for_backward(x, scale, norm, inner)
@@ -216,6 +269,9 @@ class FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Accumulate the gradients of gate_up and down; return those of x, delta and the norm's
+        weight, and None for the rest.
+        """
         x, scale, norm, inner = context.saved_tensors
         (gate_up, down), code = context.weights, context.code
         grad = code.back(code.scaled(grads[1]), down)
@@ -232,9 +288,12 @@ class FeedForward(torch.autograd.Function):
 
 
 class Fp8Block:
-    """A block that learns."""
+    """A Llama block with fp8 matmuls for training: the same function as `LlamaBlock`, with weight
+    gradients accumulated by the matmuls.
+    """
 
     def __init__(self, block: Block, code: Learning) -> None:
+        """Wrap a block, whose parameters are used."""
         self.block, self.code = block, code
 
     def __call__(
@@ -247,6 +306,7 @@ class Fp8Block:
         kernel: str,
         prefix: Prefix | None,
     ) -> Streams:
+        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
         block, code, shape = self.block, self.code, self.block.shape
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
         x, qkv = apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
@@ -260,26 +320,35 @@ class Fp8Block:
 
 
 class ScoredLinear(nn.Module):
-    """A linear layer of which only fp8 is kept. What it is given may be fp8 already."""
+    """A linear layer for scoring that stores its weight in fp8 only, as buffers `values` and
+    `scale`. It shares the forward hooks of the layer it replaces.
+    """
 
     def __init__(self, layer: nn.Linear) -> None:
+        """Quantize the layer's weight by rows; take over its bias and forward hooks."""
         super().__init__()
         made = fp8.make_rows(layer.weight.detach())
         self.register_buffer("values", made.values)
         self.register_buffer("scale", made.scale)
         self.bias = layer.bias
-        self._forward_hooks = layer._forward_hooks  # by which a tensor-parallel group sums
+        self._forward_hooks = layer._forward_hooks  # a tensor-parallel group sums in them
 
     def forward(self, x: Tensor | Fp8) -> Tensor:
+        """Return the layer's output in bf16, with its bias if it has one; the input is quantized
+        unless it is fp8 already.
+        """
         made = x if isinstance(x, Fp8) else fp8.rows(x)
         out = product(made, Fp8(self.get_buffer("values"), self.get_buffer("scale")))
         return out if self.bias is None else out + self.bias
 
 
 class Fp8ScoreBlock:
-    """The same as `Block` with such layers, its fp8 made by kernels."""
+    """A Llama block for scoring whose linear layers `convert_to_fp8` has replaced: the same
+    function as `LlamaBlock`, with fp8 written by fused kernels.
+    """
 
     def __init__(self, block: Block, kernels: Fp8Kernels) -> None:
+        """Wrap a block whose linear layers `convert_to_fp8` has replaced."""
         self.block, self.kernels = block, kernels
 
     def __call__(
@@ -292,6 +361,7 @@ class Fp8ScoreBlock:
         kernel: str,
         prefix: Prefix | None,
     ) -> Streams:
+        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
         q, k, v = heads(block.qkv(normed), cos, sin, block, kernels)
@@ -303,25 +373,29 @@ class Fp8ScoreBlock:
 
 
 def keep_fp8(model: Llama) -> None:
-    """Keep nothing but fp8 of the layers' matrices; to score with."""
+    """Replace the four matrices of every block by `Fp8ScoringLinear`, in place; the original
+    weights are dropped, so the model can only score.
+    """
     for block in model.layers:
         for name in MATRICES:
             setattr(block, name, ScoredLinear(getattr(block, name)))
 
 
 def is_matrix(name: str) -> bool:
-    """Whether a parameter of this name is read in fp8."""
+    """Return whether the parameter of this name is the weight of a matmul that runs in fp8."""
     owner, _, leaf = name.rpartition(".")
     return leaf == "weight" and owner.rpartition(".")[2] in MATRICES
 
 
 def kept(model: Llama) -> list[Tensor]:
-    """The fp8 numbers of a model that `keep_fp8` was called on."""
+    """Return the fp8 values of all matrices of a model that `convert_to_fp8` has changed."""
     return [one.get_buffer("values") for one in model.modules() if isinstance(one, ScoredLinear)]
 
 
 def details(device: torch.device, learns: bool = True) -> dict[str, str]:
-    """How fp8 was computed, for the record."""
+    """Return how fp8 is computed on the device, as texts for the record: `fp8` (row-wise scales, or
+    emulated on a CPU) and, if `trains`, `weight_gradients` (`bf16` or `fp8`).
+    """
     how = (
         "emulated: numbers of fp8, sums of fp32"
         if device.type == "cpu"
@@ -331,7 +405,9 @@ def details(device: torch.device, learns: bool = True) -> dict[str, str]:
 
 
 def check_sizes(shape: LlamaShape) -> None:
-    """A device multiplies fp8 matrices of such sizes only; `shape` is that of this device's share."""
+    """Raise RequestError unless all sides of a shard's fp8 matrices are multiples of `ALIGNED`
+    (16), which devices require; `shape` is that of one shard.
+    """
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     for what, size in {
         "hidden": shape.hidden,

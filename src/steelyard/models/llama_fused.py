@@ -1,14 +1,14 @@
-"""A block for training: what stands between its matmuls is a kernel, or compiled in pieces; the
-matmuls stand outside.
+"""A Llama block for training and fast scoring, in which each operation between matmuls is one
+Triton kernel or compiled function; the matmuls stay plain.
 
-A weight's gradient is added to where it is summed by the matmul that makes it (`Accumulating`).
-Left to autograd, a micro-batch writes each weight's gradient, and a second kernel reads it and adds
-it to the sum: with fp32 sums and small micro-batches that is a tenth of the time. Where it is
-summed is asked in the backward pass: where ranks divide gradients, there is room for a layer's only
-while it is computed.
+In the backward pass the matmul that computes a weight's gradient adds it to the accumulator
+directly (`AccumulatingLinears`). Autograd would write each micro-batch's gradient and add it by a
+second kernel: with fp32 accumulators and small micro-batches that is a tenth of the time. The
+accumulator is looked up during the backward pass, because with sharded gradients there is memory
+for a layer's only while the layer is computed.
 
 Saved for the backward pass are queries, keys and values as attention reads them, and the output of
-gate_up; the input of down is made again from it by the kernel that makes its gradient.
+gate_up; SwiGLU is computed again by the kernel of its gradient. Used by engines/torch.
 """
 
 from collections.abc import Callable
@@ -23,35 +23,41 @@ from steelyard.models.attention import Layout, Prefix, attend
 from steelyard.models.llama import Block, Streams
 from steelyard.models.tensors import apply
 
-# a parameter's gradient, to be added to; asked in the backward pass
+# returns the accumulator of a parameter's gradient; called in the backward pass
 Gradient = Callable[[Tensor], Tensor]
 
 
 class AccumulatedLinear(torch.autograd.Function):
-    """x times a weight, whose gradient is added to where `gradient` says and nowhere else. The
-    weight is not among what is saved: recomputation would give another tensor for it, and who
-    divides weights among ranks changes where its numbers lie."""
+    """x · weightᵀ, whose backward pass adds the weight's gradient to `gradient(weight)` and returns
+    that of x only.
+
+    The weight is remembered, not saved: recomputation would give another tensor for it, and
+    sharding moves its memory.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, gradient: Gradient) -> Tensor:
+        """Return x · weightᵀ."""
         context.save_for_backward(x)
         context.weight, context.gradient = weight, gradient
         return x @ weight.t()
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Accumulate the weight's gradient, and return that of x and None for the rest."""
         [x] = context.saved_tensors
         add_product(context.gradient(context.weight), grads[0], x)
         return grads[0] @ context.weight, None, None
 
 
 class AddNorm(torch.autograd.Function):
-    """The sum of two streams, and its RMSNorm."""
+    """x + delta and its RMSNorm, with its own backward pass."""
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, delta: Tensor, weight: Tensor, eps: float, kernels: "BlockKernels"
     ) -> tuple[Tensor, Tensor]:
+        """Return x + delta and its RMSNorm, [T, hidden] each."""
         x, normed, scale = kernels.add_norm(x, delta, weight, eps)
         context.save_for_backward(x, scale, weight)
         context.kernels = kernels
@@ -59,17 +65,21 @@ class AddNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """Return the gradients of x, delta and weight, and None for the rest."""
         back, weight = context.kernels.add_norm_backward(*context.saved_tensors, *grads)
         return back, back, weight, None, None
 
 
 class Heads(torch.autograd.Function):
-    """Rotated queries and keys, and values."""
+    """Rotated queries and keys, and values, split off QKV, with its own backward pass."""
 
     @staticmethod
     def forward(
         context: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries: int, kernels: "BlockKernels"
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q [T, H, D], k and v [T, G, D] as new tensors; `queries` is the number of query
+        heads of a key group.
+        """
         context.save_for_backward(cos, sin)
         context.kernels = kernels
         out: tuple[Tensor, Tensor, Tensor] = kernels.split_heads(qkv, cos, sin, queries)
@@ -77,11 +87,12 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of qkv, and None for the rest."""
         return context.kernels.join_heads(*grads, *context.saved_tensors), None, None, None, None
 
 
 class NormHeads(torch.autograd.Function):
-    """QKV with its queries and keys normed, head by head."""
+    """QKV with each query and key head normed (QK norm), with its own backward pass."""
 
     @staticmethod
     def forward(
@@ -93,6 +104,7 @@ class NormHeads(torch.autograd.Function):
         queries: int,
         kernels: "BlockKernels",
     ) -> Tensor:
+        """Return a normed copy of qkv; `queries` is the number of query heads of a key group."""
         context.save_for_backward(qkv, of_q, of_k)
         context.told, context.kernels = (eps, queries), kernels
         out: Tensor = kernels.norm_heads(qkv, of_q, of_k, eps, queries)
@@ -100,6 +112,7 @@ class NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of qkv and of both norms' weights, and None for the rest."""
         back = context.kernels.norm_heads_backward(*context.saved_tensors, grads[0], *context.told)
         return *back, None, None, None
 
@@ -107,8 +120,11 @@ class NormHeads(torch.autograd.Function):
 def heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKernels"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, rotated, and values. Where nothing is learned they stay inside `qkv`, which
-    nobody else reads.
+    """Return rotated queries, rotated keys and values of QKV, with QK norm first if the block has
+    it.
+
+    With gradients enabled they are new tensors, [T, H, D] and [T, G, D]. Otherwise `qkv` (or its
+    normed copy) is overwritten and they are views of it, queries as [T, G, H / G, D].
     """
     queries = block.shape.heads // block.shape.kv_heads
     if block.q_norm is not None and block.k_norm is not None:
@@ -130,7 +146,9 @@ def heads(
 
 
 class SwigluLinear(torch.autograd.Function):
-    """SwiGLU of gate and up, times a weight whose gradient is added to where `gradient` says."""
+    """SwiGLU(gate_up) · weightᵀ, whose backward pass adds the weight's gradient to
+    `gradient(weight)` and returns that of gate_up only.
+    """
 
     @staticmethod
     def forward(
@@ -141,6 +159,7 @@ class SwigluLinear(torch.autograd.Function):
         block: int,
         kernels: "BlockKernels",
     ) -> Tensor:
+        """Return SwiGLU(gate_up) · weightᵀ; `chunk` is `LlamaShape.gate_up_chunk`."""
         context.save_for_backward(gate_up)
         context.weight, context.gradient, context.block, context.kernels = (
             weight,
@@ -153,6 +172,7 @@ class SwigluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
         [gate_up] = context.saved_tensors
         back, wide = context.kernels.gated_backward(
             gate_up, grads[0] @ context.weight, context.block
@@ -162,21 +182,23 @@ class SwigluLinear(torch.autograd.Function):
 
 
 def add_product(accumulator: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add gradᵀ x to `accumulator`, which may be of higher precision."""
+    """Add gradᵀ · x to `accumulator`, in place; it may have a higher precision than grad and x."""
     if accumulator.dtype == x.dtype:
         accumulator.addmm_(grad.t(), x)
-    elif x.device.type == "cpu":  # its matmuls have no other type for their sums
+    elif x.device.type == "cpu":  # where addmm has no out_dtype
         accumulator.add_(grad.t() @ x)
     else:
         torch.addmm(accumulator, grad.t(), x, out_dtype=accumulator.dtype, out=accumulator)
 
 
 class BlockKernels:
-    """What stands between the matmuls of a block, as it is written, or compiled, or a kernel: the
-    same for all blocks.
+    """The operations between a Llama block's matmuls, shared by all blocks: with `compiled` a
+    Triton kernel where the device has Triton and the compiled plain function elsewhere, otherwise
+    the plain function.
     """
 
     def __init__(self, compiled: bool) -> None:
+        """Choose the functions; nothing is compiled before it is first called."""
         make: Callable[..., Any] = _compiled if compiled else lambda plain, kernel: plain
         self.add_norm = make(add_norm.add_norm, add_norm.triton_add_norm)
         self.add_norm_backward = make(add_norm.add_norm_backward, add_norm.triton_add_norm_backward)
@@ -192,63 +214,85 @@ class BlockKernels:
 
 
 def _compiled(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel where the device runs it, otherwise the plain function compiled."""
+    """Return a function that calls `kernel` if its first argument is on a device with Triton,
+    otherwise `plain`, compiled on first use.
+    """
 
     @cache
-    def compiled() -> Any:  # where it is first used: loading a compiler takes seconds
+    def compiled() -> Any:  # on first use: loading the compiler takes seconds
+        """Return `plain` under torch.compile; cached. Made on first use because loading the
+        compiler takes seconds.
+        """
         return torch.compile(plain)
 
     def run(x: Tensor, *arguments: Any) -> Any:
+        """Call the kernel or the compiled function."""
         return (kernel if jit.serve(x.device) else compiled())(x, *arguments)
 
     return run
 
 
 class Linears(Protocol):
-    """How the matmuls of a block are called, and where the gradients of their weights go."""
+    """How a `FusedBlock` calls its matmuls, and where the gradients of their weights go."""
 
-    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor: ...
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Return the layer's output for x, with its bias if it has one."""
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return the layer's output for SwiGLU(gate_up), where gate and up are in alternating
+        chunks of `chunk` columns.
+        """
 
 
 class Accumulating:
-    """Every matmul adds its weight's gradient to where `gradient` says."""
+    """Matmuls for training: each adds its weight's gradient to `gradient(weight)` in the backward
+    pass. Biases get theirs by autograd.
+    """
 
     def __init__(self, gradient: Gradient) -> None:
+        """Use `gradient` to look up the accumulator of a weight's gradient."""
         self.gradient = gradient
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Return the layer's output for x, with its bias if it has one."""
         out: Tensor = apply(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
     ) -> Tensor:
+        """Return the layer's output for SwiGLU(gate_up). A bias is not added."""
         out: Tensor = apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
         return out
 
 
 class Scoring:
-    """Modules are called, with their hooks; nothing is learned."""
+    """Matmuls for scoring: modules are called with their hooks, by which a tensor-parallel group
+    sums; weight gradients go nowhere special.
+    """
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Return layer(x)."""
         out: Tensor = layer(x)
         return out
 
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
     ) -> Tensor:
+        """Return layer(SwiGLU(gate_up))."""
         out: Tensor = layer(kernels.gated(gate_up, block))
         return out
 
 
 class FusedBlock:
-    """The same function as `Block`."""
+    """A Llama block with fused operations between matmuls: the same function as `LlamaBlock`."""
 
     def __init__(self, block: Block, linears: Linears, kernels: BlockKernels) -> None:
+        """Wrap a block, whose parameters are used, with the way its matmuls are called and the
+        shared functions.
+        """
         self.block, self.linears, self.kernels = block, linears, kernels
 
     def __call__(
@@ -261,6 +305,7 @@ class FusedBlock:
         kernel: str,
         prefix: Prefix | None,
     ) -> Streams:
+        """Return x, delta, keys and values, as `LlamaBlock.forward`."""
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
         x, normed = apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
         q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, block, kernels)

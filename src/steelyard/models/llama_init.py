@@ -1,4 +1,7 @@
-"""A Llama on a device, or a shard of one, and random weights for it."""
+"""Build a Llama, or a shard of one, on a device, and fill it with random weights.
+
+Called by weights/load.py, and through the references in families.py.
+"""
 
 import hashlib
 
@@ -13,7 +16,9 @@ from steelyard.models.tensors import without_values
 
 
 def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
-    """The shape of a case's Llama; a shape is its own."""
+    """Return the `LlamaShape` of a case's Llama; a `LlamaShape` is returned as it is. Raises
+    TypeError for another family.
+    """
     if isinstance(model, LlamaShape):
         return model
     if not isinstance(model, LlamaModel):
@@ -28,8 +33,10 @@ def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
 def build(
     model: LlamaShape | LlamaModel, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Llama:
-    """A shard of a model on the device, in eval mode, without gradients. Its memory is not
-    initialised: fill or load it next."""
+    """Build a Llama, or the given shard of one, on the device, in eval mode with gradients disabled
+    and its memory uninitialized: fill or load the weights next. Raises ValueError if the shape
+    cannot be divided by the number of shards.
+    """
     shape = shape_of(model)
     with without_values(device, dtype):
         made = Llama(placements.local(shape, shard))
@@ -37,18 +44,21 @@ def build(
 
 
 def parameters(model: nn.Module) -> int:
-    """How many parameters a model has; tied ones count once."""
+    """Return the number of a model's parameters; tied ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def fill_random(
     model: nn.Module, seed: int, shape: LlamaShape | None = None, shard: Shard = WHOLE
 ) -> None:
-    """Random weights: N(0, 1 / columns) in matrices, which keeps the scale of what passes through,
-    so that answers depend on the whole prompt at any size; ones in norms, zeros in biases. The
-    values of a parameter of the whole model depend on the seed, its name, shape, dtype and kind of
-    device; not on rank, count of ranks, order, or the order of its rows in memory: they are made in
-    that of its logical view."""
+    """Fill all parameters of a Llama, or of a shard, with random weights, in place: N(0, 1 /
+    columns) in matrices, ones in norms, zeros in biases.
+
+    This variance keeps the scale of activations, so that answers depend on the whole prompt at any
+    model size. `shape` is that of the whole model (default: the model's own). Values depend on the
+    seed and on the parameter's name, whole shape, dtype and kind of device, but not on rank, number
+    of shards, order of calls, or memory layout of gate and up.
+    """
     shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -58,14 +68,16 @@ def fill_random(
 def fill_parameter(
     name: str, parameter: Tensor, seed: int, shape: LlamaShape | None, shard: Shard = WHOLE
 ) -> None:
-    """Fill one parameter, or a shard of it, with its random numbers."""
+    """Fill one parameter, or a shard of it, with its random weights, in place, as
+    `fill_random_llama_weights`. Rows that pad a divided vocabulary become zero.
+    """
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
         _normal(parameter, name, seed)
     else:
         if shard.count > 1:
-            parameter.zero_()  # rows that pad a vocabulary stay so
+            parameter.zero_()  # rows that pad a vocabulary stay zero
         fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
 
 
@@ -77,8 +89,11 @@ def fill_place(
     shard: Shard = WHOLE,
     kept: torch.dtype | None = None,
 ) -> None:
-    """The same of one matrix: a shard's part of its logical view, wherever that lies. The values
-    are made in the type that weights are kept in, where the place has another."""
+    """Fill a shard's part of one matrix's logical view, in place, with its part of the random
+    weights of the whole matrix, which is made and sliced.
+
+    `dtype`, if given, is the type that values are drawn in before they are copied to `view`.
+    """
     size = placements.placement(name).logical_shape(shape)
     whole = _normal(
         place.new_empty(placements.flat_shape(name, size), dtype=kept), name, seed
@@ -87,6 +102,9 @@ def fill_place(
 
 
 def _normal(parameter: Tensor, name: str, seed: int) -> Tensor:
+    """Fill a matrix with N(0, 1 / columns), in place, from a generator seeded by seed and parameter
+    name, and return it.
+    """
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(
         int.from_bytes(digest[:8], "big") >> 1

@@ -1,10 +1,11 @@
-"""Tensor parallelism of the Llama family as a table: which dimension of each parameter is divided,
-and what becomes of the output of a module that was.
+"""Tensor parallelism of the Llama family as a table: which dimension of each parameter is divided
+among shards, and what happens to the outputs of divided modules.
 
-A shard of the model is the same model with a part of the heads, of the FFN and of the vocabulary.
-Parameters are described by their logical view, where every part that has a name of its own (a key
-group, gate and up) has a dimension of its own, so that a shard is one range along one dimension,
-whatever the degree. A box is such a range along every dimension.
+A shard is the same model with part of the heads, the FFN and the vocabulary. A parameter is
+described by its logical view, in which each named part (key groups, gate and up) has a dimension of
+its own, so that a shard is one range along one dimension whatever the degree. A box is such a range
+along every dimension. Used by weights/ (loading and converting shards), engines/torch and
+engines/megatron.
 """
 
 import math
@@ -19,12 +20,12 @@ from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.shapes import vocab_rows
 
 Box = tuple[tuple[int, int], ...]  # begin and end along every dimension of a logical view
-Total = Callable[[Tensor], Tensor]  # the sum of a tensor over all shards
+Total = Callable[[Tensor], Tensor]  # returns the sum of a tensor over all shards
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a model: rank `index` of `count` that divide it equally."""
+    """Which part of a model: number `index` of `count` equal shards."""
 
     index: int = 0
     count: int = 1
@@ -35,17 +36,21 @@ WHOLE = Shard()
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """The shape of a parameter's logical view, and the dimension of it that is divided; None: every
-    shard has all of it.
+    """How a parameter is divided: the shape of its logical view, as a function of the model's
+    shape, and the dimension of it that is split; with split None every shard has the whole
+    parameter.
     """
 
     logical_shape: Callable[[LlamaShape], tuple[int, ...]]
     split: int | None
-    # the first two dimensions stand the other way round in the parameter itself
+    # True if the first two dimensions are in the other order in the stored parameter
     swapped: bool = False
 
 
 def _qkv(shape: LlamaShape) -> tuple[int, int, int]:
+    """Return the logical shape of QKV's output: key groups, heads of a group (queries, key, value),
+    head dimension.
+    """
     return shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim
 
 
@@ -66,22 +71,24 @@ PLACEMENTS = {
     "output.weight": ParameterPlacement(lambda s: (s.vocab, s.hidden), 0),
 }
 
-SUMMED = ("out", "down")  # modules whose input is divided: their outputs are parts of a sum
+SUMMED = ("out", "down")  # their inputs are divided: outputs must be summed over shards
 
-# modules that each shard needs all tokens for, in training, where those are divided too
+# modules before which tokens are gathered in training with sequence parallelism
 GATHERED = ("qkv", "gate_up")
 VOCABULARY = ("embed.weight", "output.weight")
 
 
 def placement(name: str) -> ParameterPlacement:
-    """The row of a parameter, by its full name."""
+    """Return the placement of a parameter by its full name, such as `layers.0.qkv.weight`; raise
+    KeyError if unknown.
+    """
     module, _, leaf = name.rpartition(".")
     return PLACEMENTS[f"{module.rpartition('.')[2]}.{leaf}"]
 
 
 def flat_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with this logical view: parts with names of their own are rows among
-    the others.
+    """Return the shape of the stored tensor with this logical view: one dimension for norms and
+    biases, otherwise two, with all but the last merged into rows.
     """
     if len(logical_shape) == 1 or name.endswith("bias"):
         return (math.prod(logical_shape),)
@@ -89,14 +96,18 @@ def flat_shape(name: str, logical_shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def flat_split(name: str) -> int | None:
-    """The dimension of a parameter itself that is divided."""
+    """Return the dimension of the stored parameter that is divided: 0 (rows), 1 (columns) or None
+    (not divided).
+    """
     if placement(name).split is None:
         return None
     return int(name.split(".")[-2] in SUMMED)
 
 
 def local(shape: LlamaShape, shard: Shard) -> LlamaShape:
-    """The shape of a shard."""
+    """Return the shape of one shard; raise ValueError if the number of shards does not divide
+    kv_heads and ffn. The vocabulary is padded if divided.
+    """
     n = shard.count
     for what, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % n:
@@ -111,8 +122,9 @@ def local(shape: LlamaShape, shard: Shard) -> LlamaShape:
 
 
 def box(name: str, shape: LlamaShape, shard: Shard) -> Box:
-    """The part of a parameter's logical view, of the whole model's, that a shard holds. Rows that
-    pad a vocabulary are in no box."""
+    """Return the range, along every dimension of the whole parameter's logical view, that a shard
+    holds. Rows that pad a vocabulary are in no box.
+    """
     row = placement(name)
     ranges = [(0, size) for size in row.logical_shape(shape)]
     if row.split is not None:
@@ -123,7 +135,9 @@ def box(name: str, shape: LlamaShape, shard: Shard) -> Box:
 
 
 def logical_view(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
-    """A shard's parameter, viewed as large as its box: writing to it writes to the parameter."""
+    """Return a view of a shard's parameter as large as its box, without rows that pad a vocabulary:
+    writing to it writes to the parameter. `shape` is that of the whole model.
+    """
     row = placement(name)
     size = row.logical_shape(local(shape, shard))
     whole = (
@@ -138,15 +152,19 @@ def logical_view(name: str, parameter: Tensor, shape: LlamaShape, shard: Shard) 
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """A part of an embedding table. Tokens of other parts give zeros here and their values there."""
+    """An embedding of which this shard holds the rows from `first` on; tokens of other shards give
+    zeros, and `sum_over_shards` adds up the results.
+    """
 
     def __init__(self, table: nn.Embedding, first: int, total: Total) -> None:
+        """Take over the weight of `table`, this shard's rows; no memory is allocated."""
         super().__init__(table.num_embeddings, table.embedding_dim, device="meta")
         self.weight = table.weight
         self.first = first
         self.total = total
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of all tokens, [..., hidden], after a sum over all shards."""
         own = tokens - self.first
         here = (own >= 0) & (own < self.num_embeddings)
         found = F.embedding(own.clamp(0, self.num_embeddings - 1), self.weight)
@@ -154,8 +172,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 def apply_tensor_parallel(model: Llama, shard: Shard, total: Total) -> None:
-    """Make a shard answer as the whole model does, up to its logits, which stay divided over the
-    vocabulary.
+    """Make a shard compute what the whole model does, by changing it in place: its embedding and
+    the outputs of `out` and `down` are summed over shards. Logits stay divided over the vocabulary.
+    Does nothing for one shard.
     """
     if shard.count == 1:
         return

@@ -1,4 +1,6 @@
-"""Dimensions of the models of each family, and rows of a divided vocabulary. Known without torch."""
+"""Schemas of the dimensions of each model family, as a case gives them, and the rows of a divided
+vocabulary. Imports no torch.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
@@ -7,7 +9,7 @@ from pydantic import Field, model_validator
 
 from steelyard.schema import Frozen
 
-Dimension = Annotated[int, Field(ge=1, le=10**9)]  # beyond all use, and no number overflows
+Dimension = Annotated[int, Field(ge=1, le=10**9)]  # larger than any real one, and nothing overflows
 # a divided vocabulary is padded to a multiple of this in every shard, as Megatron does
 VOCAB_MULTIPLE = 64
 
@@ -16,16 +18,19 @@ VARIANTS = ("head_dim", "qk_norm", "window", "rope_scaling")
 
 
 class LinearRope(Frozen):
-    """Every position divided by `factor`."""
+    """Scaled rotary positions, kind `linear`: every position is divided by `factor`."""
 
     kind: Literal["linear"]
     factor: float = Field(gt=0, le=1e6)
 
 
 class Llama3Rope(Frozen):
-    """Frequencies of long waves divided by `factor`, those of short ones kept, and between the two
-    a straight line: `low` and `high` are how many waves the model's first `original_positions` hold
-    at either end of it."""
+    """Scaled rotary positions, kind `llama3`: low frequencies are divided by `factor`, high ones
+    unchanged, and those between interpolated.
+
+    `low` and `high` are the numbers of waves in the first `original_positions` positions at which
+    that interpolation begins and ends.
+    """
 
     kind: Literal["llama3"]
     factor: float = Field(gt=0, le=1e6)
@@ -35,6 +40,7 @@ class Llama3Rope(Frozen):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
+        """Raise ValueError unless `low` is less than `high`."""
         if self.low >= self.high:
             raise ValueError(f"low {self.low} must be less than high {self.high}")
         return self
@@ -44,14 +50,20 @@ RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="kind")]
 
 
 def real_window(window: int | None, longest: int) -> int | None:
-    """A window no shorter than the longest row is none."""
+    """Return the window, or None if it is None or at least as long as the longest row and so hides
+    nothing.
+    """
     return None if window is None or window >= longest else window
 
 
 class LlamaModel(Frozen):
-    """Dimensions of a Llama, or of a model that differs in these fields alone: Qwen2 (`qkv_bias`),
-    Qwen3 (`qk_norm`), Mistral (`window`). `nominal_parameters` is the round number the published
-    tables count with."""
+    """Dimensions of a Llama in a case, or of a model that differs in these fields only: Qwen2
+    (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`).
+
+    `nominal_parameters` is the round number of parameters that published tables count with.
+    Validation raises ValueError unless heads is a multiple of kv_heads and the head dimension is a
+    whole even number.
+    """
 
     family: Literal["llama"]
     layers: Dimension
@@ -77,18 +89,22 @@ class LlamaModel(Frozen):
 
     @property
     def dim(self) -> int:
-        """Of a head."""
+        """The elements of a head: head_dim, or hidden / heads."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """In which fields it differs from a plain Llama: what not every engine computes."""
+        """The names of the set fields (of `VARIANT_FIELDS`) in which it differs from a plain Llama;
+        not every engine supports them.
+        """
         return tuple(name for name in VARIANTS if getattr(self, name))
 
     @model_validator(mode="before")
     @classmethod
     def _one_spelling(cls, value: Any) -> Any:
-        """What says the same as leaving it out is left out: one model has one key."""
+        """Set head_dim and window to None where they say the same as leaving them out (hidden /
+        heads; a window of all positions), so that one model has one key.
+        """
         if not isinstance(value, dict):
             return value
         sizes = [value.get(name) for name in ("hidden", "heads", "head_dim", "window", "positions")]
@@ -101,6 +117,9 @@ class LlamaModel(Frozen):
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
+        """Raise ValueError unless heads is a multiple of kv_heads and the head dimension is a whole
+        even number.
+        """
         whole = self.head_dim is not None or self.hidden % self.heads == 0
         if not whole or self.heads % self.kv_heads or self.dim % 2:
             said = (
@@ -117,8 +136,10 @@ class LlamaModel(Frozen):
 
 
 class GlmModel(Frozen):
-    """Dimensions of a GLM (Du et al. 2021): pre-LN, biases everywhere, one table for input and
-    output, and two tables of positions with one row more than there are positions."""
+    """Dimensions of a GLM (Du et al. 2021) in a case: pre-LN, biases everywhere, tied embeddings,
+    and two position tables with one row more than there are positions. Validation raises ValueError
+    unless hidden is a multiple of heads.
+    """
 
     family: Literal["glm"]
     layers: Dimension
@@ -133,19 +154,22 @@ class GlmModel(Frozen):
 
     @property
     def kv_heads(self) -> int:
+        """The number of heads: a GLM has no grouped keys."""
         return self.heads
 
     @property
     def dim(self) -> int:
-        """Of a head."""
+        """The elements of a head, hidden / heads."""
         return self.hidden // self.heads
 
     @property
     def tied(self) -> bool:
+        """Always True: the output matrix is the word embedding."""
         return True
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
+        """Raise ValueError unless hidden is a multiple of heads."""
         if self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} must be a multiple of heads {self.heads}")
         return self
@@ -153,8 +177,8 @@ class GlmModel(Frozen):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight that every token of a layer is multiplied with; `divided` is the side that a
-    tensor-parallel group divides.
+    """A weight matrix of a layer, [outputs, inputs], that every token is multiplied by; `divided`
+    is the side that tensor parallelism splits.
     """
 
     name: str
@@ -164,14 +188,14 @@ class Matrix:
 
 
 def vocab_rows(vocab: int, tp: int) -> int:
-    """Rows of one tensor-parallel shard of the vocabulary: all of it as it is, or equal parts of it
-    padded at its end.
+    """Return the vocabulary rows of one tensor-parallel shard: all of them, unpadded, if tp is 1,
+    otherwise an equal part of the vocabulary padded at its end to a multiple of 64 · tp.
     """
     return vocab if tp == 1 else padded_vocab_rows(vocab, tp)
 
 
 def padded_vocab_rows(vocab: int, tp: int) -> int:
-    """Rows of a shard in a Megatron checkpoint, where a vocabulary that is not divided is padded
-    too.
+    """Return the vocabulary rows of one shard in a Megatron checkpoint: padded to a multiple of 64
+    per shard even if tp is 1.
     """
     return -(-vocab // (VOCAB_MULTIPLE * tp)) * VOCAB_MULTIPLE

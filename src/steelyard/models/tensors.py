@@ -1,4 +1,6 @@
-"""Names of number types as torch's, and arrays on a device."""
+"""Names of number types in cases and records as torch's types, transfers of arrays to a device, and
+small helpers for building models.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,30 +20,40 @@ SHORT = {
     torch.bfloat16: "bf16",
 }
 SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-# By what matmuls run in; of fp8, what is none of the layers' matrices.
+# By the precision of matmuls; with fp8, the type of everything but the layers' matrices.
 COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
 
 def compute_dtype(matmul: str) -> torch.dtype:
-    """The type that a matmul's operands have, or of fp8 the one they are made of."""
+    """Return the torch type in which a matmul precision (`fp32`, `tf32`, `fp16`, `bf16`, `fp8`)
+    computes: fp32 for tf32, and bf16 for fp8, whose operands are made from it. Raises KeyError for
+    others.
+    """
     return DTYPES[COMPUTED_IN[matmul]]
 
 
 def dtype_names(tensors: Iterable[Tensor]) -> str:
-    """The types that tensors really have, for a record."""
+    """Return the types that tensors have as a text for the record, sorted and joined by `/`, such
+    as `bf16/fp32`.
+    """
     return "/".join(sorted({SHORT.get(one.dtype, str(one.dtype)) for one in tensors}))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor. Only one that ranks divide (a DTensor) has such a part; its
-    class is not asked for, because importing it takes a third as long as torch itself."""
+    """Return this rank's part of a DTensor, or the tensor itself if it is not one.
+
+    DTensor is recognized by its method `to_local`, because importing the class takes a third as
+    long as importing torch.
+    """
     part = getattr(tensor, "to_local", None)
     out: Tensor = tensor if part is None else part()
     return out
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Torch's functions for initial values do nothing."""
+    """A torch function mode in which the functions of `torch.nn.init` do nothing and return their
+    tensor.
+    """
 
     def __torch_function__(
         self,
@@ -50,6 +62,7 @@ class _NoInitialValues(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Return the tensor unchanged for functions of `torch.nn.init`; call any other function."""
         told = kwargs or {}
         if getattr(func, "__module__", None) == init.__name__:
             return told["tensor"] if "tensor" in told else args[0]
@@ -58,9 +71,12 @@ class _NoInitialValues(TorchFunctionMode):
 
 @contextmanager
 def without_values(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Modules made in it lie on the device, of this type, and have no values yet. The usual way,
-    over no device (meta), makes torch import its compiler for initial values that nobody reads: 800
-    modules, and most of the time to build a model."""
+    """While the context is open, create modules on the device with uninitialized memory and, if
+    `dtype` is given, of that type; torch's default type is changed for that time.
+
+    Building on the meta device, as is usual, makes torch import its compiler (800 modules) for
+    initial values that nobody reads, and that takes most of the time.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
@@ -71,22 +87,28 @@ def without_values(device: torch.device, dtype: torch.dtype | None = None) -> It
 
 
 def send(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:
-    """An array on the device, without waiting for it."""
+    """Return a numpy int64 array as a tensor on the device, copied asynchronously from pinned
+    memory; on a CPU it shares the array's memory.
+    """
     return send_tensor(torch.from_numpy(array), device)
 
 
 def send_tensor(host: Tensor, device: torch.device) -> Tensor:
-    """The same of a tensor of the host."""
+    """Return a host tensor on the device, copied asynchronously from pinned memory; on a CPU the
+    tensor itself.
+    """
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Call a function with its own backward pass; torch has no types for that."""
+    """Call `function.apply(*arguments)`, for which torch has no types, and return its result."""
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
-    """Borders of rows with these lengths: int32 [rows + 1]."""
+    """Return the offsets of packed rows with these lengths: 0 and the cumulative sums, int32 [rows
+    + 1], on the device.
+    """
     ends = torch.zeros(len(lens) + 1, dtype=torch.int32)
     ends[1:] = torch.tensor(lens, dtype=torch.int32).cumsum(0)
     return send_tensor(ends, device)

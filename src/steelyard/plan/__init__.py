@@ -1,1 +1,3 @@
-"""Can it run and what will it cost, from shapes alone."""
+"""What a run costs and whether it can run, from shapes alone: parallel plans, FLOPs, matmuls,
+memory, and sizes that are `auto`.
+"""

@@ -1,9 +1,10 @@
-"""Tunes that are `auto`: the largest micro-batch and batch that the devices of a run have room for,
-from shapes alone.
+"""Choose sizes that are `auto` in the tune: the largest micro-batch and batch that the devices of a
+run have room for, from shapes alone.
 
-Larger is faster as far as it was measured (docs/results.md), until there are no more rows in a
-step, or matmuls have all the work at once that they gain from. What is chosen is a number in the
-record, like one that was typed.
+Larger is faster as far as it was measured (docs/results.md), until a step has no more rows, or
+matmuls are so large that they gain nothing more. What is chosen is a number in the record, like one
+that was typed. Called by the parent before workers start, and again with less after one ran out of
+memory.
 """
 
 from collections.abc import Callable
@@ -18,42 +19,49 @@ from steelyard.plan.degrees import Plan
 # libraries beside it. On an H200, of 140.4 GiB, runs used 65.9 GiB for 64.1 predicted, 92.8 for
 # 92.0, 134.6 for 133.9.
 ROOM = 0.96
-# What a micro-batch costs beside its rows, in rows: on an H200 micro-batches of 2, 3, 4, 6 and 8
-# rows of Llama-7B differ as they do with 0.07 to 0.1.
+# Fixed cost of a micro-batch, in rows: times of micro-batches of 2, 3, 4, 6 and 8 rows of Llama-7B
+# on an H200 fit 0.07 to 0.1.
 MICRO_BATCH_ROWS = 0.08
-# sizes that divide a step's rows without rest are preferred as long as they cost no more than this
+# sizes that divide a step's rows are preferred if they cost at most this factor more
 EVEN = 1.01
 # Numbers in one layer's input beyond which a batch gains nothing: 32 Ki tokens of 4096 each on an
 # H200, where 8, 16 and 24 Ki reached 60.1, 60.8 and 61.9 % instead of 62.1.
 BATCH_NUMBERS = 32768 * 4096
 MOST_TOKENS, LEAST_TOKENS = 65536, 1024
-STEP_DOWN = 0.75  # of the size that ran out of memory: what is tried after it is at most this
+STEP_DOWN = 0.75  # of the size that ran out of memory: the next one tried is at most this
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a run has: its plan, the memory of the device that has least, and the engine's need of
-    it. `fused`: its blocks are those of models/llama_fused.py; `even`: micro-batches must divide a
-    step's rows; `factor`: what it holds beside what shapes tell."""
+    """What sizes are chosen by: the plan, the memory of the device that has least (None: unknown),
+    and the engine's needs.
+
+    `fused_blocks`: the engine's blocks are those of models/llama_fused.py. `needs_even`:
+    micro-batches must divide a step's rows without remainder. `memory_factor`: the engine's memory
+    as a multiple of what shapes predict. `sample_size`: how many rows or samples of a global batch
+    are in scope (None: all).
+    """
 
     plan: Plan
     memory_bytes: int | None
     fused: bool = False
     even: bool = False
     factor: float = 1.0
-    sample: int | None = None  # how much of a global batch is in scope
+    sample: int | None = None  # rows or samples of a global batch in scope; None: all
 
 
 def choose(resolved: Resolved, devices: Devices) -> Resolved:
-    """The case with a number for each tune that is auto. One of unknown memory is left as it is."""
+    """Return the case with a number for each tune that is `auto`; unchanged if the devices' memory
+    is unknown.
+    """
     for name in resolved.auto if devices.memory_bytes is not None else ():
         resolved = _with(resolved, name, _CHOICES[name](resolved.case, devices, None))
     return resolved
 
 
 def smaller(resolved: Resolved, devices: Devices) -> Resolved | None:
-    """The same with all that is auto a size smaller, after what was chosen ran out of memory; None
-    where nothing is.
+    """Return the case with every `auto` size at most three quarters of what it is, after a worker
+    ran out of memory; None if nothing is `auto` or can be smaller.
     """
     out = resolved
     for name in resolved.auto:
@@ -64,12 +72,15 @@ def smaller(resolved: Resolved, devices: Devices) -> Resolved | None:
 
 
 def _with(resolved: Resolved, name: str, value: int) -> Resolved:
+    """Return the case with tune `name` set to `value`."""
     tune = resolved.case.tune.model_copy(update={name: value})
     return replace(resolved, case=resolved.case.model_copy(update={"tune": tune}))
 
 
 def _fits(case: Case, devices: Devices, name: str, value: int) -> bool:
-    """Whether a size has room. Of unknown memory it has: whoever asks has a bound of another kind."""
+    """Return whether the predicted memory with tune `name` at `value` is at most 96 % of a
+    device's; True if its memory is unknown.
+    """
     if devices.memory_bytes is None:
         return True
     changed = case.model_copy(update={"tune": case.tune.model_copy(update={name: value})})
@@ -78,13 +89,16 @@ def _fits(case: Case, devices: Devices, name: str, value: int) -> bool:
 
 
 def _micro_batch(case: Case, devices: Devices, most: int | None) -> int:
-    """Rows of a micro-batch: of all sizes that fit, the one with which a step costs least."""
+    """Return the rows of a micro-batch: of all sizes that fit, and are at most `max_size` if given,
+    the one with which a step costs least. Sizes that divide a step's rows are preferred if they
+    cost at most 1 % more. Rows that are packed from several texts take the largest size that fits.
+    """
     train, plan = case.question.train, devices.plan
     if train is None:
         return case.tune.micro_batch
-    # of a replica; of samples at most so many
+    # rows of a step on one replica
     rows = max(1, -(-min(train.batch, devices.sample or train.batch) // plan.dp))
-    # then nobody knows here how many rows they make
+    # how many rows packed texts make is not known here
     packs = case.tune.pack and case.question.row.packs
     bound = 1 if packs and plan.pp > 1 else min(rows // plan.pp or 1, most or rows)
     fit = next(
@@ -94,6 +108,9 @@ def _micro_batch(case: Case, devices: Devices, most: int | None) -> int:
         return fit
 
     def cost(size: int) -> float:
+        """Return the cost of a step in rows: pipeline bubbles included, and 0.08 rows for each
+        micro-batch.
+        """
         count = -(-rows // size)
         return size * (count + plan.pp - 1) + MICRO_BATCH_ROWS * count
 
@@ -103,7 +120,9 @@ def _micro_batch(case: Case, devices: Devices, most: int | None) -> int:
 
 
 def _batch_tokens(case: Case, devices: Devices, most: int | None) -> int:
-    """Tokens of a batch: a power of two."""
+    """Return the tokens of a scoring batch: the largest power of two that fits and is at most
+    `max_size` if given; the smallest tried if none fits.
+    """
     model = case.question.model
     bound = min(BATCH_NUMBERS // model.hidden, MOST_TOKENS, most or MOST_TOKENS)
     sizes = [

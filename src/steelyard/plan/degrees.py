@@ -1,4 +1,6 @@
-"""Plans: how work is divided over devices, in degrees of tensor, pipeline and data parallelism."""
+"""Parallel plans: how work is divided over devices, in degrees of tensor, pipeline and data
+parallelism.
+"""
 
 import re
 from dataclasses import dataclass
@@ -12,11 +14,10 @@ from steelyard.case.question import Train
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen
 
-# What each degree of a kind of work may be, by what it must divide; a kind that has no pipeline has
-# PP1 alone.
+# Sizes of a model that each degree must divide: their name in messages, and the model's field.
 DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
 FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
-# What users of other programs write beside them, and no engine here has.
+# Degrees that users of other programs write, and that no engine here has.
 OTHERS = {
     "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
     "SP": (
@@ -33,7 +34,9 @@ Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
 
 
 class Plan(Frozen):
-    """Degrees over so many nodes of so many devices each."""
+    """A parallel plan: `nodes` hosts of `devices` devices each, and degrees `tp`, `pp` and `dp`,
+    whose product is the world size. `launcher` is how processes are started.
+    """
 
     nodes: Degree
     devices: Degree
@@ -44,11 +47,12 @@ class Plan(Frozen):
 
     @property
     def world(self) -> int:
+        """Return the number of ranks."""
         return self.nodes * self.devices
 
     @property
     def config(self) -> str:
-        """Nodes x devices of a node, as published pages write it: 1x8, 2x8."""
+        """Return nodes x devices of a node, as published pages write it: 1x8, 2x8."""
         return f"{self.nodes}x{self.devices}"
 
     def __str__(self) -> str:
@@ -57,7 +61,7 @@ class Plan(Frozen):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in a plan."""
+    """The position of a rank in a plan: tensor-parallel rank, stage and replica, from 0."""
 
     tp: int
     pp: int
@@ -65,8 +69,8 @@ class Place:
 
 
 def place(plan: Plan, rank: int) -> Place:
-    """Ranks of one tensor-parallel group are neighbours, then come the stages of a pipeline, then
-    the replicas.
+    """Return the position of a rank: ranks of one tensor-parallel group are neighbours, then come
+    pipeline stages, then replicas.
     """
     return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
@@ -74,8 +78,11 @@ def place(plan: Plan, rank: int) -> Place:
 def make(
     case: Case, nodes: int, devices: int, sample: int | None = None, launcher: str = "local"
 ) -> Plan:
-    """The plan that `tune.parallel` asks for, over all devices. `sample` is how much of a global
-    batch is in scope.
+    """Return the plan that `tune.parallel` asks for, over all devices. `sample_size` is how many
+    rows or samples of a global batch are in scope; None: all.
+
+    Raises RequestError if the degrees do not match the number of devices, or the model or batch
+    cannot be divided so.
     """
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
@@ -87,8 +94,12 @@ def make(
 
 
 def degrees(text: str, world: int) -> tuple[int, int, int]:
-    """TP, PP and DP of a text such as TP2PP4DP1. The factor without a number, or else DP if it is
-    not named, takes the devices that the others leave."""
+    """Return TP, PP and DP of a text such as TP2PP4DP1, for `world` devices. The one degree without
+    a number, or else DP if it is not named, takes the devices that the others leave.
+
+    Raises RequestError if the text is not of this form, names a parallelism that no engine has, or
+    does not match the number of devices.
+    """
     for name, what in OTHERS.items():
         if name in text:
             raise RequestError(f"--parallel {text!r}: no engine has {what}; allowed: TP, PP and DP")
@@ -121,6 +132,9 @@ def degrees(text: str, world: int) -> tuple[int, int, int]:
 
 
 def _check_model(case: Case, tp: int, pp: int) -> None:
+    """Raise RequestError if TP does not divide the model's key heads or FFN columns, or PP is used
+    for a kind of work without a pipeline.
+    """
     model = case.question.model
     sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"] if hasattr(model, key)}
     for what, size in sizes.items():
@@ -144,6 +158,10 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
 def _check_training(
     case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int
 ) -> None:
+    """Raise RequestError if training cannot be divided so: TP must divide a row's tokens, PP be at
+    most the number of layers and of micro-batches, the sharding degree divide DP, and tied
+    embeddings are not divided at all.
+    """
     model, tune = case.question.model, case.tune
     if train.length % tp:
         raise RequestError(
@@ -175,13 +193,16 @@ def _check_training(
 
 
 def shard_degree(case: Case, dp: int) -> int:
-    """How many replicas divide among them what `tune.sharding` says; 1: nothing is divided."""
+    """Return how many replicas divide among them what `tune.sharding` says; 1 if nothing is
+    divided.
+    """
     return (case.tune.sharding_degree or dp) if case.tune.sharding else 1
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage, as even as can be. Those left over go to inner stages
-    first, and last to the last stage, which has the logits."""
+    """Return the layers of each pipeline stage, as even as possible. Layers left over go to inner
+    stages first, then to the first, and last to the last stage, which has the logits.
+    """
     sizes = [layers // stages] * stages
     order = [*range(1, stages - 1), 0, stages - 1]
     for i in order[: layers % stages]:

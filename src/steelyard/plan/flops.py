@@ -1,10 +1,10 @@
-"""FLOPs of a model from its shapes, in three conventions. docs/metrics.md explains them; tests hold
-them to a profiler.
+"""FLOPs of a model from its shapes, in three conventions. docs/metrics.md explains them; tests
+compare them with a profiler.
 
-A matmul of [m, k] by [k, n] is 2·m·n·k FLOPs. Everything is counted from what a batch's samples say
-was computed: `tokens`, `logits` (rows of the vocabulary projection), `pairs` (query-key pairs under
-the mask) and `square` (without it). In a cloze a context's tokens see all of it, so that only the
-pairs inside a span are fewer than their square.
+A matmul of [m, k] by [k, n] is 2·m·n·k FLOPs. All is computed from the counts of a sample in a
+record: `tokens`, `logits` (rows of the vocabulary projection), `pairs` (query-key pairs under the
+mask) and `square` (pairs without the mask). In a cloze the tokens of a context attend to all of it,
+so that only pairs inside a span are fewer than their square.
 """
 
 from collections.abc import Mapping
@@ -19,55 +19,60 @@ Model = LlamaModel | GlmModel | AutoModel
 
 
 def layer_parameters(model: Model) -> int:
-    """Weights of all layers' matrices: what every token is multiplied with."""
+    """Return the number of weights in the matrices of all layers, which every token is multiplied
+    with.
+    """
     return model.layers * families.row(model.family).layer_parameters(model)
 
 
 def parameters(model: Model) -> int:
-    """All trained numbers of the model."""
+    """Return the number of all trained parameters of the model."""
     return layer_parameters(model) + families.row(model.family).other_parameters(model)
 
 
 def forward(model: Model) -> Forward:
-    """What a token, a query-key pair and a logit cost: from the matrices, or as it was counted of
-    the whole model.
+    """Return the forward FLOPs of a token, a query-key pair and a logit: computed from the
+    matrices, or as counted on the whole model for families that say so.
     """
     counted_of = families.row(model.family).forward
     if counted_of is not None:
         return counted_of(model)
-    # A pair of a query and a key: their product, and that with the value.
+    # A query-key pair has two products: query by key, and weight by value.
     pair = 4 * model.layers * model.heads * model.dim
     return Forward(2 * layer_parameters(model), pair, 2 * model.vocab * model.hidden)
 
 
 def attention(model: Model, counts: Counts) -> int:
-    """Of a forward, over the pairs that the mask leaves."""
+    """Return the attention FLOPs of a forward, over the pairs under the mask."""
     return forward(model).pair * counts["pairs"]
 
 
 def counted(model: Model, counts: Counts) -> int:
-    """Matmul FLOPs of a forward as a profiler sees them: attention over the whole square, masked or
-    not.
+    """Return the matmul FLOPs of a forward as a profiler counts them: attention over all pairs,
+    masked or not.
     """
     return weight_flops(model, counts) + forward(model).pair * counts["square"]
 
 
 def causal(model: Model, counts: Counts) -> int:
-    """Matmul FLOPs that the model's definition needs: only the pairs the mask leaves."""
+    """Return the matmul FLOPs of a forward that the model's definition needs: only pairs under the
+    mask.
+    """
     return weight_flops(model, counts) + attention(model, counts)
 
 
 def palm(model: Model, counts: Counts) -> int:
-    """PaLM's count (Chowdhery et al. 2022, appendix B), forward: 2N + 4·L·h·T a token, h being the
-    width of all heads, N without the input table unless tied; tables of positions are in it. A
-    window does not change it."""
+    """Return PaLM's count of a forward (Chowdhery et al. 2022, appendix B): 2N + 4·L·h·T per token,
+    h being the width of all heads, N all parameters without the input embedding unless it is tied;
+    position tables are included. A sliding window does not change it.
+    """
     without_table = parameters(model) - (0 if model.tied else model.vocab * model.hidden)
     return 2 * without_table * counts["tokens"] + forward(model).pair * counts["square"]
 
 
 def nominal(model: Model, counts: Counts) -> int | None:
-    """Two FLOPs per token and nominal parameter, as the published tables count; unknown where no
-    nominal size is stated.
+    """Return two FLOPs per token and nominal parameter, as the published tables count a forward;
+    None if the model has no nominal size.
     """
     return (
         None
@@ -77,7 +82,7 @@ def nominal(model: Model, counts: Counts) -> int | None:
 
 
 def weight_flops(model: Model, counts: Counts) -> int:
-    """Of the products with weights in a forward; attention has none."""
+    """Return the FLOPs of matmuls with weights in a forward, without attention."""
     each = forward(model)
     return each.token * counts["tokens"] + each.logit * counts["logits"]
 
@@ -86,8 +91,9 @@ CONVENTIONS = {"causal": causal, "palm": palm, "nominal": nominal}
 
 
 def work(model: Model, counts: Counts, convention: str, forwards: int) -> int | None:
-    """Return the FLOPs of so many forwards in a convention; None where it does not say how many a
-    forward has.
+    """Return the FLOPs of `forwards` forwards (3 for a training step) in a convention: causal, palm
+    or nominal; None if the convention has no number for this model. Raises KeyError for another
+    convention.
     """
     one = CONVENTIONS[convention](model, counts)
     return None if one is None else forwards * one

@@ -1,8 +1,7 @@
-"""The matmuls of one micro-batch or packed batch, as shapes: what a device is to be timed with to
-know what it can reach.
+"""The matmuls of one micro-batch or packed batch, as shapes: run/calibrate.py times them to know
+what a device can reach.
 
-Products with weights alone; attention is none of them. Their FLOPs are those of
-`flops.weight_flops`, to the unit.
+Only matmuls with weights, not attention. Their FLOPs add up to exactly `flops.count_weight_flops`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,18 +14,20 @@ from steelyard.models.auto_shape import AutoModel
 from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.schema import Frozen, Layout
 
-VOCABULARY = "vocabulary"  # the product that gives logits
-# Numbers of a product's rows, operand and result together: more are taken in blocks of rows, so
-# that knowing a rate does not take the memory of the run that it is for. 256 MiB in 16 bit; each
-# block is still far larger than a device's caches.
+VOCABULARY = "vocabulary"  # name of the matmul that gives logits
+# Numbers of a matmul's row operand and result together: larger ones are split by rows, so that
+# timing them does not need the memory of the run itself. 256 MiB in 16 bit; each split is still far
+# larger than a device's caches.
 MOST_NUMBERS = 1 << 27
-# Rows of a block are a multiple of this: where they are what lies side by side in memory, an odd
-# number of them takes a fast kernel away from a product that has it as a whole.
+# Rows of a split are a multiple of this: where rows are contiguous in memory, an odd number of them
+# would rule out a fast kernel that the whole matmul can use.
 ALIGNED = 256
 
 
 class Matmul(Frozen):
-    """`count` products of [m, k] by [k, n]."""
+    """`count` equal matmuls of [m, k] by [k, n]. `layout` says which operand is transposed: nt
+    (forward), nn or tn (backward).
+    """
 
     name: str
     layout: Layout = "nt"
@@ -37,11 +38,12 @@ class Matmul(Frozen):
 
     @property
     def flops(self) -> int:
-        """Of one product."""
+        """Return the FLOPs of one of these matmuls."""
         return 2 * self.m * self.n * self.k
 
 
 def total(every: tuple[Matmul, ...]) -> int:
+    """Return the FLOPs of all these matmuls, with their counts."""
     return sum(one.count * one.flops for one in every)
 
 
@@ -52,8 +54,10 @@ def of_model(
     layouts: tuple[Layout, ...],
     tp: int = 1,
 ) -> tuple[Matmul, ...]:
-    """Of one device of a tensor-parallel group, over all layers. A vocabulary that the group
-    divides is padded, and what is computed of the padding is in it."""
+    """Return the matmuls of one device of a tensor-parallel group over all layers, for so many
+    tokens and logits, in each of the layouts. A vocabulary that the group divides is padded, and
+    its padding is included.
+    """
     out: list[Matmul] = []
     for one in families.row(model.family).layer_matrices(model):
         outputs = one.outputs // tp if one.divided == "outputs" else one.outputs
@@ -68,7 +72,9 @@ def of_model(
 def _products(
     name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[Layout, ...]
 ) -> list[Matmul]:
-    """The products of a matrix: its forward, and of a kind that trains both of its backward."""
+    """Return the matmuls of one matrix in each layout: forward, and the two of backward if they are
+    asked for; none for no rows.
+    """
     if rows == 0:
         return []
     shapes = {
@@ -80,6 +86,9 @@ def _products(
 
 
 def _blocks(name: str, layout: Layout, m: int, n: int, k: int, count: int) -> list[Matmul]:
+    """Return `count` equal matmuls, split by rows (m) if operand and result have more than
+    `MAX_NUMBERS` numbers. The remainder is a matmul of its own.
+    """
     most = max(1, MOST_NUMBERS // (n + k))
     size = min(m, most // ALIGNED * ALIGNED or most)
     whole, rest = divmod(m, size)
@@ -87,9 +96,9 @@ def _blocks(name: str, layout: Layout, m: int, n: int, k: int, count: int) -> li
     return [*out, Matmul(name=name, layout=layout, m=rest, n=n, k=k, count=count)] if rest else out
 
 
-# Without data, how many logits a batch has: by kind of work, of its tokens and the model's
-# positions. A text with one answer has one logit; candidates of a cloze are few tokens beside their
-# context, and none is counted.
+# How many logits a batch has if the data are not known, by kind of work, from its tokens and the
+# model's positions; other kinds have one per token. A text with one answer has one; candidates of a
+# cloze are few tokens beside their context, and are not counted.
 LOGITS: dict[str, Callable[[int, int], int]] = {
     "score_choices": lambda tokens, positions: max(1, tokens // positions),
     "train_cloze": lambda tokens, positions: 0,
@@ -99,8 +108,10 @@ LOGITS: dict[str, Callable[[int, int], int]] = {
 def of_case(
     case: Case, tp: int, counts: Mapping[str, int] | None = None, smaller: int = 1
 ) -> tuple[Matmul, ...]:
-    """Of one batch of a case, or of one so many times smaller; with what its rows hold (`counts`,
-    of a pass or a step) where that is known."""
+    """Return the matmuls of one batch of a case, or of one that is `divisor` times smaller, on one
+    device of a tensor-parallel group. `counts` are those of a pass or step, if they are known: they
+    say how many tokens and logits a batch has.
+    """
     tokens, logits = batch(case, counts)
     if smaller > 1:
         tokens, logits = max(1, tokens // smaller), logits and max(1, logits // smaller)
@@ -108,8 +119,8 @@ def of_case(
 
 
 def batch(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:
-    """Tokens computed together, and the logits among them; the longest batch where the data are not
-    known.
+    """Return the tokens that are computed together, and the logits among them; those of the longest
+    possible batch if the data's counts are not known.
     """
     question, tune = case.question, case.tune
     known = counts if counts and counts["tokens"] else None
@@ -117,7 +128,7 @@ def batch(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int
         tokens = tune.batch_tokens if known is None else min(tune.batch_tokens, known["tokens"])
     else:
         tokens = tune.micro_batch * question.train.length
-        # contexts of their own length, one a candidate
+        # rows are contexts of different lengths, one per candidate
         if known is not None and question.row.work == "train_cloze":
             tokens = max(1, tune.micro_batch * known["tokens"] // max(1, known["samples"]))
     if known is not None:

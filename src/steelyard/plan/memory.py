@@ -1,9 +1,9 @@
-"""Memory from shapes: what a device of each pipeline stage must hold at its fullest, and whether
-that fits.
+"""Predict memory from shapes: what a device of each pipeline stage holds at its fullest, and
+whether that fits.
 
-What a framework takes beside that (its own context, communication buffers, fragments) is not in it.
-Activations are what the backward of one layer of models/llama.py needs of its forward; tests hold
-the table to what torch saves.
+What a framework takes besides (its own context, communication buffers, fragmentation) is not
+included. Activations are what the backward of one layer of models/llama.py needs of its forward;
+tests compare the table `SAVED` with what torch saves.
 """
 
 from collections.abc import Callable
@@ -20,29 +20,28 @@ from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
 from steelyard.plan import flops, memory_glm
 from steelyard.plan.degrees import Plan, shard_degree, stage_layers
 
-# of fp8, what all but the layers' matrices is in
+# for fp8: of all but the layers' matrices
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
-# bytes of a weight in fp8 for training: one as it stands for the forward, one transposed for the
+# bytes of a weight for training in fp8: a copy for the forward, and a transposed one for the
 # backward
 FP8_COPIES = 2
-WIDE = 4  # bytes of what is kept in fp32 whatever the precision
-MOST_STAGES = 1024  # a record may come from a stranger
+WIDE = 4  # bytes of what is fp32 in any precision
+MOST_STAGES = 1024  # a limit, since a record may come from a stranger
 GIB = 1 << 30
 # a prediction this many times the memory is refused; measured runs were within 2 % of theirs
 CERTAIN = 1.1
-# one beyond this share of it is worth a warning: a framework takes some memory for itself
+# one beyond this share of it gets a warning: a framework takes some memory for itself
 CLOSE = 0.95
-LOGITS_AT_ONCE = 4096  # tokens, when scoring
-# Keys laid out for attention for each token computed, where questions share a prefix: of MMLU with
-# five shots on an H200, where
-# 22.0 GiB were allocated, weights and activations being 16.3.
+LOGITS_AT_ONCE = 4096  # tokens whose logits scoring holds at one time
+# Keys laid out for attention per computed token, where questions share a prefix: from MMLU with
+# five shots on an H200, where 22.0 GiB were allocated, of which weights and activations were 16.3.
 SHARED_KEYS = 12
-# What an allocator holds for each byte of activations, where every batch has other sizes: 20.8 GiB
-# instead of 17.2 and 72.6 instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of 22.0 with
-# a shared prefix.
+# Bytes that the allocator reserves per byte of activations, where every batch has other sizes:
+# 20.8 GiB instead of 17.2 and 72.6 instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of
+# 22.0 with a shared prefix.
 SCATTER = 2.6
-# The same of a GLM's: 24.7 numbers in units of the hidden size were held for 18 that a layer keeps
-# of a token.
+# The same for a GLM: 24.7 times the hidden size was reserved for 18 times that a layer saves per
+# token.
 CLOZE_SCATTER = 1.4
 
 Recompute = Literal["none", "selective", "full"]
@@ -50,27 +49,32 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes on one device."""
+    """Predicted bytes on one device, by what they hold."""
 
-    parameters: int  # as they are kept
-    # of them in the type of the matmuls, where that is another; of fp8, two of the layers' matrices
+    parameters: int  # in the dtype they are stored in
+    # of parameters in the matmuls' dtype, if that is another; in fp8 two of the layers' matrices
     copies: int
     gradients: int
-    states: int  # Adam's two
+    states: int  # Adam's two moments
     activations: int
-    logits: int  # with the last norm before them
+    logits: int  # with the last norm's input and output
 
     @property
     def total(self) -> int:
+        """Return the sum of all parts, in bytes."""
         return sum(astuple(self))
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Numbers a token that a layer keeps for its backward, and under which kinds of recomputation
-    it does. `fused` ones are computed again by a compiler, without being asked; `plain` ones are
-    kept by models/llama.py's own block, and not by that of models/llama_fused.py, `lean` ones the
-    other way round; `wide_only` ones are not kept by that of models/llama_fp8.py."""
+    """Activations that a layer saves for its backward: how many numbers per token, and under which
+    modes of recomputation.
+
+    `fp32` ones are 4 bytes in any precision. `compiler_recomputes`: not saved if the model is
+    compiled. `plain_only`: saved by the block of models/llama.py and not by that of
+    models/llama_fused.py; `fused_only` the other way round. `not_fp8`: not saved by that of
+    models/llama_fp8.py.
+    """
 
     name: str
     numbers: Callable[[LlamaModel], int]
@@ -83,6 +87,7 @@ class Saved:
 
 
 def _qkv(model: LlamaModel) -> int:
+    """Return the width of queries, keys and values together."""
     return (model.heads + 2 * model.kv_heads) * model.dim
 
 
@@ -126,11 +131,12 @@ def layer_bytes(
     lean: bool = False,
     fp8: bool = False,
 ) -> int:
-    """Bytes a token that one layer keeps, numbers being `size` bytes; a `lean` one is that of
-    models/llama_fused.py.
+    """Return the bytes per token that one layer saves for its backward, numbers having `size`
+    bytes. `fused_blocks`: of the block of models/llama_fused.py.
     """
 
     def drops(part: Saved) -> bool:
+        """Return whether these activations are not saved by this kind of block."""
         other = part.plain if lean else part.lean
         return (part.fused and compiled) or other or (part.wide_only and fp8)
 
@@ -139,8 +145,8 @@ def layer_bytes(
 
 
 def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
-    """Trained numbers on one device of a stage. Matrices are divided over a tensor-parallel group,
-    norms are not.
+    """Return the number of parameters on one device of a pipeline stage, without sharding over
+    replicas. Matrices are divided over a tensor-parallel group, norms are not.
     """
     biases = _qkv(model) if model.qkv_bias else 0
     norms = 2 * model.hidden + (2 * model.dim if model.qk_norm else 0)
@@ -156,7 +162,9 @@ def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
 
 
 def stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
-    """Weights of the layers' matrices among them: those that fp8 multiplies."""
+    """Return the number of weights in the layers' matrices on one device of a stage: those that fp8
+    multiplies.
+    """
     return (
         len(stage_layers(model.layers, plan.pp)[stage])
         * (flops.layer_parameters(model) // model.layers)
@@ -173,8 +181,9 @@ def predict(
     lean: bool = False,
     units: bool = False,
 ) -> list[Parts]:
-    """What a device of each stage holds, first stage first. `units`: with what is whole only for a
-    while.
+    """Return the predicted memory of a device of each stage in training, first stage first.
+    `with_gathered` adds what is gathered only for a while from shards. Raises ValueError for more
+    stages than layers.
     """
     if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
@@ -188,7 +197,9 @@ def predict(
 
 
 def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
-    """The same of each unit of a stage: the embedding, every layer, the last norm with the output."""
+    """Return the number of parameters of each unit of a stage that is gathered on its own: the
+    embedding on the first stage, every layer, the last norm with the output on the last.
+    """
     layers = len(stage_layers(model.layers, plan.pp)[stage])
     table = vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
@@ -206,8 +217,10 @@ def _with_units(
     train: Train,
     stage: int,
 ) -> Parts:
-    """Where gradients are divided, those of two neighbouring units are whole at a time, and so are
-    divided weights. A tensor-parallel rank gathers the tokens that logits are made of."""
+    """Return the parts with what is whole for a while only: gradients, if sharded, of the two
+    largest neighbouring units, weights likewise with sharding 3, and on the last stage the tokens
+    that a tensor-parallel rank gathers for the logits.
+    """
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     size = BYTES[precision.matmul]
     mixed = BYTES[precision.weights] != size
@@ -238,6 +251,7 @@ def _stage(
     stage: int,
     lean: bool,
 ) -> Parts:
+    """Return the predicted training memory of a device of one stage, without gathered shards."""
     numbers = stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
     kept, size = BYTES[precision.weights], BYTES[precision.matmul]
@@ -247,11 +261,14 @@ def _stage(
     fp8 = precision.matmul == "fp8"
 
     def held(each: int, divided_from: int) -> int:
+        """Return the bytes of all parameters at `bytes_each` bytes, divided over the shard group
+        from `tune.sharding` = `divided_from` on.
+        """
         return each * (-(-numbers // degree) if tune.sharding >= divided_from else numbers)
 
     return Parts(
-        # Where matmuls read a copy, the optimiser alone reads the parameters: they are divided with
-        # its states.
+        # If matmuls read a copy, only the optimizer reads the parameters: they are divided with its
+        # states.
         parameters=held(kept, 1 if mixed else 3),
         copies=(held(size, 3) if mixed else 0)
         + (_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
@@ -267,8 +284,10 @@ def _stage(
 def _fp8_copies(
     model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int
 ) -> int:
-    """Bytes of two copies of the layers' matrices, where weights are kept. Where fp32 is whole they
-    are made of it, and 16-bit copies, which stand between them elsewhere, are not there."""
+    """Return the bytes that fp8 adds to the copies: two fp8 copies of the layers' matrices, none
+    with sharding 3. If fp32 weights are whole, fp8 copies are made from them, and the 16-bit copies
+    that are not needed are subtracted.
+    """
     if tune.sharding == 3:
         return 0
     whole = degree == 1 or tune.sharding == 0
@@ -286,9 +305,10 @@ def _activations(
     lean: bool,
     fp8: bool,
 ) -> int:
-    """Bytes a token of a micro-batch: of all that are under way at once in 1F1B, and of the one
-    layer that is computed again. A tensor-parallel group divides all of them, those between its
-    matmuls by sequence."""
+    """Return the activation bytes per token of a micro-batch, before tensor parallelism divides
+    them: of all micro-batches that are in flight at once in 1F1B, and of the one layer that is
+    being recomputed.
+    """
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
     kept = layer_bytes(model, size, tune.recompute, tune.compile, lean, fp8)
     again = layer_bytes(model, size, "none", tune.compile, lean, fp8) - kept
@@ -299,17 +319,20 @@ def _activations(
 
 
 def _logits(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
-    """Bytes a token: the last norm's input and output, the logits, and beside them their gradients
-    where a compiler reads them as fp32 on the way, or a copy in fp32 and its softmax."""
+    """Return the bytes per token at the logits: the last norm's input and output, the logits, and
+    beside them their gradients if compiled, else an fp32 copy and its softmax.
+    """
     beside = size if compiled else 2 * WIDE
     return 2 * model.hidden * size // plan.tp + vocab_rows(model.vocab, plan.tp) * (size + beside)
 
 
 def need(case: Case, plan: Plan) -> Parts:
-    """What the fullest device holds, as far as shapes tell it."""
+    """Return what the fullest device holds at least: the memory that a run certainly needs. A case
+    whose prediction does not fit can be refused.
+    """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        # The leaner of the two blocks that engines run: what is refused must be certain not to fit.
+        # The block that saves less of the two: only what certainly does not fit is refused.
         stages = predict(
             question.model,
             question.precision,
@@ -328,8 +351,8 @@ def need(case: Case, plan: Plan) -> Parts:
 
 
 def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
-    """Of a model of which only FLOPs are known: results of a layer's products, were they all as
-    wide as its input.
+    """Return the predicted memory of scoring a model of which only FLOPs are known: activations as
+    if all results of a layer were as wide as its input.
     """
     size = BYTES[precision.weights]
     layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
@@ -338,7 +361,10 @@ def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
 
 
 def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> Parts:
-    """Weights, one layer's activations of a batch, and the logits of a chunk of tokens."""
+    """Return the predicted memory of scoring: weights, one layer's activations of a batch, and the
+    logits of a chunk of tokens. In fp8 it is the larger of loading (16-bit weights) and of the
+    passes.
+    """
     size = BYTES[precision.weights]
     layer = 2 * model.hidden + (_qkv(model) + model.heads * model.dim + 3 * model.ffn) // plan.tp
     rows = vocab_rows(model.vocab, plan.tp)
@@ -346,14 +372,15 @@ def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) ->
     activations, logits = tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size
     if precision.matmul != "fp8":
         return Parts(weights, 0, 0, 0, activations, logits)
-    half = stage_matrices(model, plan, 0)  # of what is loaded in 16 bits, one byte a number is kept
+    half = stage_matrices(model, plan, 0)  # 16-bit weights become fp8: one byte less each
     passes = Parts(weights - half, 0, 0, 0, activations, logits)
     return max(Parts(weights, 0, 0, 0, 0, 0), passes, key=lambda parts: parts.total)
 
 
 def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
-    """What the fullest device is expected to hold, for choosing a size: where shapes do not tell,
-    rather more than less.
+    """Return the bytes that the fullest device is expected to hold, for choosing a size: where
+    shapes do not determine it, rather too much than too little. `fused_blocks`: the engine runs the
+    blocks of models/llama_fused.py.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
@@ -381,16 +408,18 @@ def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
 
 
 def _shared(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
-    """A prefix of every layer, and keys and values of one layer laid out for each question that
-    sees it.
+    """Return the bytes that division open adds in scoring: a cached prefix for every layer, and
+    keys and values of one layer laid out for each question that attends to it.
     """
     pair = 2 * model.kv_heads * model.dim * BYTES[precision.weights] // plan.tp
     return pair * (model.layers * model.positions + SHARED_KEYS * tune.batch_tokens)
 
 
 def _cloze(case: Case) -> int:
-    """Activations of a micro-batch of contexts with candidates. Of ReCoRD a row has about 210
-    tokens, and an example ten rows closed, one open: half and a whole of the longest."""
+    """Return the activation bytes of a micro-batch of cloze samples; 0 if the case is no training
+    of a GLM. A row of ReCoRD has about 210 tokens; an example has ten rows in division closed and
+    one in open, which is estimated as half and all of the longest length.
+    """
     train, model, size = (
         case.question.train,
         case.question.model,
@@ -410,7 +439,9 @@ def _cloze(case: Case) -> int:
 
 
 def _held(case: Case, plan: Plan) -> Parts:
-    """What is held from first to last of a model whose activations are not predicted."""
+    """Return the memory of parameters, copies, gradients and optimizer states, for a model whose
+    activations are not predicted.
+    """
     precision, shards = case.question.precision, shard_degree(case, plan.dp)
     numbers = flops.parameters(case.question.model)
     kept, matmul = BYTES[precision.weights], BYTES[precision.matmul]
@@ -424,13 +455,14 @@ def _held(case: Case, plan: Plan) -> Parts:
 
 
 def listed(parts: Parts) -> str:
-    """The parts that are not empty, in GiB."""
+    """Return the parts that are not zero as text, in GiB."""
     return ", ".join(f"{name} {size / GIB:.3g}" for name, size in asdict(parts).items() if size)
 
 
 def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
-    """Refuse what certainly does not fit a device; returns a warning where it is close. Unknown
-    memory is not refused.
+    """Raise RequestError if the case certainly does not fit into `memory_bytes` of a device (more
+    than 1.1 times that); return a warning if it is close (above 95 %), else None. Unknown memory
+    (None) is never refused.
     """
     parts = need(case, plan)
     if memory_bytes is None or parts.total <= CLOSE * memory_bytes:
@@ -446,7 +478,7 @@ def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
 
 
 def _advice(case: Case) -> str:
-    """List what makes a run need less memory, without what is set already."""
+    """Return, as text, settings that need less memory, without those already set."""
     wide = BYTES[case.question.precision.weights] > BYTES["bf16"]
     steps: tuple[tuple[str, bool], ...]
     if case.question.kind_row.trains:

@@ -1,6 +1,7 @@
-"""Activations of a GLM in training, from its shape: what the backward of a layer of
-models/glm_fused.py needs of its forward, where its kernels run. How many tokens a micro-batch has,
-the data say."""
+"""Predict the activations of a GLM in training from its shape: what the backward of a layer of
+models/glm_fused.py needs of its forward, where its kernels run. plan/memory.py estimates from the
+data's lengths how many tokens a micro-batch has.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +9,13 @@ from typing import Literal
 
 from steelyard.models.shapes import GlmModel
 
-WIDE = 4  # bytes of what is kept in fp32 whatever the precision
+WIDE = 4  # bytes of what is fp32 in any precision
 
 
 @dataclass(frozen=True)
 class GlmSaved:
-    """Numbers a token that a layer keeps for its backward; some of them only with one kernel of
-    attention.
+    """Activations that a layer saves for its backward: how many numbers per token. `fp32` ones are
+    4 bytes in any precision; `only_kernel` ones are saved with that attention kernel only.
     """
 
     name: str
@@ -40,7 +41,9 @@ SAVED = (
 
 
 def layer_bytes(model: GlmModel, size: int, attention: str) -> int:
-    """Bytes a token that one layer keeps, numbers being `size` bytes."""
+    """Return the bytes per token that one layer saves for its backward with an attention kernel,
+    numbers having `size` bytes.
+    """
     kept = [part for part in SAVED if part.only in (None, attention)]
     return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
 
@@ -51,8 +54,8 @@ def glm_bytes(
     recompute: Literal["none", "full"] = "none",
     attention: str = "flash",
 ) -> int:
-    """Bytes a token of a micro-batch that all layers keep; with recomputation two streams into
-    each, and one layer whole.
+    """Return the bytes per token of a micro-batch that all layers save; with recomputation `full`
+    two hidden states for each layer, and one layer's activations.
     """
     one = layer_bytes(model, size, attention)
     return (
@@ -61,6 +64,7 @@ def glm_bytes(
 
 
 def logit_bytes(model: GlmModel, size: int) -> int:
-    """Bytes a token of a span: the last streams, their norm with its mean and scale, and the
-    logits, which become their own gradient."""
+    """Return the bytes per token of a span at the logits: three hidden states, the last norm's mean
+    and scale, and the logits, which become their own gradient.
+    """
     return 3 * model.hidden * size + 2 * WIDE + model.vocab * size

@@ -1,1 +1,3 @@
-"""What is kept of a run."""
+"""Files that are kept of a run: records and spec records, their signatures, and an index of
+records.
+"""

@@ -1,8 +1,9 @@
-"""The tables of a record that say on what a run was made: machine, software, weights, ranks,
-readings.
+"""Models of those parts of a record that describe what a run was made on: machine, software,
+weights, ranks, telemetry.
 
-They are open: an accelerator, a framework or a later version may add columns. What a formula reads
-has its type here.
+`run` fills them from what hosts and workers report; `metrics` and `report` read them from records.
+Most accept additional keys, because an accelerator, a framework or a later version may add some;
+every field that a formula reads has its type and bounds here.
 """
 
 from typing import Annotated, Any, Self
@@ -19,7 +20,7 @@ from pydantic import (
 from steelyard import accelerators
 from steelyard.schema import Frozen, Layout, OpenTable
 
-# Bounds that no machine comes near, so that no formula overflows on a stranger's record.
+# Bounds far beyond any machine, so that no formula overflows on an untrusted record.
 Bytes = Annotated[int, Field(ge=0, le=10**18)]
 Rate = Annotated[float, Field(gt=0, le=1e30)]
 Side = Annotated[int, Field(ge=1, le=10**12)]
@@ -27,13 +28,19 @@ Number = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class DeviceFacts(OpenTable):
+    """A device by its name as the driver reports it, its UUID, and its memory; None where the
+    driver does not tell.
+    """
+
     name: str
     uuid: str | None = None
     memory_bytes: Bytes | None = None
 
 
 class PeakFacts(OpenTable):
-    """A datasheet row, as it was when the record was made."""
+    """The datasheet row of a device as it was when the record was made: dense peak FLOP/s by
+    precision, memory bandwidth, and the source of the numbers.
+    """
 
     name: str
     flops_per_s: dict[str, Rate]
@@ -43,6 +50,10 @@ class PeakFacts(OpenTable):
 
 
 class Hardware(OpenTable):
+    """The hardware of a run: machine and CPU of the first host, the accelerator's name, the devices
+    used, and the datasheet row of the devices (None if it is unknown or they differ).
+    """
+
     machine: str | None = None
     cpu: str | None = None
     cpu_cores: int | None = None
@@ -53,6 +64,10 @@ class Hardware(OpenTable):
 
 
 class Software(OpenTable):
+    """The software of a run: operating system, driver, Python packages by name with their version,
+    runtime libraries, and the environment variables that a record keeps. None is what is not known.
+    """
+
     os: str | None = None
     kernel: str | None = None
     driver: str | None = None
@@ -66,7 +81,9 @@ class Software(OpenTable):
 
     @property
     def libraries(self) -> dict[str, str | None]:
-        """Versions of the accelerators' runtimes and libraries, None where no worker reported them."""
+        """Return the versions of the runtimes and libraries that all known accelerators name, by
+        name; None for those that no worker reported.
+        """
         return {
             name: getattr(self, name, None)
             for row in accelerators.table().values()
@@ -75,8 +92,8 @@ class Software(OpenTable):
 
     @property
     def collectives(self) -> dict[str, str | None]:
-        """Versions of the accelerators' libraries for collectives, None where no worker reported
-        them.
+        """Return the versions of the collective libraries that all known accelerators name, such as
+        nccl, by name; None for those that no worker reported.
         """
         rows = accelerators.table().values()
         return {
@@ -87,7 +104,9 @@ class Software(OpenTable):
 
 
 class SourceFacts(OpenTable):
-    """This package's own revision."""
+    """The version of this package, its git revision, and whether files were changed since that
+    revision; None where there is no repository.
+    """
 
     version: str | None = None
     revision: str | None = None
@@ -95,14 +114,17 @@ class SourceFacts(OpenTable):
 
 
 class Environment(OpenTable):
+    """The hardware and software of a run, and the revision of this package."""
+
     hardware: Hardware
     software: Software
     source: SourceFacts
 
 
 class EngineDetails(OpenTable):
-    """What an engine chose by itself: kernels, batches. An engine may state more than a formula
-    reads.
+    """What an engine chose by itself, such as kernels and the number of micro-batches. An engine
+    may add keys that no formula reads. Serialized with the keys that were given, in the order they
+    were given.
     """
 
     attention: str | None = Field(None, description="the attention kernel")
@@ -126,6 +148,7 @@ class EngineDetails(OpenTable):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_order(cls, told: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Validate, and remember the order of the keys if the input is a dict."""
         made = validate(told)
         if isinstance(told, dict):
             made._order = tuple(told)
@@ -133,26 +156,32 @@ class EngineDetails(OpenTable):
 
     @model_serializer(mode="wrap")
     def _as_told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Serialize the keys that were given, in their order."""
         table = dump(self)
         return {name: table[name] for name in self._order or self.model_fields_set}
 
 
 class Weights(OpenTable):
-    """Where weights came from: `random` with its seed, or a checkpoint's files and the hash of
-    their headers.
+    """Where the weights of a run came from: `source` is `random` (with its seed), or the format of
+    a checkpoint (with its files and the hash of their headers). None if the run ended before.
     """
 
     source: str | None
 
     @property
     def trained(self) -> bool:
+        """Return whether the weights come from a checkpoint: neither random nor unknown."""
         return self.source not in (None, "random")
 
 
 class DeviceState(OpenTable):
-    """A device before a run, as its driver tells: what can make the same device another one. Null
-    is what it does not tell. `invalidating` are those of the slowdown reasons that would make a run
-    invalid."""
+    """A device before a run, as its driver reports it: settings that can make the same device
+    faster or slower. None is what the driver does not report.
+
+    `reasons` are the active slowdown reasons, `invalidating` those of them that would make a run
+    invalid; `processes` counts compute processes on the device; `slowdown_c` is the temperature at
+    which it slows down.
+    """
 
     device: str
     persistence: bool | None = None
@@ -176,8 +205,9 @@ class DeviceState(OpenTable):
 
 
 class HostState(OpenTable):
-    """A host before a run. `cores` are online, `allowed` of them by affinity, `quota` by the
-    control group.
+    """A host before a run. `cores` are online, `allowed` is how many of them CPU affinity allows,
+    `quota` how many the control group allows (it may be a fraction). `governors` are the frequency
+    governors of the cores. None is what the host does not tell.
     """
 
     load_1m: Number | None = None
@@ -195,10 +225,15 @@ class HostState(OpenTable):
 
 
 class Load(OpenTable):
-    """CPU time on a host, in seconds since the first reading, about one a second: `busy_s` of the
-    cores that the run may use, by whomever; `own_s` of the run's own processes, `agent_s` of these
-    its agent's; `group_s` of the control group whose quota holds, where there is one. `allowed`
-    cores are offered by affinity, `quota` by the control group."""
+    """Cumulative CPU time on a host during a run, read about once a second; all lists are equally
+    long.
+
+    `t_s` is the time of each reading; the other lists are CPU seconds since the first reading:
+    `busy_s` of all processes on the cores that the run may use, `own_s` of the run's own processes,
+    `agent_s` of its node agent (part of `own_s`), `group_s` of the control group whose quota
+    applies (None without one). `allowed` is the number of cores by CPU affinity, `quota` by the
+    control group.
+    """
 
     allowed: Annotated[int, Field(ge=1, le=10**6)]
     quota: Annotated[float, Field(gt=0, le=1e6)] | None = None
@@ -210,6 +245,7 @@ class Load(OpenTable):
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
+        """Raise ValueError if a list that was given has not as many readings as `t_s`."""
         for name in ("busy_s", "own_s", "agent_s", "group_s"):
             if name in self.model_fields_set and len(getattr(self, name)) != len(self.t_s):
                 raise ValueError(
@@ -219,14 +255,17 @@ class Load(OpenTable):
 
     @property
     def cores(self) -> float:
-        """That the run may use at once."""
+        """Return how many cores the run may use at once: the smaller of `allowed` and `quota`."""
         return min(float(self.allowed), self.quota or float(self.allowed))
 
 
 class HostFacts(OpenTable):
-    """A host of a run. `clock_offset_s` is its monotonic clock less the parent's at the start of
-    the run, as far as `clock_uncertainty_s` tells; `clock_drift` is what it gains in a second.
-    Times in a record are all on the parent's."""
+    """A host of a run, with its ranks and devices.
+
+    `clock_offset_s` is the host's monotonic clock minus the parent's at the start of the run, known
+    to within `clock_uncertainty_s`; `clock_drift` is how many seconds the host's clock gains per
+    second. All times in a record are on the parent's clock.
+    """
 
     name: str
     ranks: list[int]
@@ -246,12 +285,16 @@ class HostFacts(OpenTable):
     )
 
     def on_the_parents_clock(self, t_s: float) -> float:
-        """A time since the start of the run, as its own clock tells it."""
+        """Convert seconds since the start of the run from this host's clock to the parent's:
+        correct them by the drift. None as drift counts as 0.
+        """
         return t_s * (1 - (self.clock_drift or 0.0))
 
 
 class MatmulRate(Frozen):
-    """A shape of the case's own matmuls, how many a batch has, and the rate at which it was timed."""
+    """One matmul shape of the case's model, timed on a rank: m × n × k in a memory layout, how many
+    such matmuls one batch has (`count`), and the measured rate.
+    """
 
     name: str
     layout: Layout
@@ -263,12 +306,18 @@ class MatmulRate(Frozen):
 
     @property
     def flops(self) -> int:
-        """Of all of them."""
+        """Return the FLOPs of all `count` matmuls together."""
         return 2 * self.m * self.n * self.k * self.count
 
 
 class RankFacts(OpenTable):
-    """What a record keeps of a rank beside its passes and samples."""
+    """What a record keeps of a rank besides its passes and samples.
+
+    `identity` is the device's name, UUID, memory size and the like, as the framework reports them,
+    `matmul_flops_per_s` the measured rate of a large square matmul (`..._per_cpu_s`: per second of
+    CPU time), `matmuls` the rates of the case's own shapes, `in_use_bytes` device memory in use
+    after each pass, by pass, `budget` seconds of each part of the rank's wall time.
+    """
 
     rank: int
     host: str | None = None
@@ -306,7 +355,9 @@ class RankFacts(OpenTable):
 
 
 class Restart(OpenTable):
-    """What a run goes on from."""
+    """From where a resumed run continued: the record and checkpoint folder, the step and plan of
+    the checkpoint, damaged checkpoints that were passed over, and the losses of all steps up to it.
+    """
 
     record: str | None
     checkpoints: str | None = None
@@ -317,8 +368,8 @@ class Restart(OpenTable):
 
 
 class StepDown(OpenTable):
-    """What a first attempt had chosen, and ran out of memory with; the run is the second, a size
-    smaller.
+    """A first attempt that ran out of memory: the automatically chosen tune values, and the error.
+    The run itself is the second attempt, with the next smaller size.
     """
 
     tune: dict[str, int]
@@ -326,7 +377,10 @@ class StepDown(OpenTable):
 
 
 class Columns(OpenTable):
-    """Readings of a device, equally long lists; None is a reading that the device does not give."""
+    """Telemetry readings of a device as equally long lists, one item per reading; None where the
+    device gave no value. `t_s` is the time of each reading; `reasons` are the slowdown reasons
+    active then.
+    """
 
     t_s: list[Number]
     memory_bytes: list[Bytes | None] = Field(default_factory=list)
@@ -338,9 +392,12 @@ class Columns(OpenTable):
 
 
 class Series(OpenTable):
-    """What was read off a device. `t_s` counts from the start of the run; `baseline_processes` are
-    compute processes on the device before any worker started; `severity` says what each slowdown
-    reason means, where the record says it."""
+    """The telemetry of one device during a run. `t_s` of its columns counts from the start of the
+    run; `period_s` is the interval between readings.
+
+    `baseline_processes` is the number of compute processes on the device before any worker started;
+    `severity` says what each slowdown reason means for a run; None in records without it.
+    """
 
     device: str
     host: str | None = None
@@ -351,6 +408,7 @@ class Series(OpenTable):
 
     @model_validator(mode="after")
     def _same_length(self) -> Self:
+        """Raise ValueError if a given column is not a list with as many readings as `t_s`."""
         rows = len(self.columns.t_s)
         for name, column in self.columns:
             if name in self.columns.model_fields_set and not (

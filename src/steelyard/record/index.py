@@ -1,11 +1,13 @@
-"""An index of records: what a history needs of each, so that thousands need not be parsed and
-verified again.
+"""Cache a summary of every record in one index file, so that `history` does not parse and verify
+thousands of records again.
 
-It is one JSON file in this user's cache, and can be deleted at any time. It is never trusted over
-the records: an entry holds only for the file that it was made of, by size and times, or else by its
-SHA-256, and only for this version of the package. Nobody else can have written it: a file that
-another user owns or can write is not used. Whatever else is wrong with it, damaged, truncated or
-foreign, it is made anew.
+The index is one JSON file in the user's cache folder and can be deleted at any time. It is never
+trusted over the records: a summary is used only for the file that it was made from, known by size
+and times, or else by its SHA-256, and only by the version of the package that made it. An index
+that another user owns or can write is not used; one that is damaged, truncated or no index at all
+is replaced.
+
+In the flow: cli/compare.py (history) -> `summarize_records` -> metrics/history.py.
 """
 
 import hashlib
@@ -32,15 +34,18 @@ Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
 class Entry(Frozen):
-    """What a history needs of a record. `wrong` says why a file is none that verifies; then nothing
-    else is known.
+    """What `history` needs of a record. `wrong` says why a file is not a record that verifies; then
+    all other fields have their defaults.
+
+    `read` is whether the run came to read its data; `setup`, `key` and `unread_key` are hashes to
+    group runs by; `rate` is the headline metric in `unit`.
     """
 
     wrong: str | None = None
     id: Text = ""
     created: Text = ""
     status: Text = ""
-    codes: tuple[Text, ...] = ()  # of the reasons why it is not valid
+    codes: tuple[Text, ...] = ()  # of its reasons
     name: Text = ""
     size: Text = ""
     key: Text = ""
@@ -69,7 +74,7 @@ class Entry(Frozen):
 
 
 class Row(Frozen):
-    """An entry, and the file that it was made of."""
+    """The summary of a record, with size, times and SHA-256 of the file that it was made from."""
 
     size: int
     mtime_ns: int
@@ -79,11 +84,14 @@ class Row(Frozen):
 
     @property
     def times(self) -> tuple[int, int, int]:
+        """Return size, mtime and ctime in ns of the file, as `_stat_file` does."""
         return self.size, self.mtime_ns, self.ctime_ns
 
 
 class Index(Frozen):
-    """The file. Names of rows are absolute paths, percent-encoded: a path need not be UTF-8."""
+    """The content of the index file. Keys of `rows` are absolute paths, percent-encoded because a
+    path need not be UTF-8; `version` is a hash of the package that made the summaries.
+    """
 
     steelyard_index: Literal[2] = 2
     version: str = Field(description="of the package that made the entries")
@@ -97,8 +105,14 @@ Summarize = Callable[[Path], Entry]
 def entries(
     paths: Iterable[Path], file: Path | None, version: str, summarize: Summarize
 ) -> tuple[dict[Path, Entry], list[str]]:
-    """Return the entry of every file, made anew only where the file changed, and warnings on the
-    index. Without a `file` every entry is made anew."""
+    """Return the summary of every record file by its path, and a list of warnings about the index.
+
+    `summarize` makes a summary and is called only for files that are new or changed since the index
+    `index_file` was written, or for all if it is None. The index is then replaced if anything in it
+    changed; files of the same folders that no longer exist are dropped from it. Problems with the
+    index never raise: they become warnings. `version` is the hash of this package; an index with
+    another version counts as empty.
+    """
     if file is None:
         return {path: summarize(path) for path in paths}, []
     paths = list(paths)
@@ -118,16 +132,21 @@ def entries(
 
 
 def _is_gone(name: str, folders: set[Path]) -> bool:
-    """Return whether a file of these folders is no more. Others are not looked for: they may be on
-    a dead mount.
+    """Return whether a file, given by its percent-encoded path, lies directly in one of these
+    folders and no longer exists. False for other folders, which are not touched: they may be on a
+    dead mount.
     """
     path = Path(os.fsdecode(unquote_to_bytes(name)))
     return path.parent in folders and not os.path.lexists(path)
 
 
 def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row | None, Entry]:
-    """Return the row of a file and its entry; no row for a file that changes meanwhile, or cannot
-    be read.
+    """Return the index row of a record file and its summary, from `known` if the file is the same,
+    else made by `summarize`.
+
+    The file is the same if size and times are equal, else if size and SHA-256 are. The row is None,
+    so that it is not stored, if the file cannot be read, changes meanwhile, or has a summary of
+    more than `MAX_ENTRY_BYTES`.
     """
     try:
         times = _times(path)
@@ -141,17 +160,23 @@ def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row |
         return (
             row if _times(path) == times and len(row.model_dump_json()) <= MAX_ENTRY_BYTES else None
         ), entry
-    except (OSError, ValueError):  # a text that JSON cannot hold is a ValueError
+    except (OSError, ValueError):  # ValueError: a text that JSON cannot hold
         return None, summarize(path)
 
 
 def _times(path: Path) -> tuple[int, int, int]:
+    """Return size in bytes, mtime and ctime in ns of a file."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _read(file: Path, version: str) -> tuple[Rows, list[str]]:
-    """Return the rows that hold; none, with a warning, where the file is no index of this user."""
+    """Read the rows of an index file, and return them with a list of warnings.
+
+    There are no rows and no warning if the file does not exist or is of another `version`; no rows
+    and one warning if it is damaged, too large, unreadable, or not an index that only this user can
+    have written.
+    """
     if not os.path.lexists(file):
         return {}, []
     try:
@@ -167,8 +192,8 @@ def _read(file: Path, version: str) -> tuple[Rows, list[str]]:
 
 
 def _strange(file: Path) -> str | None:
-    """Return why a file is not read; None where it is an index that only this user can have
-    written.
+    """Return why a file must not be read as an index (not a regular file, owned or writable by
+    another user, no index), or None if it may be. Raise OSError if it cannot be looked at.
     """
     status = file.lstat()
     if not stat.S_ISREG(status.st_mode):
@@ -179,17 +204,23 @@ def _strange(file: Path) -> str | None:
 
 
 def _ours(file: Path) -> bool:
-    """Return whether a file begins as an index, sound or not."""
+    """Return whether a file begins with the bytes of an index; the rest is not checked. Raise
+    OSError if it cannot be read.
+    """
     with files.open_regular(file) as opened:
         return opened.read(len(MAGIC)) == MAGIC
 
 
 def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
-    """Replace the index, so that a reader sees all of it or none; where all is too much, keep the
-    rows of this call.
+    """Replace the index file atomically, with mode 0600, and return warnings: none if all went
+    well.
+
+    If all rows exceed `MAX_BYTES`, only those of this call (`used`, their keys) are written; if
+    these are too large as well, or the file cannot be written, nothing is, and a warning says so.
     """
 
     def dump(opened: BinaryIO) -> None:
+        """Make the open file private to the user and write the content to it."""
         os.fchmod(opened.fileno(), 0o600)
         opened.write(content)
 
@@ -207,8 +238,10 @@ def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
 
 
 def named(file: Path) -> Path:
-    """Return an index that a user named. Raise RequestError for another's file, which would be
-    overwritten.
+    """Return the path that a user gave as `--index`, if an index may be written there.
+
+    Raise RequestError if the file exists and is a link, not a steelyard index, or another user's
+    (it would be overwritten), if it cannot be read, or if its folder does not exist.
     """
     try:
         if os.path.lexists(file) and (

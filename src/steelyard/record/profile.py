@@ -1,5 +1,9 @@
-"""A profiled stretch of a pass, as a record keeps it: what the device did in it, by kernel. What
-follows is in metrics/waterfall.py."""
+"""Models of a profile in a record (`run --explain`): what the device did in some steps of a pass,
+by kernel.
+
+run/explain.py fills them from the framework's profiler; metrics/waterfall.py derives where the time
+went.
+"""
 
 from typing import Annotated
 
@@ -10,13 +14,14 @@ from steelyard.schema import Frozen
 
 Time = Annotated[float, Field(ge=0, le=1e9)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
-MOST = 60  # kernels by name; what is left is one row of its kind
+MOST = 60  # kernels listed by name; the others are added up by kind
 REST = "the rest"
 
 
 class KernelFacts(Frozen):
-    """All calls of one name. `time_s` is the time that it had the device for itself, or before what
-    has a lower priority.
+    """All calls of one kernel, or of the remaining kernels of one kind together. Each instant at
+    which the device worked counts for one kernel only (engine/profile.py), so `time_s` of all
+    kernels add up.
     """
 
     name: str
@@ -29,7 +34,9 @@ class KernelFacts(Frozen):
 
 
 class Profile(Frozen):
-    """A stretch of steps after the measured passes, under the framework's profiler, on one rank."""
+    """Some steps that were run after the measured passes under the framework's profiler, on one
+    rank.
+    """
 
     pass_name: str = Field(alias="pass")
     rank: int

@@ -1,8 +1,9 @@
-"""Records: one run as write-once JSON. Read, check, write whole or not at all.
+"""The record of a run as a pydantic model, and functions that seal, write, read and check its file.
 
-The bytes of a record are canonical: keys in their order, fixed separators. One changed byte is
-therefore either a different value, which the hash shows, or a different spelling of the same, which
-`integrity` shows.
+A record is one write-once JSON file. run/assemble.py builds it; metrics, report and cli read it.
+Its bytes are canonical (keys in the order of the fields, fixed separators): a changed byte is
+either another value, which a hash shows, or another spelling of the same value, which
+`find_record_damage` shows.
 """
 
 import tempfile
@@ -36,36 +37,40 @@ from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
 from steelyard.tasks.task import DataFacts, GroupName, RowId, Selected, Task
 from steelyard.words import Message
 
-# begins the name of a folder that keeps what could not be written where it belongs
+# prefix of the temporary folder for a record that could not be written where it belongs
 KEPT = "steelyard-kept-"
 Status = Literal["valid", "invalid", "failed"]
-# bounds that no run comes near: a formula never overflows
+# bounds far beyond any run, so that no formula overflows
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
-RAW = "samples"  # the key of what was measured
-LATER_HASHES = ("bytes",)  # which older records do not have
-# where nothing is known of them
+RAW = "samples"  # the key of the raw measurements
+LATER_HASHES = ("bytes",)  # hashes that older records lack
+# fields that are left out of the file if they are empty: older records do not have them
 LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")
-# the version of what metrics mean: a record is verified by that of its time, 1 where it says
-# nothing
+# Version of the metric formulas. A record is verified with the version that it states; 1 if it
+# states none.
 FORMULAS = 4
-# how texts are stored: 3 as codes and values, 1 (where none is stated) and 2 as the English of
-# their time
+# How texts are stored: 3 as codes and values; 2, and 1 (if none is stated), as the English
+# sentences of their time.
 WORDING = 3
 
 
 class Reason(Frozen):
-    """Why a run is not valid. Codes are listed in docs/metrics.md."""
+    """Why a run is invalid or failed. Codes are listed in docs/metrics.md."""
 
     code: str
     text: str | Message = Field(description="a message; of a failed run, what was reported then")
 
 
 class Sample(Frozen):
-    """One measured unit of work on one rank. Seconds count from the start of the pass; `start_s`,
-    `end_s` and `phases` on the device's own timeline, `host_*` on the host's, which runs ahead of
-    the device."""
+    """One measured step of a pass on one rank.
+
+    Seconds count from the start of the pass: `start_s`, `end_s` and the durations in `phases` on
+    the device's timeline, `host_start_s` and `host_end_s` on the host's clock, which runs ahead of
+    the device. `counts` are amounts of work (tokens, samples, ...), `values` measured numbers such
+    as the loss.
+    """
 
     pass_name: str = Field(alias="pass")
     rank: int
@@ -80,6 +85,7 @@ class Sample(Frozen):
 
     @model_validator(mode="after")
     def _counted(self) -> Self:
+        """Raise ValueError if the step has counts but lacks one that every step must have."""
         missing = [name for name in COUNTED if self.counts and name not in self.counts]
         if missing:
             raise ValueError(f"the Work of step {self.step} does not count {', '.join(missing)}")
@@ -87,8 +93,9 @@ class Sample(Frozen):
 
 
 class Window(Frozen):
-    """One pass on one rank: from its first mark until the device was idle again. `start_s` counts
-    from the start of the run.
+    """One pass on one rank, from its first mark until the device was idle again. `start_s` counts
+    from the start of the run; `allocated_bytes` and `reserved_bytes` are peaks of the framework's
+    allocator, None if it has none.
     """
 
     pass_name: str = Field(alias="pass")
@@ -104,8 +111,9 @@ class Window(Frozen):
 
 
 class GateFacts(OpenTable):
-    """The quality that the case asks for: `target` and `within`, `below` another metric, or
-    `reach`.
+    """The quality gate of the case for `metric`, in its unit. Scoring: at most `within` from
+    `target`, and at most `agree_within` between the infer and val passes. Training: `below` the
+    metric of that name and, if it is set, below `target`; or a value to `reach`.
     """
 
     metric: str
@@ -117,11 +125,14 @@ class GateFacts(OpenTable):
 
 
 class Published(Reference, OpenTable):
-    """A published row of the case."""
+    """A published row of the case, with keys that a later version may add."""
 
 
 class CaseFacts(Frozen):
-    """`question` is kept as it was hashed; `Record.question` is the same with its types."""
+    """The case of a run. `question` is the dict that was hashed for `key`; `Record.question` is the
+    same with its types. `origins` says where each setting came from (case file, command line,
+    automatic); `max_interval` is the widest relative confidence interval that is valid.
+    """
 
     name: str
     key: str
@@ -136,6 +147,8 @@ class CaseFacts(Frozen):
 
 
 class EngineFacts(Frozen):
+    """The engine of a run, and what it chose by itself."""
+
     name: str
     details: EngineDetails
     conforms: bool | None = Field(
@@ -144,8 +157,9 @@ class EngineFacts(Frozen):
 
 
 class Scope(GrownTable):
-    """How much of the question was run. `subjects` and `rows` are what a user named of the data,
-    each sorted.
+    """How much of the question was run: all (`full`) or a `window` of it by number of samples or
+    steps, or by names. `subjects` and `rows` are the parts of the data that a user named, each
+    sorted.
     """
 
     LATER: ClassVar[tuple[str, ...]] = ("subjects", "rows")
@@ -166,16 +180,23 @@ class Scope(GrownTable):
 
     @property
     def selected(self) -> Selected:
+        """Return the selection of data in the form that a task's reader takes."""
         return Selected(self.subjects, self.rows, self.sample)
 
 
 class Check(Frozen):
+    """A check of a finished run, whether it passed, and a sentence or message with the details."""
+
     name: str
     ok: bool
     detail: str | Message
 
 
 class Quality(Frozen):
+    """The quality metric of a run and the gate for it. `value` is None if it is not known;
+    `evaluated` is whether it was compared with the gate, and `note` says why not.
+    """
+
     metric: str
     value: float | None
     gate: GateFacts | None
@@ -184,7 +205,9 @@ class Quality(Frozen):
 
 
 class Value(Frozen):
-    """A derived number. Null has its reason in `note`."""
+    """A derived metric with its unit and 95 % confidence interval. A `value` of None has its reason
+    in `note`.
+    """
 
     value: float | None
     unit: str
@@ -196,6 +219,10 @@ Noted = TypeVar("Noted", Quality, Value)
 
 
 class Failure(Frozen):
+    """Where and how a failed run failed: the rank and host that caused it, its exit code (None if
+    it did not exit), its error, and the end of its stderr.
+    """
+
     rank: int | None
     host: str | None = None
     exit_code: int | None
@@ -207,10 +234,19 @@ class Failure(Frozen):
 
 
 class Nothing(Frozen):
-    """Facts on data that a run did not come to read."""
+    """Stands in for the facts on the data in the record of a run that ended before it read any. It
+    has no fields.
+    """
 
 
 class Record(Frozen):
+    """One run, as it is stored: question, environment, raw samples, checks, metrics and status.
+
+    `metrics`, `checks`, `quality` and `status` are derived from the rest, and `steelyard verify`
+    derives them again. `created` is an ISO 8601 time; `budget` are the parts of the wall time in
+    seconds; `hashes` are set by `seal_record`.
+    """
+
     schema_version: int = Field(SCHEMA, alias="schema")
     kind: Literal["run"] = "run"
     formulas: Literal[2, 3, 4] | None = Field(
@@ -287,36 +323,43 @@ class Record(Frozen):
 
     @property
     def question(self) -> Question:
-        """The question with its types."""
+        """Return the question as a validated model. Raise pydantic's ValidationError if the stored
+        dict is none.
+        """
         return Question.model_validate(self.case.question)
 
     @property
     def task(self) -> Task:
+        """Return the task's row. Raise RequestError if its package is not installed."""
         return tasks.row(str(self.case.question.get("task")))
 
     @property
     def answers(self) -> Frozen | None:
-        """The outputs with the types of their task; None where the run did not come to any."""
+        """Return the outputs as the model that their task defines, or None if the run ended before
+        there were any. Raise pydantic's ValidationError if they do not fit.
+        """
         return self.task.outputs.model_validate(self.outputs) if self.outputs else None
 
     @property
     def auto(self) -> tuple[str, ...]:
-        """Its tunes that were chosen by the devices."""
+        """Return the names of the tune settings that were chosen automatically for the devices."""
         return auto_tunes(self.case.origins)
 
     @property
     def fingerprint(self) -> str:
-        """Of the data that were read."""
+        """Return the fingerprint of the data that was read, or "unknown" if none was."""
         return self.data.fingerprint if isinstance(self.data, DataFacts) else "unknown"
 
 
 def seal(record: Record) -> Record:
-    """Return the record with its hashes."""
+    """Return a copy of a record with its hashes set."""
     return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
 
 
 def to_table(record: Record) -> dict[str, Any]:
-    """A record as JSON."""
+    """Return a record as JSON data, keys in the order of the fields; fields that older records do
+    not have are left out if they are empty.
+    """
     table = record.model_dump(mode="json", by_alias=True)
     for name in LEFT_OUT:
         if not table[name]:
@@ -325,12 +368,16 @@ def to_table(record: Record) -> dict[str, Any]:
 
 
 def printed(record: Record) -> dict[str, Any]:
-    """Return a record as `--json` prints it."""
+    """Return a record as the JSON data that `--json` prints: with English sentences instead of
+    messages.
+    """
     return to_table(in_english(record))
 
 
 def in_english(record: Record) -> Record:
-    """Return a copy with an English sentence in the place of each message."""
+    """Return a copy of a record with an English sentence in the place of each message; sentences
+    stay as they are.
+    """
     texts = {
         "reasons": [
             one.model_copy(update={"text": words.text(one.text)}) for one in record.reasons
@@ -346,24 +393,33 @@ def in_english(record: Record) -> Record:
 
 
 def _noted(one: Noted) -> Noted:
+    """Return a copy of a quality or metric with its note, if any, as an English sentence."""
     return one.model_copy(update={"note": words.in_english(one.note)})
 
 
 def file_name(record: Record, end: str = "") -> str:
-    """Return the name of a record's file, with `end` before its ending."""
+    """Return the file name of a record: time, case, size, division, precision, engine and the first
+    8 characters of its id, then `suffix` and `.json`.
+    """
     case = record.case
     parts = (case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
     return f"{sealed.file_name(record.created, *parts)}{end}.json"
 
 
 def write(record: Record, folder: Path, end: str = "") -> Path:
-    """Write a record under a name that must not exist yet. Raise LostError if it cannot be written."""
+    """Write a record into a folder and return its path. Raise LostError if the file exists already
+    or cannot be written. `suffix` goes before `.json` in its name.
+    """
     return sealed.write(to_table(record), folder / file_name(record, end))
 
 
 def keep(record: Record, folder: Path) -> Path:
-    """Write a finished record. Where its folder cannot take it, it is kept in the folder for
-    temporary files, else handed to whoever prints: hours of work are not lost to a full disk."""
+    """Write a finished record into a folder and return its path; rescue it if that fails.
+
+    If the folder cannot take it, the record is written to a new folder for temporary files, and
+    LostError names that path. If that fails too, LostError holds the record's JSON in `unsaved` for
+    the command to print.
+    """
     try:
         return write(record, folder)
     except LostError as error:
@@ -385,8 +441,8 @@ def keep(record: Record, folder: Path) -> Path:
 
 
 def read(path: Path) -> Record:
-    """Read a record. Raise RequestError, one line, if it is none: all that a formula reads has its
-    type.
+    """Read and validate a record, its question and its outputs included. Raise RequestError with
+    one line if the file cannot be read or is not a record of this schema; hashes are not checked.
     """
     record = sealed.read(path, Record, "record")
     for what in ("question", "answers"):
@@ -400,10 +456,13 @@ def read(path: Path) -> Record:
 
 
 def integrity(path: Path) -> list[str]:
-    """Return what is wrong with the bytes of a record: nothing, where it is as it was written."""
+    """Compare a record's bytes and hashes with what was written, and return a sentence for each
+    difference: an empty list if there is none. Raise RequestError if the file cannot be read or
+    parsed.
+    """
     return sealed.integrity(path, Record, RAW, LATER_HASHES)
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON Schema of a record."""
+    """Return the JSON Schema of a record, as record.schema.json ships it."""
     return sealed.schema(Record, "Steelyard record")

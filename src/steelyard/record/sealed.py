@@ -1,5 +1,8 @@
-"""What every kind of record has in common as a file: name, canonical bytes, hashes over them, and
-limits on what is read.
+"""What records and spec records have in common as files: name, canonical bytes, hashes, and limits
+on what is read.
+
+record/record.py and record/ceilings_record.py call this with their model. A record may come from a
+stranger: size, nesting and the memory that parsing takes are bounded before it is parsed.
 """
 
 import contextlib
@@ -22,39 +25,51 @@ from steelyard.schema import Frozen, first_problem
 Kind = TypeVar("Kind", bound=Frozen)
 
 SCHEMA = 1
-# How large a record may be, by its ranks: 100,000 steps of one take 40 MB.
+# Largest record by number of ranks: 100,000 steps of one rank take 40 MB.
 BASE_BYTES, RANK_BYTES, MAX_RECORD_BYTES = 32 << 20, 16 << 20, 1 << 30
-HEAD_BYTES = 4 << 20  # of a record, in which its ranks are counted
-# Memory that a parsed record takes at most, by its bytes, and by its tables and lists on top of
-# these. Measured on lists in lists, which take 51 times their size, tables, floats, strings and
-# integers (tests/hard/test_bombs.py).
+HEAD_BYTES = 4 << 20  # the beginning of a record, in which its ranks are counted
+# Bytes of memory that a parsed record takes at most: per byte of JSON, plus per dict or list.
+# Measured on nested lists, which take 51 times their size, dicts, floats, strings and integers
+# (tests/hard/test_bombs.py).
 MEMORY_PER_BYTE, MEMORY_PER_TABLE = 25, 80
 SMALL_BYTES = 1 << 20
-MAX_DEPTH = 64  # of nested tables and lists; a record has about ten
+MAX_DEPTH = 64  # of nested dicts and lists; a record has about ten
 
 
 def canonical_bytes(table: dict[str, Any]) -> bytes:
+    """Return the one spelling of a record's JSON data as bytes: UTF-8, keys in their given order,
+    no spaces, a line feed at the end. Raise ValueError for NaN, infinity or a lone surrogate.
+    """
     text = json.dumps(table, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return (text + "\n").encode()
 
 
 def digest(value: Any) -> str:
+    """Return the SHA-256 of JSON data in hexadecimal, with sorted keys, so that the order of keys
+    does not matter. Raise ValueError for NaN or infinity.
+    """
     return hashlib.sha256(
         json.dumps(value, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
     ).hexdigest()
 
 
 def hashes(table: dict[str, Any], raw: str) -> dict[str, str]:
-    """Return the hashes of a record: `samples` of what was measured, under the key `raw`; `record`
-    of the values; `bytes` of the order of keys too, which in some tables has a meaning."""
+    """Return the three hashes of a record's JSON data: `samples` of the raw measurements, which are
+    under the key `raw_key`; `record` of all values except `hashes`; `bytes` of the same including
+    the order of keys, which has a meaning in some places.
+    """
     body = {key: value for key, value in table.items() if key != "hashes"}
     in_order = hashlib.sha256(canonical_bytes(body)).hexdigest()
     return {"samples": digest(table.get(raw)), "record": digest(body), "bytes": in_order}
 
 
 def file_name(created: str, *parts: str) -> str:
-    """Return the name of a record without its ending. Some parts are free text, from case files of
-    strangers too; none may lead out of the folder."""
+    """Join a record's time stamp and name parts with `-` to a file name without its ending.
+
+    `created` is ISO 8601. In each part, characters other than letters, digits, `.`, `_` and `-`
+    become `_`, at most 64 stay, and leading dots are removed: parts may come from an untrusted case
+    file and must not lead out of the folder.
+    """
     stamp = created.replace("-", "").replace(":", "").split(".")[0].split("+")[0]
     return "-".join(
         re.sub(r"[^A-Za-z0-9._-]", "_", part)[:64].lstrip(".") for part in (stamp, *parts)
@@ -62,7 +77,9 @@ def file_name(created: str, *parts: str) -> str:
 
 
 def write(table: dict[str, Any], path: Path) -> Path:
-    """Write the whole file or none. Raise LostError if it exists already or cannot be written."""
+    """Write JSON data to a new file, completely or not at all, and return its path. Raise LostError
+    if the file exists already or cannot be written.
+    """
     try:
         files.write(path, canonical_bytes(table), new=True)
     except OSError as error:
@@ -75,7 +92,10 @@ def write(table: dict[str, Any], path: Path) -> Path:
 
 
 def read(path: Path, kind: type[Kind], noun: str) -> Kind:
-    """Read a record of one kind. Raise RequestError, one line, if it is none."""
+    """Read a file and validate it as a model of type `record_type`. Raise RequestError with one
+    line if it cannot be read, is too large, or does not fit; `noun` names the kind of record in the
+    message.
+    """
     try:
         return kind.model_validate(table(path, read_bytes(path)))
     except ValidationError as error:
@@ -83,8 +103,13 @@ def read(path: Path, kind: type[Kind], noun: str) -> Kind:
 
 
 def integrity(path: Path, kind: type[Frozen], raw: str, later: tuple[str, ...] = ()) -> list[str]:
-    """Return what is wrong with the bytes of a record: nothing, where it is as it was written.
-    Older records lack the hashes in `later`."""
+    """Compare a record file with what was written, and return a sentence for each problem: other
+    bytes than the canonical ones, a hash that does not match, or an unknown hash. An empty list
+    means intact.
+
+    `raw_key` is the key of the raw measurements; hashes in `later` may be absent, because older
+    records lack them. Raise RequestError if the file cannot be read or parsed.
+    """
     read = read_bytes(path)
     found = table(path, read)
     order = [info.alias or name for name, info in kind.model_fields.items()]
@@ -101,13 +126,15 @@ def integrity(path: Path, kind: type[Frozen], raw: str, later: tuple[str, ...] =
 
 
 def schema(kind: type[Frozen], title: str) -> dict[str, Any]:
-    """Return the JSON Schema of a kind of record."""
+    """Return the JSON Schema (draft 2020-12) of a record's model, under this title."""
     out = kind.model_json_schema(by_alias=True)
     return {**out, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
 
 
 def writable(folder: Path) -> None:
-    """Make the folder and prove, before any work, that a record can be written into it."""
+    """Create a folder and prove, before any work, that a record can be written into it: create,
+    link and remove a probe file. Raise RequestError if not.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{secrets.token_hex(8)}"
@@ -115,7 +142,7 @@ def writable(folder: Path) -> None:
         with probe.open("xb"):
             pass
         try:
-            os.link(probe, twin)  # what `write` needs, and some file systems do not have
+            os.link(probe, twin)  # some file systems have no links
             twin.unlink()
         finally:
             probe.unlink()
@@ -127,9 +154,14 @@ def writable(folder: Path) -> None:
 
 
 def table(path: Path, raw: bytes) -> dict[str, Any]:
+    """Parse the bytes of a record, and return its JSON data. `path` is only for messages.
+
+    Raise RequestError if they are not JSON, hold NaN, infinity or a lone surrogate, are nested more
+    than `MAX_DEPTH` deep, or have another `schema` than this version reads.
+    """
     try:
         table = json.loads(raw)
-        # what has no such bytes was never written by us: NaN, infinities, half characters
+        # raises for what we never write: NaN, infinities, lone surrogates
         canonical_bytes(table)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not a record: {error}") from error
@@ -143,7 +175,7 @@ def table(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _depth(table: Any) -> int:
-    """How deep tables and lists are nested."""
+    """Return how deep dicts and lists are nested: 0 for a plain value."""
     depth, level = 0, [table]
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1
@@ -156,9 +188,10 @@ def _depth(table: Any) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read the bytes of a record. Raise RequestError if it is no regular file, cannot be read, is
-    larger than a record of its ranks may be, or would take more memory than there is once it is
-    parsed."""
+    """Return the bytes of a record file. Raise RequestError if it is not a regular file, cannot be
+    read, is larger than a record with its number of ranks may be, or would take more memory than is
+    free once it is parsed.
+    """
     try:
         with files.open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -174,8 +207,9 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _check_size(path: Path, size: int, file: BinaryIO) -> None:
-    """Raise RequestError unless the ranks in the head of a record explain its size. Leave the file
-    at its beginning."""
+    """Raise RequestError if a record file of `size` bytes is larger than the number of ranks in its
+    first `HEAD_BYTES` allows. The file's position is at its beginning afterwards.
+    """
     ranks = _count_ranks(file.read(HEAD_BYTES)) if size <= MAX_RECORD_BYTES else 0
     file.seek(0)
     most = min(BASE_BYTES + RANK_BYTES * max(1, ranks), MAX_RECORD_BYTES)
@@ -186,7 +220,9 @@ def _check_size(path: Path, size: int, file: BinaryIO) -> None:
 
 
 def _check_memory(path: Path, raw: bytes) -> None:
-    """Raise RequestError if a record could take more memory than there is. Small ones always fit."""
+    """Raise RequestError if parsing these bytes could take more memory than this process can get.
+    Records of up to `SMALL_BYTES` are not checked.
+    """
     tables = raw.count(b"{") + raw.count(b"[") if len(raw) > SMALL_BYTES else 0
     needed = MEMORY_PER_BYTE * len(raw) + MEMORY_PER_TABLE * tables
     if len(raw) <= SMALL_BYTES or needed <= (free := available_to_process()):
@@ -198,14 +234,15 @@ def _check_memory(path: Path, raw: bytes) -> None:
 
 
 def _count_ranks(head: bytes) -> int:
-    """Return how many ranks the first bytes of a record list, 0 where it is not as records are
-    written.
+    """Return how many ranks the first bytes of a record list; those that are cut off are not
+    counted, and it is 0 if the bytes are not as records are written.
 
     `ranks` stands before everything that grows with the number of steps. Values are parsed one
-    after the other, so that a text that only looks like a rank is not counted."""
+    after the other, so that a text that only looks like a rank is not counted.
+    """
     text = head.decode("utf-8", "ignore")
     decoder, place, ranks = json.JSONDecoder(), 0, 0
-    # the head ends, or it is no record
+    # raised where the head ends, or if it is no record
     with contextlib.suppress(ValueError, IndexError, RecursionError):
         key = None
         while key != "ranks" and text[place] in "{,":
@@ -222,8 +259,8 @@ def _count_ranks(head: bytes) -> int:
 
 
 def kind(path: Path) -> str:
-    """Which kind of record a file begins as, told by its first bytes: whoever reads it checks the
-    rest.
+    """Return the kind of record that a file's first bytes name, such as `run` or `spec`; `run` if
+    they name none or the file cannot be read. The rest of the file is not checked.
     """
     try:
         with files.open_regular(path) as file:

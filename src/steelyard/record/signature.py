@@ -1,8 +1,9 @@
-"""Signatures of records: who stands for one. Made and checked by OpenSSH's `ssh-keygen -Y`, kept
+"""Sign records and check their signatures with OpenSSH's `ssh-keygen -Y`; the signature is a file
 beside the record.
 
-Hashes in a record show damage. They show no forgery: whoever changes a record can make them again.
-A signature can only be made with the private key of its signer.
+Hashes in a record show damage but not forgery: whoever changes a record can compute them again. A
+signature can only be made with the signer's private key. cli calls `sign_record` after a run,
+`try_signing_key` before it, and `check_signature` for reports and `verify`.
 """
 
 import os
@@ -17,27 +18,32 @@ from typing import BinaryIO, Literal
 from steelyard import files
 from steelyard.errors import RequestError
 
-# a signature of the same bytes for another purpose is none of a record
+# separates signatures of records from signatures of the same bytes for another purpose
 NAMESPACE = "steelyard-record"
 PROGRAM = "ssh-keygen"
 ENDING = ".sig"
 TIMEOUT_S = 60.0  # a security key waits for a touch
-MOST_BYTES = 64 << 10  # of a signature, and of what the program says
+MOST_BYTES = 64 << 10  # of a signature, and of each output of ssh-keygen
 TRIAL = b"steelyard: can this key sign\n"
 _GOOD = re.compile(
     rb'^Good "[^"]*" signature (?:for .* )?with (\S+) key (SHA256:\S+)\s*$', re.MULTILINE
 )
-# a line of a file of signers that is none
+# ssh-keygen's message about a malformed line in the file of signers
 _BROKEN = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")
 
-_ASKING = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # what a passphrase could be asked with
+_ASKING = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # could open a dialog
 
 State = Literal["known", "unknown", "bad", "none", "unchecked"]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What is known of a record's signature. `unknown`: it fits, and nobody said whose key it is."""
+    """The result of checking a record's signature.
+
+    `known`: it fits and its key is `name`'s; `unknown`: it fits, and nobody says whose key it is;
+    `bad`: it does not fit; `none`: there is no signature; `unchecked`: ssh-keygen is missing.
+    `detail` says why, where there is a reason.
+    """
 
     state: State
     name: str | None = None
@@ -46,6 +52,7 @@ class Signature:
     detail: str | None = None
 
     def __str__(self) -> str:
+        """Return the state as an English phrase, with name, key and detail."""
         key = f"({self.key_type} {self.fingerprint})"
         why = f": {self.detail}" if self.detail else ""
         texts: dict[State, str] = {
@@ -59,13 +66,19 @@ class Signature:
 
 
 def beside(record: Path) -> Path:
-    """Where the signature of a record lies."""
+    """Return the path of a record's signature: the record's with `.sig` appended. It need not
+    exist.
+    """
     return record.with_name(record.name + ENDING)
 
 
 def sign(record: Path, key: Path) -> Path:
-    """Sign the bytes of a record with a private key, or with one that ssh-agent holds. A signature
-    is not replaced.
+    """Sign the bytes of a record with a private key, or one that ssh-agent holds for it, write the
+    signature beside the record, and return its path.
+
+    Raise RequestError if there is a signature already, the key is missing or cannot sign without a
+    passphrase, ssh-keygen fails or is missing, or the file cannot be written; OSError if the record
+    cannot be read.
     """
     path = beside(record)
     if path.exists():
@@ -80,7 +93,9 @@ def sign(record: Path, key: Path) -> Path:
 
 
 def try_key(key: Path) -> None:
-    """Sign something else: a key that cannot sign is found before a run and not after it."""
+    """Sign a test text, so that a key that cannot sign is found before a run and not after it.
+    Nothing is written; raise RequestError as `sign_record` does.
+    """
     with tempfile.TemporaryFile() as trial:
         trial.write(TRIAL)
         trial.seek(0)
@@ -88,8 +103,11 @@ def try_key(key: Path) -> None:
 
 
 def check(record: Path, signers: Path | None = None) -> Signature:
-    """Whose signature a record has, and whether it fits. `signers` is a file as ssh's ALLOWED
-    SIGNERS (ssh-keygen(1)).
+    """Check a record's signature: whether it fits the record and, with `signers`, whose it is.
+    Nothing is raised for a bad or missing signature: the returned state says so.
+
+    `signers` is a file in the format ALLOWED SIGNERS of ssh-keygen(1). Raise RequestError if it
+    cannot be read or is malformed, or if it is given and ssh-keygen is missing.
     """
     if signers is not None:
         _readable(signers)
@@ -115,8 +133,11 @@ def check(record: Path, signers: Path | None = None) -> Signature:
 
 
 def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signature:
-    """With the name that the signers' file gives its key. A key may be there for other purposes, or
-    no longer.
+    """Look up a fitting signature's key in the file of signers, and return the signature with state
+    `known` and the signer's name.
+
+    It stays `unknown`, with the reason in `detail`, if the key is not in the file, or is only there
+    for another purpose or time. Raise RequestError if the file is malformed.
     """
     asked = _run(["-Y", "find-principals", "-s", str(path), "-f", str(signers)], subprocess.DEVNULL)
     if _BROKEN.search(asked.said):
@@ -142,6 +163,7 @@ def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signatu
 
 
 def _readable(signers: Path) -> None:
+    """Raise RequestError if the file of signers is not a readable regular file."""
     try:
         with files.open_regular(signers) as file:
             file.read(1)
@@ -153,13 +175,15 @@ def _readable(signers: Path) -> None:
 
 @dataclass(frozen=True)
 class _Done:
+    """Exit code and output of ssh-keygen, each stream cut to `MAX_BYTES`."""
+
     code: int
     out: bytes
     err: bytes
 
     @property
     def said(self) -> str:
-        """The first thing that it complained of."""
+        """Return the first line of its stderr that is a complaint, or an empty string."""
         lines = [line.strip() for line in self.err.decode("utf-8", "replace").splitlines()]
         kept = [line for line in lines if line and line != "Signing data on standard input"]
         return kept[0].removeprefix("Enter passphrase: ") if kept else ""
@@ -172,6 +196,12 @@ _MISSING = (
 
 
 def _made(file: BinaryIO, key: Path) -> bytes:
+    """Return an OpenSSH signature of a file's content, from its position on, made with a private
+    key.
+
+    Raise RequestError if the key is no file, ssh-keygen is missing, the key needs a passphrase
+    (which is never asked for), or signing fails.
+    """
     if not key.is_file():
         raise RequestError(
             f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY"
@@ -192,12 +222,18 @@ def _made(file: BinaryIO, key: Path) -> bytes:
 
 
 def _asked(record: Path, verb: str, *arguments: str) -> _Done:
+    """Run `ssh-keygen -Y VERB` in the namespace of records, with the record on its stdin."""
     with files.open_regular(record) as file:
         return _run(["-Y", verb, "-n", NAMESPACE, *arguments], file)
 
 
 def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
-    """It has no terminal and nobody to ask, so that it never waits for a passphrase."""
+    """Run ssh-keygen and return its exit code and output. It has no terminal and no askpass
+    program, so that it never waits for a passphrase.
+
+    Raise RequestError if it cannot be started, or takes longer than `TIMEOUT_S` (a security key
+    waits for a touch).
+    """
     environment = {name: value for name, value in os.environ.items() if name not in _ASKING}
     environment |= {"SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

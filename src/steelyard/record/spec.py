@@ -1,8 +1,10 @@
-"""What a machine can do, as a record of its own kind: every rate with the stretches of work it was
-taken from.
+"""The spec record as a pydantic model, and functions that seal, write, read and check its file: the
+ceilings of a machine.
 
-`benches` are raw: what each rank did and how long it took. `ceilings` follow from them, from the
-telemetry beside them and from the datasheet row; `steelyard verify` derives them again.
+`steelyard spec` measures what a machine can do at most: matmuls, memory, copies, attention,
+collectives. `benches` are the raw timings of each rank. `ceilings` are derived from them, from
+telemetry and from the datasheet; `steelyard verify` derives them again. run/ceilings_run.py writes
+it, report reads it.
 """
 
 from pathlib import Path
@@ -22,12 +24,12 @@ from steelyard.words import Message
 Amount = Annotated[float, Field(ge=1, le=1e30)]
 Calls = Annotated[int, Field(ge=1, le=10**12)]
 Text = Annotated[str, Field(max_length=1000)]
-RAW = "benches"  # the key of what was measured
+RAW = "benches"  # the key of the raw measurements
 
 
 class Stretch(Frozen):
-    """So many calls, timed together. `start_s` counts from the start of the command, on the host's
-    clock.
+    """Some calls of a benchmark that were timed together. `start_s` counts from the start of the
+    command, on the host's clock.
     """
 
     start_s: Seconds
@@ -36,21 +38,25 @@ class Stretch(Frozen):
 
 
 class Checked(Frozen):
-    """How far a result was from the same in fp64: the largest difference, as a share of the root
-    mean square of the right one, and the most that is allowed. An `error` of None is a number that
-    is not finite."""
+    """The error of a benchmark's result against fp64: the largest difference divided by the root
+    mean square of the exact result, and the bound that is allowed. An `error` of None means that
+    the result has a number that is not finite.
+    """
 
     error: Number | None
     bound: Number
 
     @property
     def ok(self) -> bool:
+        """Return whether the error is finite and within the bound."""
         return self.error is not None and 0 <= self.error <= self.bound
 
 
 class Bench(Frozen):
-    """What one rank did of one row. `amount` is the FLOPs or bytes of one call, or bytes that could
-    be had. `reason` says why there is nothing, where there is nothing."""
+    """The raw timings of one benchmark on one rank. `amount` is the FLOPs or bytes of one call, or
+    the bytes of memory that could be allocated. `reason` says why there are no timings, if there
+    are none.
+    """
 
     group: Group
     name: Annotated[str, Field(max_length=200)]
@@ -65,8 +71,9 @@ class Bench(Frozen):
 
 
 class Ceiling(Frozen):
-    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last
-    stretches agree.
+    """The highest rate or size that a benchmark reached, in its unit. A `value` of None has its
+    reason in `note`; `steady` is whether the last timings agree; `share` is `value` divided by the
+    datasheet's `peak`.
     """
 
     value: float | None
@@ -80,8 +87,9 @@ class Ceiling(Frozen):
 
 
 class Limits(Frozen):
-    """How a row is held: stretches of `stretch_s` until the last `last` agree within `within`, or
-    `limit_s` is over; no row begins after `total_s`."""
+    """When a benchmark ends: it is timed in stretches of `stretch_s` until the last `last` of them
+    agree to `within` (a share), or `limit_s` is over. No benchmark begins after `total_s`.
+    """
 
     stretch_s: Seconds
     limit_s: Seconds
@@ -91,6 +99,11 @@ class Limits(Frozen):
 
 
 class SpecRecord(Frozen):
+    """What a machine can do at most, as it is stored. `ceilings[i]` follows from `benches[i]`;
+    `quick` is whether the shorter limits were used; `created` is an ISO 8601 time; `hashes` are set
+    by `seal_spec_record`.
+    """
+
     schema_version: int = Field(sealed.SCHEMA, alias="schema")
     kind: Literal["spec"] = "spec"
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
@@ -111,36 +124,43 @@ class SpecRecord(Frozen):
 
 
 def to_table(record: SpecRecord) -> dict[str, Any]:
+    """Return a spec record as JSON data, keys in the order of the fields."""
     return record.model_dump(mode="json", by_alias=True)
 
 
 def printed(record: SpecRecord) -> dict[str, Any]:
-    """Return a record as `--json` prints it."""
+    """Return a spec record as the JSON data that `--json` prints: with English sentences instead of
+    messages.
+    """
     return to_table(in_english(record))
 
 
 def in_english(record: SpecRecord) -> SpecRecord:
-    """Return a copy with an English sentence in the place of each note."""
+    """Return a copy of a spec record with an English sentence in the place of each note of a
+    ceiling.
+    """
     said = [one.model_copy(update={"note": words.in_english(one.note)}) for one in record.ceilings]
     return record.model_copy(update={"ceilings": said})
 
 
 def seal(record: SpecRecord) -> SpecRecord:
-    """Return the record with its hashes, as a run's record has them; here `samples` are the
-    benches.
-    """
+    """Return a copy of a spec record with its hashes set; `samples` is the hash of `benches`."""
     return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
 
 
 def write(record: SpecRecord, folder: Path) -> Path:
-    """Write a record under a name that must not exist yet. Raise LostError if it cannot be written."""
+    """Write a spec record into a folder, under a name of time, accelerator and id, and return its
+    path. Raise LostError if the file exists already or cannot be written.
+    """
     accelerator = record.environment.hardware.accelerator or "unknown"
     name = sealed.file_name(record.created, "spec", accelerator, record.id[:8])
     return sealed.write(to_table(record), folder / f"{name}.json")
 
 
 def read(path: Path) -> SpecRecord:
-    """Read a record. Raise RequestError, one line, if it is none."""
+    """Read and validate a spec record. Raise RequestError with one line if the file cannot be read,
+    is not a spec record, or has not one ceiling per benchmark; hashes are not checked.
+    """
     found = sealed.read(path, SpecRecord, "spec record")
     if len(found.ceilings) != len(found.benches):
         raise RequestError(
@@ -151,7 +171,10 @@ def read(path: Path) -> SpecRecord:
 
 
 def integrity(path: Path) -> list[str]:
-    """Return what is wrong with the bytes of a record: nothing, where it is as it was written."""
+    """Compare a spec record's bytes and hashes with what was written, and return a sentence for
+    each difference: an empty list if there is none. Raise RequestError if the file cannot be read
+    or parsed.
+    """
     return sealed.integrity(path, SpecRecord, RAW)
 
 

@@ -1,5 +1,10 @@
-"""Records as pages in three formats and two languages, as CSV, as data, and the short table after a
-run.
+"""Turn records into what a user reads: pages as text, Markdown or HTML in two languages, and tables
+after a run.
+
+The functions named build_* take records or results of `metrics` and return a `Page`, which is data
+without a format; `format_page` and the renderers in FORMATS make a string of it. CSV is in
+`as_csv`, the JSON of `report --json` in `report_data`. Nothing here writes a file or prints: `cli`
+does.
 """
 
 from collections.abc import Callable
@@ -61,35 +66,50 @@ def render(
     made: Callable[[list[Record], Lang], Page] = page,
     columns: int | None = None,
 ) -> str:
-    """Return a page of these records in one of FORMATS: the whole one, or what `made` makes.
+    """Build a page from records and return it as a string in one of FORMATS (`text`, `md`, `html`).
 
-    `columns` limits plain text. Raise RequestError for no records, or an unknown format or
-    language."""
+    `build` makes the page; the default is the whole report. `columns` is the terminal width that
+    plain text must fit; the other formats ignore it. Raises RequestError if `records` is empty or
+    the format or language is unknown.
+    """
     return as_format(made(_some(records), _spoken(lang)), format, columns)
 
 
 def render_spec(
     records: list[SpecRecord], format: str, lang: str, columns: int | None = None
 ) -> str:
-    """Return a page of records of what a machine can do, as `render` does."""
+    """Return the page of spec records (measured ceilings of machines) as a string in one of
+    FORMATS.
+
+    `columns` is the terminal width for plain text. Raises RequestError if `records` is empty or the
+    format or language is unknown.
+    """
     return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
 
 
 def as_format(page: Page, format: str, columns: int | None = None) -> str:
-    """Return a page as text in one of FORMATS, or raise RequestError; `columns` limits plain
-    text."""
+    """Render a page as a string in one of FORMATS; raise RequestError for an unknown format.
+
+    `columns` is the terminal width that plain text must fit; None means no limit. Other formats
+    ignore it.
+    """
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
     return text(page, columns) if format == "text" else FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
-    """Return records in the form of FlagPerf's published pages, one a case and kind of
-    accelerator."""
+    """Return one Markdown page for each case, size and kind of accelerator, in the form of
+    FlagPerf's published pages.
+
+    Raises RequestError if `records` is empty, the language is unknown, or FlagPerf has no page for
+    a record's task.
+    """
     return flagperf.pages(_some(records), _spoken(lang))
 
 
 def _spoken(lang: str) -> Lang:
+    """Return `lang` as a `Lang`, or raise RequestError if it is not in LANGS."""
     found = next((one for one in LANGS if one == lang), None)
     if found is None:
         raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
@@ -97,6 +117,7 @@ def _spoken(lang: str) -> Lang:
 
 
 def _some(records: list[Kind]) -> list[Kind]:
+    """Return the same list, or raise RequestError if it is empty."""
     if not records:
         raise RequestError("no records; give the path of at least one")
     return records

@@ -1,8 +1,7 @@
-"""Records as CSV (RFC 4180): one row a record, every metric with its unit and the ends of its
-interval.
+"""Write records as CSV (RFC 4180): one row per record, every metric with the ends of its interval.
 
-The columns are the same whatever the records are, but for rates whose unit depends on the record:
-those have a column for each unit that is there.
+The columns do not depend on the records, except that a metric whose unit differs between records
+has a column for each unit. `report --format csv` calls `render_csv`.
 """
 
 import csv
@@ -19,12 +18,12 @@ from steelyard.report.plain import clean
 from steelyard.report.runs import identity
 
 Field = str | int | float | list[str] | tuple[str, ...] | dict[str, Any] | None
-# What a spreadsheet takes for a formula at the start of a cell, in full width too.
+# A spreadsheet takes a cell that begins with one of these, also in full width, for a formula.
 FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
 ENDS = ("low", "high")
 
 
-# What a record is, in the order of the columns.
+# The columns that identify a record, in order; keys of `record_identity`.
 IDENTITY = (
     *(
         "id",
@@ -64,17 +63,26 @@ IDENTITY = (
 
 @dataclass(frozen=True)
 class MetricColumn:
-    """A metric in one of its units; a record that has it in another unit has nothing here."""
+    """The three columns (value, low and high end of the interval) of a metric in one of its units.
+
+    They are empty for a record that has the metric in another unit or not at all.
+    """
 
     name: str
     unit: str
 
     @property
     def titles(self) -> list[str]:
+        """Return the titles of the three columns: name, name_low and name_high, each with the unit
+        in parentheses if it has one.
+        """
         beside = f" ({self.unit})" if self.unit else ""
         return [f"{self.name}{end}{beside}" for end in ("", *(f"_{end}" for end in ENDS))]
 
     def cells(self, record: Record) -> list[Field]:
+        """Return the value and both ends of its interval; None for each that the record does not
+        have in this unit.
+        """
         found = record.metrics.get(self.name)
         if found is None or found.unit != self.unit:
             return [None] * (1 + len(ENDS))
@@ -82,7 +90,12 @@ class MetricColumn:
 
 
 def columns(records: list[Record]) -> list[MetricColumn]:
-    """Return every metric that a record may have, and what else these records hold."""
+    """Return a column for every metric that any task can have and any other that these records
+    hold, in the order of the metric table.
+
+    A metric that records have in several units gets one column per unit; one that no record has
+    gets its base unit.
+    """
     told = {name for record in records for name in record.metrics}
     known = {
         metric.name
@@ -100,7 +113,9 @@ def columns(records: list[Record]) -> list[MetricColumn]:
 
 
 def table(records: list[Record]) -> str:
-    """Return the whole file. Lines end as RFC 4180 says."""
+    """Return the whole CSV file as a string: a header line, then one line per record, with CRLF
+    line ends.
+    """
     metrics = columns(records)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
@@ -119,9 +134,11 @@ def table(records: list[Record]) -> str:
 
 
 def safe(cell: Field) -> str:
-    """Return a cell on one line. Text that a spreadsheet would run begins with an apostrophe; a
-    number is written as it is, with all its digits; several texts stand each once, a table as
-    JSON."""
+    """Format a CSV cell on one line: None as an empty cell, a number with all its digits, a dict or
+    bool as JSON, a list as its distinct texts joined by `; `.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe in front.
+    """
     if cell is None:
         return ""
     if isinstance(cell, bool | dict):

@@ -1,8 +1,8 @@
-"""A page as one html file: nothing loaded from anywhere, every string escaped by the template
-engine, no script but ours.
+"""Render a page as one HTML file that loads nothing from elsewhere.
 
-The page's policy allows the one style and the one script that are in it, by their hashes, and
-nothing else. Without scripts all of it can be read and opened.
+The template engine escapes every string. The content security policy allows only the one style
+sheet and the one script in the file, by their hashes. Without scripts everything can still be read
+and opened.
 """
 
 import base64
@@ -20,6 +20,9 @@ from steelyard.words import Words
 
 
 def html(page: Page) -> str:
+    """Return the page as a complete HTML document; the script is included only if the page has a
+    collapsible part at its top level.
+    """
     environment = Environment(
         loader=PackageLoader("steelyard.report"),
         autoescape=True,
@@ -29,7 +32,7 @@ def html(page: Page) -> str:
         lstrip_blocks=True,
     )
     environment.globals |= {"kind_of": _kind, "plot": plot, "say": Words(page.lang)}
-    folded = any(isinstance(block, Fold) for block in page.blocks)  # nothing else needs the script
+    folded = any(isinstance(block, Fold) for block in page.blocks)  # only they need the script
     style, script = _own("style.css"), _own("page.js") if folded else ""
     allowed = {"style": _hash(style), "script": _hash(script)}
     return environment.get_template("page.html").render(
@@ -41,18 +44,24 @@ def html(page: Page) -> str:
 
 
 def _own(name: str) -> str:
+    """Return the text of a file in the package's templates folder."""
     return resources.files("steelyard.report").joinpath("templates", name).read_text("utf-8")
 
 
 def _hash(text: str) -> str:
-    """Return the hash of what stands between the tags, as a browser counts it."""
+    """Return the SHA-256 of a style or script as a content security policy writes it: `sha256-` and
+    base64.
+    """
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _kind(block: Block) -> str:
+    """Return an element's class name in lower case, by which the template chooses its macro."""
     return type(block).__name__.lower()
 
 
 def _visible(value: Any) -> Any:
-    """Strip control characters off text; what a macro of ours has made is text no longer."""
+    """Remove control characters and terminal escapes from a string that a template prints; return
+    markup and other values unchanged.
+    """
     return lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,5 +1,7 @@
-"""A page as plain text for a terminal or a file: untrusted text is made harmless, and columns fit
-the width.
+"""Render a page as plain text for a terminal or a file.
+
+Untrusted text is made harmless. Tables are fitted to the width of the terminal: text is wrapped and
+columns of low priority are left out and named below.
 """
 
 from dataclasses import dataclass
@@ -26,15 +28,15 @@ from steelyard.report.plain import clean, lines, pad, width, wrap
 from steelyard.words import Words
 
 GAP = "  "
-MAX_CELL = 44  # text wraps beyond this; numbers never do
+MAX_CELL = 44  # terminal columns; longer text is wrapped, numbers never are
 UNLIMITED = 10 * MAX_CELL
-LEAST = 8  # columns for text that would have to be broken inside of words
+LEAST = 8  # terminal columns that a text keeps at least when its words are broken
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is left of a table: columns, how wide the text of each may be, cells, and the columns
-    that found no room.
+    """The part of a table that fits the terminal: the columns that are shown, the width limit of
+    each in terminal columns, the cells of each row for these columns, and the columns left out.
     """
 
     columns: tuple[Column, ...]
@@ -44,11 +46,13 @@ class Fitted:
 
 
 def fit(table: Table, columns: int | None) -> Fitted:
-    """Return the columns that fit, and how wide each may be.
+    """Choose the columns of a table that fit into `columns` terminal columns, and how wide each may
+    be; None means no limit, and all columns are shown.
 
-    Columns of priority 3 are shown where all fit without wrapping. Then text is wrapped between
-    words; then columns of priority 2 go, the last first; then words are broken. A column of
-    priority 1 never goes."""
+    Columns of priority 3 go first, from the right, until the others fit without wrapping. Then text
+    is wrapped between words. If that is not enough, columns of priority 2 go, from the right, and
+    at last words are broken. A column of priority 1 is always shown.
+    """
     places = list(range(len(table.columns)))
     needed = [_needed(table, place) for place in places]
     if columns is not None:
@@ -64,7 +68,9 @@ def fit(table: Table, columns: int | None) -> Fitted:
 
 
 def _drop(priority: int, places: list[int], table: Table, widths: list[int], columns: int) -> None:
-    """Take columns of this priority away, the last first, until the others have room."""
+    """Remove indexes of columns of this priority from `shown`, in place and from the right, until
+    the widths of the remaining ones fit.
+    """
     for place in [place for place in reversed(places) if table.columns[place].priority == priority]:
         if _total([widths[one] for one in places]) <= columns:
             return
@@ -73,7 +79,9 @@ def _drop(priority: int, places: list[int], table: Table, widths: list[int], col
 
 @dataclass(frozen=True)
 class _Needed:
-    """How wide a column is if it may be, if it must be, and where words are broken."""
+    """Widths of a column in terminal columns: without wrapping, wrapped between words, and with
+    words broken.
+    """
 
     most: int
     least: int
@@ -81,6 +89,9 @@ class _Needed:
 
 
 def _needed(table: Table, place: int) -> _Needed:
+    """Measure how wide a column must be. Numbers (right-aligned cells) are never wrapped, only
+    their head is.
+    """
     column = table.columns[place]
     texts = [
         column.title,
@@ -90,7 +101,7 @@ def _needed(table: Table, place: int) -> _Needed:
     cleaned = [clean(text) for text in texts]
     whole = max(map(width, cleaned))
     if column.align == "right":
-        # a head may wrap
+        # Only the head of a column of numbers may be wrapped.
         words = max((width(word) for text in cleaned[:2] for word in text.split()), default=0)
         numbers = max([words, *map(width, cleaned[2:])])
         return _Needed(min(whole, UNLIMITED), numbers, numbers)
@@ -100,12 +111,17 @@ def _needed(table: Table, place: int) -> _Needed:
 
 
 def _total(widths: list[int]) -> int:
+    """Return the width of a table whose columns are this wide, with the gaps between them."""
     return sum(widths) + len(GAP) * max(0, len(widths) - 1)
 
 
 def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
-    """Return the widths of columns: each as wide as it needs, and where that is too much, the
-    widest that can shrink gives way, a character at a time."""
+    """Return the width limit of each column: unwrapped, and while that is too wide in total, the
+    widest that can shrink loses one terminal column at a time.
+
+    First no column shrinks below its longest word; only if that is not enough are words broken. The
+    result may still be too wide.
+    """
     limits = [one.most for one in needed]
     if columns is None:
         return limits
@@ -118,32 +134,44 @@ def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
     return limits
 
 
-LINE = 100  # where the width of the terminal is unknown
-MIN_TEXT = 20  # beside a label that takes the whole line
+LINE = 100  # terminal columns, where the width of the terminal is unknown
+MIN_TEXT = 20  # terminal columns for a fact's text beside a label of any length
 _RULES = {1: "=", 2: "-", 3: "~"}
 
 
 def text(page: Page, columns: int | None = None) -> str:
-    """Return the page in lines of at most `columns` columns: text is wrapped, and tables leave out
-    columns and name them below. Without a limit tables are as wide as they need."""
+    """Return the page as plain text with lines of at most `columns` terminal columns, ending with a
+    newline.
+
+    Without a limit text is wrapped at 100 columns, and tables are as wide as they need. Charts are
+    left out.
+    """
     return _Text(columns, Words(page.lang)).page(page)
 
 
 class _Text:
+    """Renders the elements of a page as text for one line width and language."""
+
     def __init__(self, columns: int | None, say: Words) -> None:
+        """Keep the width: `columns` for tables and headings (None is no limit), and 100 for other
+        text where there is no limit.
+        """
         self._columns, self._line, self._say = columns, columns or LINE, say
 
     def page(self, page: Page) -> str:
+        """Return all elements, separated by empty lines, and the footer."""
         parts = [part for part in map(self._block, walk(page.blocks)) if part]
         if page.footer:
             parts.append(self._wrapped(page.footer))
         return "\n\n".join(parts) + "\n"
 
     def _wrapped(self, said: str, indent: str = "") -> str:
+        """Return the text wrapped to the line width; lines after the first begin with `indent`."""
         first, *more = wrap(clean(said), self._line - width(indent))
         return "\n".join([first, *(indent + line for line in more)])
 
     def _block(self, block: Block) -> str:
+        """Return an element as text; an empty string for charts, contents and folds."""
         match block:
             case Heading(level, title):
                 return self._heading(level, clean(title))
@@ -159,16 +187,22 @@ class _Text:
                 return self._wrapped(f"[{block.status}] {block.text}", "  ")
             case Table():
                 return self._table(block)
-            case Lines() | Stack() | Bars() | Contents() | Fold():  # a fold is walked through
+            case Lines() | Stack() | Bars() | Contents() | Fold():  # walk_elements opens folds
                 return ""
 
     def _heading(self, level: int, title: str) -> str:
+        """Return the title, underlined for levels 1 to 3; it is wrapped only if there is a limit of
+        columns.
+        """
         said = wrap(title, self._columns) if self._columns else [title]
         return "\n".join(
             [*said, _RULES[level] * max(map(width, said))] if level in _RULES else said
         )
 
     def _facts(self, block: Facts) -> str:
+        """Return a bullet list with the values aligned in one column and wrapped; fails on an empty
+        list.
+        """
         labels = [clean(item.label) for item in block.items]
         indent = min(MAX_CELL, self._line // 2, max(width(label) for label in labels) + 5)
         out = []
@@ -180,6 +214,9 @@ class _Text:
         return "\n".join(out)
 
     def _table(self, table: Table) -> str:
+        """Return a table with its rule, rows, footnotes, and a line that names the columns that did
+        not fit.
+        """
         fitted = fit(table, self._columns)
         shown, left_out = fitted.columns, [clean(c.title) for c in fitted.left_out]
         head = [
@@ -211,11 +248,15 @@ class _Text:
 
 
 def _lines_of(cell: Cell, limit: int) -> list[str]:
+    """Return the wrapped lines of a cell: its text, then its second line if it has one."""
     said = wrap(clean(cell.text), limit)
     return [*said, *wrap(clean(cell.sub), limit)] if cell.sub else said
 
 
 def _grid(row: list[list[str]], widths: list[int], fitted: Fitted) -> list[str]:
+    """Return the text lines of one table row from the wrapped lines of each cell, padded to the
+    widths and aligned as the columns say.
+    """
     height = max(len(cell) for cell in row)
     out = []
     for line in range(height):

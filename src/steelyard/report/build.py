@@ -1,6 +1,8 @@
-"""The page of runs: its head, a part for each case with its runs, and what the metrics mean.
+"""Build the full report page of a set of records, which `steelyard report` renders.
 
-The head says when and on what was measured, what ran, the best of each case, and what is not valid.
+The page has a head (date, machines, a summary paragraph with the best result of each case and the
+runs that are not valid), one section per case with charts and tables, the meanings of the metrics,
+and every run in full. Input are records, output is a `Page` for one of the renderers.
 """
 
 import re
@@ -54,8 +56,11 @@ from steelyard.words import Words
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """Return the page of records: the comparison of each case, what metrics mean, then every run in
-    full."""
+    """Build the report page: summary, a comparison section per case, the meanings of metrics, then
+    every run in full.
+
+    With one case its name is the title of the page, and headings are one level higher.
+    """
     say = Words(lang)
     cases = by_case(records, lang)
     single = len(cases) == 1
@@ -63,7 +68,7 @@ def page(records: list[Record], lang: Lang) -> Page:
     parts: list[Block] = []
     for number, (case, runs) in enumerate(cases.items(), 1):
         name = say("side.comparison") if single else _short(case, say)
-        # In what its question differs from that of the shipped case.
+        # How its question or case differs from the shipped case.
         differs = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
         parts += [Heading(2, name, f"case-{number}"), *differs, *_case(case, runs, 3, say)]
     parts += [
@@ -85,7 +90,11 @@ def page(records: list[Record], lang: Lang) -> Page:
 
 
 def _short(case: CaseName, say: Words) -> str:
-    """Return a case's name and size, and in a word that its question is another one."""
+    """Return a heading for a case: name and size, then one word each for a question changed on the
+    command line, a modified case, and a case of an earlier version.
+
+    The words are in the language of the page; what differs in detail is left out.
+    """
     name, size, *others = case
     starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
     said = [
@@ -95,8 +104,11 @@ def _short(case: CaseName, say: Words) -> str:
 
 
 def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block]:
-    """Return charts and one table, then what only some cases have; what is rarely needed is
-    folded."""
+    """Return the elements of a case: bar charts, the comparison table, tables of engines and of
+    scaling, then folded: repeats, all values, and MFU by convention.
+
+    Parts for which the runs have nothing are left out. `level` is that of the headings.
+    """
     out = [*charts.of_case(runs, case[0], say), side_by_side(runs, say)]
     out += ENGINES.section(runs, level, say)
     out += SCALING.section(runs, level, say)
@@ -111,8 +123,11 @@ def _case(case: CaseName, runs: list[Run], level: int, say: Words) -> list[Block
 
 
 def _run(run: Run, level: int, say: Words) -> Fold:
-    """Return all that is known of a run, and in its heading what tells it apart: rate, settings,
-    scope and time."""
+    """Return a run as a collapsed part of the page: figures and all details inside.
+
+    Its heading shows the run's title and status, and quietly the rate, the changed settings, the
+    scope and the date to the minute; an unknown rate is left out.
+    """
     record = run.record
     whole = layout(record.task.kind_row).whole
     rate = with_unit(whole, record.metrics.get(whole))
@@ -124,13 +139,19 @@ def _run(run: Run, level: int, say: Words) -> Fold:
 
 
 def _figures(run: Run, say: Words) -> Figures:
+    """Return the headline numbers of a run: core and whole rate, MFU, quality, memory, and
+    end-to-end time.
+
+    Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
+    place of its unit.
+    """
     record = run.record
     plan, quality = layout(record.task.kind_row), record.quality
     items = []
     for name in (plan.core, plan.whole, "mfu", quality.metric, "mem", "e2e_time"):
         value = record.metrics.get(name)
         known = value is not None and value.value is not None
-        # A quality that was not evaluated, such as that of random weights, says nothing.
+        # A quality that was not evaluated, such as that of random weights, is no result.
         unevaluated = name == quality.metric and not quality.evaluated
         beside = say("not_evaluated") if unevaluated else unit(name, value, say.lang)
         items.append(Figure(metric_row(name).index, shown(name, value), beside if known else ""))
@@ -138,7 +159,7 @@ def _figures(run: Run, say: Words) -> Figures:
     return Figures(title, status(record, say), tone, tuple(items))
 
 
-# Settings that are compared, and the phrase that heads their column.
+# Settings in the comparison table, and the code of the text in their column's head.
 _SETTINGS = {
     "precision": "side.precision",
     "division": "side.division",
@@ -149,6 +170,9 @@ _RATES = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
 
 
 def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[Block]:
+    """Return a table that explains settings and metrics: those in the comparison tables at once,
+    all others of these runs folded below.
+    """
     runs = [run for every in cases.values() for run in every]
     tasks: dict[str, Task] = {}
     for run in runs:
@@ -169,6 +193,9 @@ def meanings(cases: dict[CaseName, list[Run]], level: int, say: Words) -> list[B
 
 
 def _table(rows: list[tuple[str, str, str]], say: Words) -> Table:
+    """Return the table of meanings; each row is a name, its meaning and its short name as in
+    tables.
+    """
     columns: tuple[ColumnOf[tuple[str, str, str]], ...] = (
         ColumnOf(say("metrics.name"), lambda row: row[0]),
         ColumnOf(say("metrics.index"), lambda row: row[2]),
@@ -181,6 +208,9 @@ Rows = dict[CaseName, list[Row]]
 
 
 def _summary(cases: dict[CaseName, list[Run]], say: Words) -> Paragraph:
+    """Return the paragraph at the head of a report: what ran, the best results, accelerators
+    compared, runs that are left out of these sentences, and runs that are not valid.
+    """
     records = [run.record for runs in cases.values() for run in runs]
     found = {case: overview.rows(run.record for run in runs) for case, runs in cases.items()}
     chosen = _headline(found)
@@ -190,13 +220,18 @@ def _summary(cases: dict[CaseName, list[Run]], say: Words) -> Paragraph:
 
 
 def _headline(found: Rows) -> Rows:
-    """Return shipped cases of size full; if there are none, shipped cases of any size, else all."""
+    """Return the shipped cases of size full; if there are none, shipped cases of any size, else all
+    of them.
+
+    A shipped case has a name of two parts (name and size); more parts say how its question differs.
+    """
     shipped: Rows = {case: rows for case, rows in found.items() if len(case) == 2}
     full: Rows = {case: rows for case, rows in shipped.items() if case[1] == "full"}
     return full or shipped or found
 
 
 def _ran(records: list[Record], say: Words) -> str:
+    """Return the sentence that says how many runs of how many cases ran, on which accelerators."""
     names = {record.case.name for record in records}
     cases = say("summary.case") if len(names) == 1 else say("summary.cases", counted(len(names)))
     kinds = dict.fromkeys(accelerator(record) for record in records)
@@ -204,6 +239,9 @@ def _ran(records: list[Record], say: Words) -> str:
 
 
 def _best(chosen: Rows, say: Words) -> list[str]:
+    """Return a sentence with the fastest valid result of each case and division, then one for each
+    case without a valid result.
+    """
     several = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
     listed, none = [], []
     for case, rows in chosen.items():
@@ -223,7 +261,9 @@ def _best(chosen: Rows, say: Words) -> list[str]:
 
 
 def _result(row: Row, several: bool, say: Words) -> str:
-    """Return a rate and how it was reached; on what, if there are several kinds of accelerator."""
+    """Return the rate per device with its MFU, then engine, precision and division; also the
+    accelerator if `name_accelerator`.
+    """
     case = row.first.case
     its = words.unit(rates.work_unit(row.first), say.lang)
     rate = say("summary.rate", formed("number", row.rate.value if row.rate else None), its)
@@ -238,7 +278,11 @@ def _result(row: Row, several: bool, say: Words) -> str:
 
 
 def _against(chosen: Rows, say: Words) -> list[str]:
-    """Return the ratios of accelerators, for cases that ran on two or more."""
+    """Return a sentence for each pair of accelerators with the ratio of their rates, or one that
+    says that a case has no comparable pair.
+
+    Cases with valid runs on fewer than two accelerators are skipped.
+    """
     out = []
     for case, rows in chosen.items():
         if len({row.accelerator for row in rows if row.valid}) < 2:
@@ -249,6 +293,9 @@ def _against(chosen: Rows, say: Words) -> list[str]:
 
 
 def _pair(one: Against, case: CaseName, say: Words) -> str:
+    """Return a sentence with the ratio of two accelerators' rates per device, with its 95 %
+    interval where there is one.
+    """
     between, asked = ends(one.ratio.interval), one.top.first.case
     beside = say("summary.interval", between) if between else ""
     where = say("summary.with", case[0], say("comma").join((asked.precision, asked.division)))
@@ -257,6 +304,9 @@ def _pair(one: Against, case: CaseName, say: Words) -> str:
 
 
 def _left_out(found: Rows, chosen: Rows, say: Words) -> list[str]:
+    """Return up to two sentences that count the runs of cases the summary does not use: those of
+    size smoke, and all others.
+    """
     rest = [
         (case, sum(len(row.records) for row in rows))
         for case, rows in found.items()
@@ -269,6 +319,9 @@ def _left_out(found: Rows, chosen: Rows, say: Words) -> list[str]:
 
 
 def _not_valid(records: list[Record], say: Words) -> str:
+    """Return a sentence that counts the runs that are not valid by the code of their first reason,
+    most frequent first, or that says all are valid.
+    """
     lacking = [record for record in records if record.status != "valid"]
     if not lacking:
         return say("summary.all_valid")
@@ -284,6 +337,9 @@ _DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 
 def measured(records: list[Record], say: Words) -> Paragraph:
+    """Return a paragraph with the day or the range of days on which the records were made; UNKNOWN
+    if none has a date.
+    """
     days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [
         UNKNOWN
     ]
@@ -292,8 +348,11 @@ def measured(records: list[Record], say: Words) -> Paragraph:
 
 
 def machines(records: list[Record], say: Words) -> Facts:
-    """Return one line a machine: accelerators, host, driver, its own name and its number of
-    runs."""
+    """Return one line for each machine: accelerators, CPU, OS, driver, the machine's own names if
+    known, and its number of runs.
+
+    Records with equal hardware and software texts count as one machine.
+    """
     found: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         found.setdefault(_machine(record, say), []).append(record)
@@ -312,6 +371,11 @@ def machines(records: list[Record], say: Words) -> Facts:
 
 
 def _machine(record: Record, say: Words) -> tuple[str, ...]:
+    """Return the accelerators of a run's machine with their number, then host (CPU, cores, memory),
+    OS and driver, as far as they are known.
+
+    The tuple also serves as the key by which `machines` groups records.
+    """
     hardware, software = record.environment.hardware, record.environment.software
     every = [device for host in record.hosts for device in host.devices] or hardware.devices
     kinds = Counter(spelled(one.name) for one in every)
@@ -333,4 +397,7 @@ def _machine(record: Record, say: Words) -> tuple[str, ...]:
 
 
 def count_runs(count: int, say: Words) -> str:
+    """Format a number of runs with its noun, such as "1 run" or "1,200 runs", in the language of
+    the page.
+    """
     return say("count.run") if count == 1 else say("count.runs", counted(count))

@@ -1,5 +1,8 @@
-"""The tables of a case: runs side by side, all values of every run, and MFU by convention.
-Published rows stand below."""
+"""Build the tables of a case: groups of repeated runs compared, all values of every run, and MFU by
+convention.
+
+Published rows stand below the measured ones. The report page calls these functions for each case.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -36,21 +39,28 @@ _ORDER = ("valid", "invalid", "failed")
 
 @dataclass(frozen=True)
 class Side:
-    """Runs that were asked the same, with their numbers."""
+    """A group of repeated runs (the same question, engine, plan and settings) with the estimates
+    over them: a row of the comparison table.
+    """
 
     row: Row
     runs: tuple[Run, ...]
 
     @property
     def name(self) -> str:
+        """Return the accelerator and the number of devices, such as `NVIDIA H200 × 8`."""
         return accelerator(self.row.first)
 
     @property
     def unit(self) -> str:
+        """Return the unit of the group's rate, such as tokens/s."""
         return rates.work_unit(self.row.first)
 
     @property
     def judged(self) -> bool:
+        """Return whether every run's quality was evaluated, and the quality shown is the one that
+        its case gates.
+        """
         row = self.row
         return (
             all(record.quality.evaluated for record in row.records)
@@ -59,7 +69,9 @@ class Side:
 
 
 def sides(runs: list[Run]) -> list[Side]:
-    """Return closed before open, valid before others, the fastest first."""
+    """Group repeated runs and sort the groups: division closed before open, valid before invalid
+    before failed, the highest rate per device first.
+    """
     found = overview.rows(run.record for run in runs)
     out = [
         Side(row, tuple(run for run in runs if any(run.record is one for one in row.records)))
@@ -67,6 +79,7 @@ def sides(runs: list[Run]) -> list[Side]:
     ]
 
     def place(side: Side) -> tuple[bool, str, int, float]:
+        """Return the sort key: division, status, negative rate."""
         division, rate = side.row.first.case.division, side.row.rate
         return (
             division != "closed",
@@ -81,14 +94,19 @@ def sides(runs: list[Run]) -> list[Side]:
 def _either(
     of_side: Callable[[Side], Cell | str], of_published: Callable[[PublishedRow], Cell | str]
 ) -> Callable[[Side | PublishedRow], Cell | str]:
+    """Return a function of a table row that calls `measured_cell` for a group of runs and
+    `published_cell` for a published row.
+    """
     return lambda row: of_side(row) if isinstance(row, Side) else of_published(row)
 
 
 def side_by_side(runs: list[Run], say: Words) -> Table:
-    """Return the comparison: a row for runs that were asked the same, the best first, then the
-    published rows.
+    """Build the comparison table of a case: a row per group of repeated runs, the best first, then
+    the published rows.
 
-    The head has the unit of most rates; a row with another says so."""
+    The head of the rate column has the most common unit; a cell with another unit names it. The
+    first column is pinned.
+    """
     found, references = sides(runs), published(runs)
     common = Counter(side.unit for side in found).most_common(1)[0][0]
     judged, metric = any(side.judged for side in found), found[0].row.metric
@@ -177,17 +195,25 @@ def side_by_side(runs: list[Run], say: Words) -> Table:
 
 
 def _accelerator(side: Side) -> Cell:
+    """Return the accelerator of a group, with the labels of its runs below, linked to their parts
+    of the page.
+    """
     links = tuple(Link(run.label, run.anchor) for run in side.runs)
     return Cell(side.name, ", ".join(run.label for run in side.runs), links=links)
 
 
 def _tuned(side: Side, say: Words) -> Cell:
-    """Return what was changed, and how much of the question was run."""
+    """Return the settings that differ from the case's own, or a word for "default", and the scope
+    below.
+    """
     text, extent = tuned_text(side.row.first), scope(side.row.first, say)
     return Cell(text, extent) if text else Cell(say("side.default"), extent, "muted")
 
 
 def _status(side: Side, latest: int, say: Words) -> Cell:
+    """Return the group's best status, and below it how many runs are valid if not all, the reason
+    codes, and the version of its formulas if older than `latest`.
+    """
     row, formulas = side.row, side.row.first.formulas or 1
     lacking = [record for record in row.records if record.status != "valid"]
     partly = say("side.partly", counted(row.valid), counted(len(row.records)))
@@ -197,6 +223,9 @@ def _status(side: Side, latest: int, say: Words) -> Cell:
 
 
 def _rate(side: Side, common: str, say: Words) -> Cell:
+    """Return the rate per device with its interval, muted if no run is valid; the unit is added if
+    it is not `common`.
+    """
     cell = estimate(side.row.rate, tone="strong" if side.row.valid else "muted")
     if cell.text == UNKNOWN or side.unit == common:
         return cell
@@ -204,6 +233,9 @@ def _rate(side: Side, common: str, say: Words) -> Cell:
 
 
 def _quality(side: Side, judged: bool, say: Words) -> Cell:
+    """Return the quality of a group; where other groups are evaluated (`any_evaluated`) and this
+    one is not, the cell says so.
+    """
     row = side.row
     value = row.first.metrics.get(row.metric)
     text = formed(metric_row(row.metric, "" if value is None else value.unit).form, row.quality)
@@ -212,11 +244,17 @@ def _quality(side: Side, judged: bool, say: Words) -> Cell:
 
 
 def _published_name(row: PublishedRow, say: Words) -> Cell:
+    """Return the accelerator of a published row with the number of devices, and below it the number
+    of its footnote.
+    """
     name, count, _ = row.place
     return Cell(name if count is None else f"{name} × {count}", say("published", str(row.number)))
 
 
 def _published_rate(row: PublishedRow, in_samples: bool, common: str, say: Words) -> Cell:
+    """Return the published rate per device; where it only counts padding too, that one, marked so.
+    A unit other than `common` is written below.
+    """
     found = row.rate(in_samples)
     if found is not None:
         return Cell(formed("number", found[0]), "" if found[1] == common else found[1])
@@ -226,6 +264,9 @@ def _published_rate(row: PublishedRow, in_samples: bool, common: str, say: Words
 
 
 def _published_mfu(row: PublishedRow, say: Words) -> Cell:
+    """Return the first published MFU that is known, with its convention below if that is not ours;
+    UNKNOWN if there is none.
+    """
     for name in ("mfu", "mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"):
         if real(row.values.get(name)) is not None:
             return Cell(formed("percent", row.values[name]), say.known(f"instead.{name}", ""))
@@ -243,7 +284,9 @@ _SETTINGS: dict[str, Callable[[Record], str]] = {
 
 
 def _fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
-    """Return the columns of this case; optional ones only where a row has something in them."""
+    """Return the columns that the kind of work lays out; an optional one only where a run or a
+    published row has something in it.
+    """
     known = {
         name
         for run in runs
@@ -260,15 +303,19 @@ def _fields(runs: list[Run], references: list[PublishedRow]) -> list[Field]:
 
 
 def values(runs: list[Run], say: Words) -> Table:
-    """Return one row a run, then the published rows."""
+    """Build the table of all values: one row per run, then the published rows, with footnotes for
+    them and for models whose FLOPs do not follow from their shapes.
+    """
     references = published(runs)
     several = len({accelerator(run.record) for run in runs}) > 1
 
     def column(field: Field) -> ColumnOf[Run | PublishedRow]:
+        """Return the column of a field, with the unit in its head if all runs have the same one."""
         common = _common_unit(field, runs, say)
         title = say(field.title) if field.title else metric_row(field.name).index
 
         def cell(row: Run | PublishedRow) -> Cell:
+            """Return the cell of a run or of a published row in this column."""
             if isinstance(row, PublishedRow):
                 return _published_cell(field, row, common, say)
             return _cell(field, row, common, several, say)
@@ -289,8 +336,9 @@ def values(runs: list[Run], say: Words) -> Table:
 
 
 def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
-    """Return the unit for the head of a column, if all runs agree; otherwise each cell carries its
-    own."""
+    """Return the unit for the head of a column if all runs that have its first metric agree, the
+    base unit if none has it; None if units differ or there is none.
+    """
     name = field.metrics[0] if field.metrics else ""
     units = {
         unit(name, run.record.metrics[name], say.lang) for run in runs if name in run.record.metrics
@@ -301,8 +349,12 @@ def _common_unit(field: Field, runs: list[Run], say: Words) -> str | None:
 
 
 def _cell(field: Field, run: Run, common: str | None, several: bool, say: Words) -> Cell:
-    """Return a setting or metrics of a run; its accelerator beside its name, where there are
-    `several`."""
+    """Return a run's cell in the table of all values: a setting, or metrics joined by slashes, with
+    the unit below where the head has none.
+
+    The first column (`tool`) names the run and its engine, and below status and scope, and the
+    accelerator if `name_accelerator`.
+    """
     record = run.record
     if field.name == "tool":
         parts = [say(record.status), scope(record, say), accelerator(record) if several else ""]
@@ -323,6 +375,9 @@ def _cell(field: Field, run: Run, common: str | None, several: bool, say: Words)
 
 
 def _published_cell(field: Field, row: PublishedRow, common: str | None, say: Words) -> Cell:
+    """Return a published row's cell in the table of all values; where the metric is missing, the
+    one that the field lists in `instead`, with its convention below.
+    """
     if field.name == "tool":
         return Cell(say("published", str(row.number)))
     if field.name == "precision":
@@ -341,19 +396,24 @@ _CONVENTIONS = ("mfu", "mfu_core", "mfu_achievable", "mfu_palm", "mfu_nominal")
 
 
 def conventions(runs: list[Run], say: Words) -> Table | None:
-    """Return MFU in every convention side by side; None where no row has any."""
+    """Build a table of MFU in every convention, one row per run and then per published row; None
+    where no row has any MFU.
+    """
     references = [row for row in published(runs) if set(row.values) & set(_CONVENTIONS)]
     named = {name for run in runs for name in run.record.metrics}
     if not references and not named & set(_CONVENTIONS):
         return None
 
     def title(row: Run | PublishedRow) -> str:
+        """Return the title of a run, or the footnote mark of a published row."""
         return row.title if isinstance(row, Run) else say("published", str(row.number))
 
     def column(name: str) -> ColumnOf[Run | PublishedRow]:
+        """Return the column of one convention; that of the headline MFU is starred and bold."""
         headline = name == "mfu"
 
         def cell(row: Run | PublishedRow) -> Cell | str:
+            """Return the MFU of a run or a published row in this convention."""
             if isinstance(row, PublishedRow):
                 return row.number_of(name)
             text = shown(name, row.record.metrics.get(name))

@@ -1,5 +1,8 @@
-"""Charts as data: bars of the runs of a case, with published values as marked lines, and lines of
-one run."""
+"""Build charts as data: bar charts that compare the runs of a case, with published values as lines,
+and line charts of one run.
+
+`chart_geometry` computes where things lie, and only the HTML template draws them.
+"""
 
 import math
 from collections import Counter
@@ -32,21 +35,29 @@ from steelyard.report.published import MFU_CONVENTIONS, PublishedRow, published
 from steelyard.report.runs import Run, scope, tuned_text
 from steelyard.words import Words
 
-MAX_POINTS = 400  # more than a page has pixels for
+MAX_POINTS = 400  # of a line; a page has no pixels for more
 MAX_SERIES = 8
 MAX_PARTS = 8
-_BEYOND_ALL = 1e15  # no rate, power or clock; an axis cannot hold it
+_BEYOND_ALL = 1e15  # larger than any rate, power or clock; an axis cannot show more
 
 _TELEMETRY = (("power_w", "W"), ("sm_clock_mhz", "MHz"))
 _WORK = ("tokens", "samples")
 
 
 def of_run(record: Record, say: Words) -> list[Block]:
+    """Return the line charts of a run: loss, rate over time, and telemetry; each only if it has
+    points.
+    """
     return [*_losses(record, say), *_rate(record, say), *_telemetry(record, say)]
 
 
 def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
-    """Return a bar of the largest parts by name, and the others together."""
+    """Return a stacked bar of the parts of a run's wall time as shares of `total`, in the order
+    given.
+
+    Of more than MAX_PARTS the last ones are added up as one; a negative time counts as 0. `total`
+    must not be 0.
+    """
     shares = [(name, max(0.0, time_s) / total) for name, time_s in parts]
     if len(shares) > MAX_PARTS:
         rest = sum(share for _, share in shares[MAX_PARTS - 1 :])
@@ -57,12 +68,14 @@ def budget(parts: list[tuple[str, float]], total: float, say: Words) -> Stack:
 
 
 def _drawn(chart: Lines) -> list[Block]:
-    """Return the chart where it has anything to draw."""
+    """Return the chart in a list, or an empty list if no point of it has a value."""
     return [chart] if any(y is not None for line in chart.series for _, y in line.points) else []
 
 
 def _losses(record: Record, say: Words) -> list[Block]:
-    """Return the loss of every step of training, which is the same on every rank."""
+    """Return a chart of the training loss by step, taken from one rank because it is the same on
+    all; nothing for other kinds of work.
+    """
     if "loss" not in record.task.kind_row.step_values:
         return []
     curve = Curve("loss", _thinned(_points(enumerate(training.values(record, "loss")))))
@@ -71,6 +84,12 @@ def _losses(record: Record, say: Words) -> list[Block]:
 
 
 def _rate(record: Record, say: Words) -> list[Block]:
+    """Return a chart of the rate over time in the headline pass, a line for each of the first
+    MAX_SERIES ranks; nothing if no sample counts tokens or samples.
+
+    The record's core rate is drawn as a level where it is comparable: one rank, the same unit, and
+    the pass that the kind of work prefers.
+    """
     kind = record.task.kind_row
     plan = layout(kind)
     ran = {sample.pass_name for sample in record.samples}
@@ -105,8 +124,9 @@ def _rate(record: Record, say: Words) -> list[Block]:
 
 
 def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
-    """Return rates over time. Neighbours are put together as total over total if there are more
-    than can be drawn."""
+    """Return points of (middle time in s, work per second of a step). Neighbouring steps are
+    pooled, total work over total time, if there are more than MAX_POINTS.
+    """
     size = -(-len(samples) // MAX_POINTS)
     pairs: list[tuple[Any, Any]] = []
     for first in range(0, len(samples), size):
@@ -119,17 +139,23 @@ def _rates(samples: list[Sample], work: str) -> tuple[Point, ...]:
 
 
 def _points(pairs: Iterable[tuple[Any, Any]]) -> tuple[Point, ...]:
-    """Return points that can be drawn: a time that cannot is left out, a reading is a gap."""
+    """Return the points that can be drawn: a pair whose x cannot be drawn is dropped, and a y that
+    cannot becomes None, a gap.
+    """
     known = ((_drawable(x), _drawable(y)) for x, y in pairs)
     return tuple((x, y) for x, y in known if x is not None)
 
 
 def _drawable(value: Any) -> float | None:
+    """Return a finite number from 0 to below 1e15 as a float; None for anything else."""
     known = real(value)
     return known if known is not None and 0 <= known < _BEYOND_ALL else None
 
 
 def _telemetry(record: Record, say: Words) -> list[Block]:
+    """Return a chart of power (W) and one of SM clock (MHz) over time in s, a line per device;
+    devices without readings are left out.
+    """
     several = len({one.host for one in record.telemetry}) > 1
     out: list[Block] = []
     for column, unit in _TELEMETRY:
@@ -145,7 +171,9 @@ def _telemetry(record: Record, say: Words) -> list[Block]:
 
 
 def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """Return the lowest and the highest point of each stretch: a mean would hide the dips."""
+    """Reduce a line to at most about MAX_POINTS points: the lowest and the highest of each stretch,
+    because a mean would hide dips. A stretch without values stays a gap.
+    """
     size = -(-len(points) // (MAX_POINTS // 2))
     if size <= 2:
         return points
@@ -160,13 +188,18 @@ def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
     return tuple(out)
 
 
-MOST = 10  # rows of a chart; the table has them all
-_ALIKE = 0.1  # values that differ by less of the highest could not be told apart on an axis from 0
-_ROOM = 1.02  # above the highest end of a bar
+MOST = 10  # of a bar chart; the table beside it has all
+_ALIKE = 0.1  # closer values (as a share of the highest) look equal on an axis from 0
+_ROOM = 1.02  # the axis ends this much above the highest number
 
 
 @dataclass(frozen=True)
 class _Metric:
+    """A metric of a bar chart: its title, number format and unit, the function that gets its
+    estimate from a row, and the published values to draw as lines. `hint` stands in the place of a
+    missing unit.
+    """
+
     title: str
     form: str
     unit: str
@@ -176,7 +209,9 @@ class _Metric:
 
 
 def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
-    """Return a chart for each unit of rates, of the runs that have a rate."""
+    """Return a bar chart for each unit of rate among the runs of a case, with panels for rate, MFU
+    and energy; runs without a rate are left out.
+    """
     rated = [(side, side.row.rate) for side in sides(runs)]
     drawn = [side for side, rate in rated if rate and _drawable(rate.value) is not None]
     kinds = list(dict.fromkeys(side.row.accelerator for side in drawn))
@@ -195,8 +230,9 @@ def of_case(runs: list[Run], name: str, say: Words) -> list[Block]:
 
 
 def _chosen(rows: list[Side]) -> list[Side]:
-    """Return as many rows as fit a chart, in their order: the first of every accelerator, engine
-    and precision goes before others like it."""
+    """Return at most MAX_ROWS groups in their order; the first of every accelerator, engine and
+    precision is preferred to further ones.
+    """
     seen = Counter[tuple[str, str, str]]()
     ranks = []
     for number, side in enumerate(rows):
@@ -208,7 +244,11 @@ def _chosen(rows: list[Side]) -> list[Side]:
 
 
 def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
-    """Return the label of a row, with its scope if rows differ in it."""
+    """Return the label of a chart row: accelerator and engine, below them the settings, the scope
+    if `with_scope`, and the status if it is not valid.
+
+    `accelerators` lists all of the chart; the position in it is the colour.
+    """
     first = side.row.first
     said = [
         first.case.precision,
@@ -227,6 +267,9 @@ def _label(side: Side, kinds: list[str], scopes: bool, say: Words) -> BarRow:
 
 
 def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
+    """Return the metrics of the panels: rate in this unit, MFU, and energy per token. Published
+    values are references only for size full.
+    """
     references = published(runs) if runs[0].record.case.size == "full" else []
     in_samples = runs[0].record.task.rates_in_samples
     stated = [(one, one.rate(in_samples)) for one in references]
@@ -257,8 +300,11 @@ def _metrics(runs: list[Run], its: str, say: Words) -> tuple[_Metric, ...]:
 def _best(
     found: list[tuple[PublishedRow, float, str]], form: str, say: Words
 ) -> tuple[Reference, ...]:
-    """Return the highest published value of each accelerator: a line for every row would hide the
-    bars."""
+    """Return a reference line for the highest published value of each accelerator and convention;
+    values that cannot be drawn are dropped.
+
+    Items are (published row, value, convention).
+    """
     by_kind: dict[tuple[str, str], tuple[PublishedRow, float]] = {}
     for row, value, word in found:
         where = row.place[0], word
@@ -272,6 +318,7 @@ def _best(
 
 
 def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
+    """Return the panel of a metric with a bar for each group, or None if no group has a value."""
     bars = tuple(_bar(metric, side, say) for side in rows)
     values = [bar.value for bar in bars if bar.value is not None]
     if not values:
@@ -284,8 +331,11 @@ def _panel(metric: _Metric, rows: list[Side], say: Words) -> Panel | None:
 
 
 def _axis(values: list[float], ends: list[float]) -> tuple[float, float]:
-    """Return both ends of an axis: it begins at 0, or, if no difference could be seen so, at a
-    round number below the lowest end."""
+    """Return both ends of an axis: from 0, or, if there are several values and no number is more
+    than 10 % below the highest value, from a round number below the lowest.
+
+    `ends` are further numbers that must be visible: ends of intervals and references.
+    """
     high = max(*values, *ends) * _ROOM or 1.0
     lowest = min(*values, *ends)
     if len(values) < 2 or lowest <= max(values) * (1 - _ALIKE):
@@ -295,6 +345,9 @@ def _axis(values: list[float], ends: list[float]) -> tuple[float, float]:
 
 
 def _bar(metric: _Metric, side: Side, say: Words) -> Bar:
+    """Return the bar of a group in a panel; without a value if it is unknown, and without an
+    interval that cannot be drawn.
+    """
     found = metric.of(side.row)
     value = None if found is None else _drawable(found.value)
     if found is None or value is None:

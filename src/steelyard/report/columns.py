@@ -1,5 +1,7 @@
-"""Which columns the tables of a kind of work have, in the order of FlagPerf's published pages. Rows
-of kinds name them.
+"""Which columns the tables of a kind of work have, in the order of FlagPerf's published pages.
+
+A kind of work names its `TableLayout` as `module:name` (tasks/kind.py), so that other packages can
+bring their own.
 """
 
 from collections.abc import Mapping
@@ -11,11 +13,12 @@ from steelyard.tasks.kind import Kind
 
 @dataclass(frozen=True)
 class Field:
-    """A column: a setting of the run, or metrics joined by a slash. An optional one goes where no
-    row has it.
+    """A column of the table of all values: a setting of the run (no metrics), or metrics whose
+    numbers are joined by a slash.
 
-    `instead` names, for published rows only, the metrics that stand in, their convention printed
-    beside them.
+    `title` is the code of a text; without one, the column is titled by `name`. A column is left out
+    where it is `optional` and no row has anything in it. `instead` lists the metrics that published
+    rows may show in its place, with their convention below.
     """
 
     name: str
@@ -36,6 +39,7 @@ _MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
 
 
 def _metric(name: str, strong: bool = False, optional: bool = False) -> Field:
+    """Return the column of one metric, titled by its name."""
     return Field(name, (name,), strong=strong, optional=optional)
 
 
@@ -95,8 +99,10 @@ _TRAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class TableLayout:
-    """`whole` and `core` are the headline rates, `other` those of a run whose headline pass is
-    another than usual.
+    """The columns and headline rates of a kind of work.
+
+    `whole` and `core` name the metrics for the rate over wall time and over compute time; `other`
+    has such a pair for runs with another headline pass, by pass.
     """
 
     fields: tuple[Field, ...]
@@ -112,6 +118,8 @@ TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
 
 
 def layout(kind: Kind) -> TableLayout:
-    """Return the layout that a kind of work names."""
+    """Import and return the table layout that a kind of work names; ImportError or AttributeError
+    if there is none.
+    """
     found: TableLayout = plugins.load(kind.columns)
     return found

@@ -1,5 +1,7 @@
-"""A comparison of two sides as a page: the verdict, answers first, then metrics, phases, and
-whatever else differs.
+"""Build the page of `steelyard compare`: two sides (base and new) of one question.
+
+Input is a `Comparison` of metrics/; the page has the verdict, answers, metrics, phases, and every
+other field in which the sides differ.
 """
 
 from typing import Any
@@ -25,12 +27,17 @@ from steelyard.report.numbers import UNKNOWN, counted, ends, formed, spelled
 from steelyard.report.runs import estimate
 from steelyard.words import Words
 
-SHOWN_RECORDS = 5  # of a side, by name; a page is for readers
+SHOWN_RECORDS = 5  # ids that are listed of each side
 _TONES: dict[str, Tone] = {"faster": "good", "slower": "bad", "no rate": "bad"}
 _DIRECTIONS: dict[str, Tone] = {"better": "good", "worse": "bad", "": "plain"}
 
 
 def page(found: Comparison, lang: Lang = "en") -> Page:
+    """Build the page of a comparison: the verdict first, then both sides, answers, metrics, phases,
+    and other fields that differ.
+
+    Sections for which there is nothing to show are left out or say so.
+    """
     say = Words(lang)
     case = (found.base.finished or found.base.records)[0].case
     title = f"{say('compare')}: {case.name} · {case.size} · {case.precision} · {case.division}"
@@ -45,7 +52,7 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
     blocks += [Heading(2, say("compare.metrics")), *_metrics(found, say)]
     if found.phases:
         blocks += [Heading(2, say("compare.phases")), _changes("phase", found.phases, say)]
-        if not found.same_steps:  # of different sizes: their times are no better or worse
+        if not found.same_steps:  # steps of different sizes cannot be compared
             sizes = (formed("number", one) for one in found.steps)
             blocks.append(Paragraph(say("compare.steps", *sizes)))
     blocks.append(Heading(2, say("compare.differs")))
@@ -57,31 +64,47 @@ def page(found: Comparison, lang: Lang = "en") -> Page:
 
 
 def _verdict(found: Comparison, say: Words) -> str:
+    """Return one sentence: the ratio of the rates with its interval and whether it counts as faster
+    or slower, or why there is no ratio.
+    """
     if found.ratio is None:
         why = UNKNOWN if found.why is None else say(f"compare.{found.why.code}", *found.why.values)
         return say("compare.no rate", why)
     verdict = say(f"compare.{found.outcome}", formed("percent", found.threshold))
     change, between = formed("number", found.ratio.value), ends(found.ratio.interval)
     if between:
-        # Said where the interval is not that of the spread of runs.
+        # An interval from the steps of single runs says less than one from the spread of runs.
         key = "compare.interval.steps" if found.ratio.source == "steps" else "compare.interval"
         change = say(key, change, between)
     return f"{say('compare.change')} {change}: {verdict}"
 
 
 def _sides(found: Comparison, say: Words) -> Table:
+    """Return a table of both sides: engine and plan, valid of all runs, mean rate, and the ids of
+    up to SHOWN_RECORDS records.
+    """
+
     def records(side: Side) -> str:
+        """Return the first eight characters of the ids, at most SHOWN_RECORDS, and `+N` for the
+        others.
+        """
         ids = [record.id[:8] for record in side.records]
         more = [f"+{len(ids) - SHOWN_RECORDS}"] if len(ids) > SHOWN_RECORDS else []
         return ", ".join([*ids[:SHOWN_RECORDS], *more])
 
     def engine(side: Side) -> Cell:
+        """Return the engine of the side's first finished run (of its first run if none finished),
+        and below it the plan if there are several devices.
+        """
         first = (side.finished or side.records)[0]
         plan = f"{first.plan.config} {first.plan}" if first.plan.world > 1 else ""
         return Cell(first.engine.name, plan)
 
     def name(key: str, side: Side) -> Cell:
-        # A record has its id beside it.
+        """Return the word for base or new, and below it the side's name unless that is the file
+        name of a record.
+        """
+        # The id of a record is in another column, so its file name is left out.
         return Cell(say(key), "" if side.name.endswith(".json") else side.name)
 
     columns: tuple[ColumnOf[tuple[str, Side, Rate | None]], ...] = (
@@ -106,7 +129,9 @@ def _sides(found: Comparison, say: Words) -> Table:
 
 
 def _left_out(found: Comparison, say: Words) -> list[Block]:
-    """Name runs that are not valid, and count records that are on both sides."""
+    """Return paragraphs that name the runs that are not valid with their reasons, and that count
+    the records that are on both sides; empty if there are none.
+    """
     told = [
         say(
             "compare.left_out.one",
@@ -127,8 +152,11 @@ def _left_out(found: Comparison, say: Words) -> list[Block]:
 
 
 def _answers(found: Comparison, say: Words) -> list[Block]:
-    """Say how far answers are from those of the base's first run; of the base, those of its other
-    runs."""
+    """Return a table of how far the answers of each side are from those of the base's first run, or
+    a sentence if nothing is known.
+
+    The row of the base shows how far its own other runs are from its first.
+    """
     form = metric_row(found.quality).form
     named = zip(("compare.base", "compare.new"), found.answers, strict=True)
     rows = [(say(key), answer_cells(one, form, say)) for key, one in named if one is not None]
@@ -136,6 +164,7 @@ def _answers(found: Comparison, say: Words) -> list[Block]:
         return [Paragraph(say("compare.answers.none"))]
 
     def answer(name: str) -> ColumnOf[tuple[str, dict[str, Cell]]]:
+        """Return the column of one kind of difference (a name in ANSWER_COLUMNS)."""
         title = say(f"engines.{name}", found.quality)
         return ColumnOf(title, lambda row: row[1][name], right=True, optional=True)
 
@@ -143,6 +172,9 @@ def _answers(found: Comparison, say: Words) -> list[Block]:
 
 
 def _metrics(found: Comparison, say: Words) -> list[Block]:
+    """Return the table of metrics that changed, or a sentence if there are none, and how many are
+    equal on both sides.
+    """
     out: list[Block] = (
         [_changes("metric", found.metrics, say)]
         if found.metrics
@@ -152,7 +184,12 @@ def _metrics(found: Comparison, say: Words) -> list[Block]:
 
 
 def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:
+    """Return a table of metrics or phases with both means, their ratio, and its direction.
+    `subject` is "metric" or "phase".
+    """
+
     def name(one: Change) -> Cell:
+        """Return a metric's name as in tables, and its unit below unless it is a percentage."""
         return Cell(metric_row(one.name).index, "" if one.form == "percent" else one.unit)
 
     columns: tuple[ColumnOf[Change], ...] = (
@@ -166,7 +203,9 @@ def _changes(what: str, found: tuple[Change, ...], say: Words) -> Table:
 
 
 def _judged(one: Change, say: Words) -> Cell:
-    """Return the direction of a change, in colour only if the test supports it."""
+    """Return whether a change is better or worse and whether the test finds it significant;
+    coloured only if significant, UNKNOWN if a side has no value.
+    """
     if one.base is None or one.new is None:
         return EMPTY
     sure = one.ratio is not None and one.ratio.verdict == "significant"
@@ -180,9 +219,12 @@ def _judged(one: Change, say: Words) -> Cell:
 
 
 def _fields(found: tuple[Field, ...], say: Words) -> Table:
-    """List fields with their values on both sides; several where the runs of a side differ."""
+    """Return a table of the fields that differ with their values on both sides; values are
+    separated by ` | ` where the runs of a side differ.
+    """
 
     def values(every: tuple[Any, ...]) -> str:
+        """Return the values of one side, joined by ` | `."""
         return " | ".join(spelled(one, depth=1) for one in every)
 
     columns: tuple[ColumnOf[Field], ...] = (

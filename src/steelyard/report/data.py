@@ -1,7 +1,7 @@
-"""A report as data: what `report --json` prints. Numbers are numbers, and what is unknown is null.
+"""The data of a report as pydantic models: what `report --json` prints, and its JSON Schema.
 
-The shape has a version, `schema`. Fields may be added to a version; one that goes or changes its
-meaning makes a new one.
+Numbers are numbers, and what is unknown is null. The version of the format is `schema`: fields may
+be added to a version; one that goes or changes its meaning makes a new version.
 """
 
 from collections.abc import Iterable
@@ -30,27 +30,31 @@ VERSION: Literal[1] = 1
 
 
 class Reason(stored.Reason):
-    """Why a run is not valid. Codes are listed in docs/metrics.md."""
+    """Why a run is not valid, with an English text. Codes are listed in docs/metrics.md."""
 
     text: str
 
 
 class Check(stored.Check):
+    """A check of a run, with its detail as an English text."""
+
     detail: str
 
 
 class Quality(stored.Quality):
+    """The quality of a run, with an English note; the note is null where there is none."""
+
     note: str | None
 
 
 class Value(stored.Value):
-    """A derived number. Null has its reason in `note`."""
+    """A derived number. If its value is null, `note` says why in English."""
 
     note: str | None = None
 
 
 class SummaryRow(Frozen):
-    """A run in one line. `changed` says what makes its question or its case another than the
+    """A run in one line. `changed` lists what makes its question or its case another than the
     shipped one.
     """
 
@@ -77,8 +81,8 @@ class SummaryRow(Frozen):
 
 
 class Explained(Frozen):
-    """Where the time of one rank's steps goes. `profiled`: whether a profile says so, or the
-    samples alone.
+    """Where the time of one rank's steps goes, as rows of a waterfall. `profiled`: whether the rows
+    come from a profile; if not, from the samples alone.
     """
 
     rank: int
@@ -90,7 +94,7 @@ class Explained(Frozen):
 
 
 class RunData(Frozen):
-    """All that a page says of a run. Raw samples, readings and answers are in its record."""
+    """All that a page says of a run. Raw samples, telemetry and answers are only in its record."""
 
     number: int = Field(description="within its case, as on a page")
     id: str
@@ -132,14 +136,16 @@ class CaseData(Frozen):
 
 
 class Ceiling(spec.Ceiling):
-    """What follows from a bench. Null has its reason in `note`; `steady`: whether its last
-    stretches agree.
+    """The ceiling that follows from a benchmark of `steelyard spec`. If its value is null, `note`
+    says why in English; `steady` says whether its last stretches agree.
     """
 
     note: str | None = None
 
 
 class CeilingData(Frozen):
+    """A benchmark of `steelyard spec` on one rank, and the ceiling that follows from it."""
+
     group: Group
     name: str
     precision: str | None
@@ -150,7 +156,7 @@ class CeilingData(Frozen):
 
 
 class SpecData(Frozen):
-    """What a machine can do."""
+    """A spec record: what a machine can do at most."""
 
     id: str
     created: str
@@ -164,7 +170,7 @@ class SpecData(Frozen):
 
 
 class PageFile(Frozen):
-    """A page that was written."""
+    """A page that the command has written to a file."""
 
     format: str
     lang: str
@@ -172,6 +178,10 @@ class PageFile(Frozen):
 
 
 class Report(Frozen):
+    """The whole answer of `report --json`. A report is of runs or of spec records: the lists of the
+    other kind are empty.
+    """
+
     schema_version: Literal[1] = Field(VERSION, alias="schema")
     kind: Literal["report"] = "report"
     summary: list[SummaryRow] = Field(description="a row a run, in the order given")
@@ -186,6 +196,11 @@ class Report(Frozen):
 def report(
     records: list[Record], explain: bool = False, pages: list[PageFile] | None = None
 ) -> Report:
+    """Build the JSON report of runs: a summary row each, the runs by case, and groups of repeats,
+    engines and scaling.
+
+    `explain` adds the waterfall of each run; `pages` are the files that the command wrote.
+    """
     return Report(
         summary=[_summary(record) for record in records],
         cases=[_case(name, runs, explain) for name, runs in by_case(records).items()],
@@ -198,6 +213,9 @@ def report(
 
 
 def report_spec(records: list[SpecRecord], pages: list[PageFile] | None = None) -> Report:
+    """Build the JSON report of spec records; all lists of runs are empty. `pages` are the files
+    that the command wrote.
+    """
     specs = [_spec(record) for record in records]
     return Report(
         summary=[], cases=[], repeats=[], engines=[], scaling=[], specs=specs, pages=pages or []
@@ -205,7 +223,7 @@ def report_spec(records: list[SpecRecord], pages: list[PageFile] | None = None) 
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a report."""
+    """Return the JSON Schema (draft 2020-12) of a report."""
     out = Report.model_json_schema(by_alias=True, mode="serialization")
     return out | {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -214,6 +232,7 @@ def schema() -> dict[str, Any]:
 
 
 def _summary(record: Record) -> SummaryRow:
+    """Return the summary row of a run, with those headline metrics that its record has."""
     plan, known = layout(record.task.kind_row), identity(record)
     names = (plan.whole, plan.core, "mfu", record.quality.metric, "mem", "mem_total", "e2e_time")
     own = {
@@ -228,11 +247,17 @@ def _summary(record: Record) -> SummaryRow:
 
 
 def _metrics(record: Record, names: Iterable[str]) -> dict[str, Value]:
+    """Return the named metrics of a record with their notes in English, in the order of the names;
+    KeyError for one that it lacks.
+    """
     every = stored.in_english(record).metrics
     return {name: Value(**every[name].model_dump()) for name in names}
 
 
 def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
+    """Return the data of one case. `name` is case, size, and then what differs from the shipped
+    case.
+    """
     task = runs[0].record.task
     return CaseData(
         case=name[0],
@@ -246,6 +271,11 @@ def _case(name: tuple[str, ...], runs: list[Run], explain: bool) -> CaseData:
 
 
 def _run(run: Run, explain: bool) -> RunData:
+    """Return the data of a run: fields of its record by the same name, texts in English, and its
+    metrics in the order of the metric table.
+
+    The waterfall is None unless `explain`.
+    """
     record = run.record
     told = {
         name: getattr(record, name)
@@ -270,6 +300,9 @@ def _run(run: Run, explain: bool) -> RunData:
 
 
 def _explained(record: Record) -> list[Explained]:
+    """Return the waterfall of each profiled rank, or that of the samples if the run was not
+    profiled.
+    """
     return [
         Explained(
             rank=one.rank,
@@ -284,6 +317,9 @@ def _explained(record: Record) -> list[Explained]:
 
 
 def _spec(record: SpecRecord) -> SpecData:
+    """Return a spec record as data: one row for each benchmark and rank, with its ceiling and an
+    English note.
+    """
     told = {name: getattr(record, name) for name in SpecData.model_fields if name != "ceilings"}
     told |= record.model_dump(include={"reasons"})
     rows = []

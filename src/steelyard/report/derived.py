@@ -1,9 +1,8 @@
-"""What a record says in words, in the language of a page.
+"""Derive the texts of a record (checks, reasons, notes) again, in the language of the page.
 
-A record stores its checks, reasons and notes as codes and values, and an older one as English
-sentences. All of it follows from the samples, so a page derives it again and renders it in its own
-language. What cannot be derived, the failure of a run, has a sentence for its code, and the stored
-text stands beside it as it is.
+A record stores them as codes and values, an older one as English sentences. All of them follow from
+the samples, so a page computes and renders them itself. What does not follow, the failure of a run,
+has a sentence for its code, and the stored text is quoted behind it.
 """
 
 from collections import Counter
@@ -17,14 +16,16 @@ from steelyard.words import Message, Words
 
 @dataclass(frozen=True)
 class ReasonLine:
-    """`text` is in the language of the page; `quoted` is what a program or this one reported at the
-    time, as it was stored."""
+    """A reason why a run is not valid. `text` is in the language of the page; `quoted` is an error
+    text as it was stored when the run failed, or None.
+    """
 
     code: str
     text: str
     quoted: str | None = None
 
     def whole(self, say: Words) -> str:
+        """Return the text, followed by the quoted error text if there is one."""
         return (
             self.text
             if self.quoted is None
@@ -33,8 +34,11 @@ class ReasonLine:
 
 
 def failure(reason: Reason, say: Words) -> ReasonLine:
-    """Return a reason that does not follow from samples: of a run, or of a measurement of a
-    machine."""
+    """Return the line for a reason that does not follow from samples: why a run, or a measurement
+    of ceilings, failed.
+
+    A code without a sentence of its own gets a general one; the stored text is quoted.
+    """
     code = f"failure.{reason.code}"
     known = code if code in words.table() else "failure.other"
     return ReasonLine(
@@ -43,18 +47,29 @@ def failure(reason: Reason, say: Words) -> ReasonLine:
 
 
 class DerivedTexts:
-    """The texts of a record, derived from its samples. Where its stored ones do not follow from
-    them, as in a record that does not verify, those are shown."""
+    """The checks, reasons and notes of a record as texts, derived again from its samples when it is
+    created.
+
+    Where the stored ones do not agree with the derived ones, as in a record that does not verify,
+    the stored ones are shown.
+    """
 
     def __init__(self, record: Record, say: Words) -> None:
+        """Compute the record's metrics and findings again, from which all texts are derived."""
         self._record, self._say = record, say
         self._results = table.results(record)
         self._judged = validity.findings(record, table.values(record, self._results))
 
     def _text(self, message: Message | str | None) -> str:
+        """Return a message or a stored sentence in the language of the page; an empty string for
+        None.
+        """
         return words.text(message or "", self._say.lang)
 
     def checks(self) -> list[Check]:
+        """Return the checks with translated details: the derived ones, or the stored ones if one of
+        those (name and result) is not among the derived.
+        """
         found = [(one.name, one.ok, one.said) for one in self._judged.checks]
         stored = [(one.name, one.ok, one.detail) for one in self._record.checks]
         again = Counter(one[:2] for one in found)
@@ -62,7 +77,11 @@ class DerivedTexts:
         return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in chosen]
 
     def reasons(self) -> list[ReasonLine]:
-        """Return why a run is not valid: of a failed run the failure comes first."""
+        """Return why a run is not valid, the failure of a failed run first; an empty list for a
+        valid run.
+
+        Stored reasons are shown if their codes are not the derived ones.
+        """
         failed = self._record.failure is not None
         first = [failure(one, self._say) for one in self._record.reasons[:1]] if failed else []
         stored = [(one.code, one.text) for one in self._record.reasons[len(first) :]]
@@ -71,12 +90,17 @@ class DerivedTexts:
         return [*first, *(ReasonLine(code, self._text(text)) for code, text in found)]
 
     def notes(self) -> list[str]:
+        """Return the notes as texts: the derived ones, or the stored ones if one of those does not
+        follow from the samples.
+        """
         record, found = self._record, self._judged.notes
         follow = words.all_among(record.notes, [words.stored(one, record.wording) for one in found])
         return [self._text(one) for one in (found if follow else record.notes)]
 
     def metric_note(self, name: str) -> str:
-        """Return the note of a metric; empty where there is none."""
+        """Return the note of a metric; empty where there is none. The stored note is used if only
+        one of the stored and the derived value is known.
+        """
         stored, found = self._record.metrics.get(name), self._results.get(name)
         follows = found and (stored is None or (found.value is None) == (stored.value is None))
         source = found if follows else stored

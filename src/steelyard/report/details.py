@@ -1,5 +1,8 @@
-"""What stands behind a run's row: every metric with its interval, where the time went, checks,
-reasons, failure.
+"""Build the details of one run for the report page: all that its record says, in the order of a
+published page.
+
+Data, model, hardware, software, settings, status, reasons, failure, every metric with its interval,
+wall time by part, hosts, ranks, stragglers, waterfall, checks, the task's own tables, and charts.
 """
 
 from collections import Counter
@@ -39,12 +42,15 @@ from steelyard.report.runs import (
 )
 from steelyard.words import LANGS, Words
 
-IDS = 40  # that a page shows of a scope's
+IDS = 40  # selected rows whose ids a page lists
 
 
 def details(record: Record, level: int, say: Words) -> list[Block]:
-    """Return all that is known of a run, in the order of a published page: data, model,
-    environment, tool, results."""
+    """Return everything that is known of a run as page elements, in the order of a published page;
+    sections without content are left out.
+
+    `level` is that of the headings.
+    """
     texts, heading = DerivedTexts(record, say), record.task.kind_row.data_heading
     sections: tuple[tuple[str, list[Block]], ...] = (
         (say.known(heading, heading), [_data(record, say)]),
@@ -70,10 +76,15 @@ def details(record: Record, level: int, say: Words) -> list[Block]:
 
 
 def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
+    """Return the facts of the run itself: status, scope, quality and gate, environment, id, date,
+    key, hash, number of restarts, and notes.
+
+    Of selected rows only the first MAX_IDS are listed.
+    """
     quality, scope_ = record.quality, record.scope
     value = formed(metric_row(quality.metric).form, quality.value)
     judged = say("quality.yes" if quality.evaluated else "quality.no", quality.metric, value)
-    ids = scope_.rows or ()  # a record has all of them; a page as many as can be read
+    ids = scope_.rows or ()  # the record has all of them
     more = "" if len(ids) <= IDS else f" … ({counted(len(ids))})"
     selected = (
         ("subjects", ", ".join(scope_.subjects or ())),
@@ -97,6 +108,7 @@ def _facts(record: Record, texts: DerivedTexts, say: Words) -> Facts:
 
 
 def _reasons(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    """Return a table of the reasons why a run is not valid; empty for a run without reasons."""
     columns: tuple[ColumnOf[ReasonLine], ...] = (
         ColumnOf(say("reasons.code"), lambda one: Cell(one.code, tone="bad")),
         ColumnOf(say("reasons.text"), lambda one: one.whole(say)),
@@ -105,6 +117,9 @@ def _reasons(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
 
 
 def _failure(record: Record, say: Words) -> list[Block]:
+    """Return which rank of a failed run caused the failure, on which host, its exit code and error,
+    then stderr and stack traces; empty for a run that did not fail.
+    """
     failure = record.failure
     if failure is None:
         return []
@@ -125,6 +140,9 @@ def _failure(record: Record, say: Words) -> list[Block]:
 
 
 def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
+    """Return the table of all metrics of a run with units, intervals and notes, or a sentence if it
+    has none.
+    """
     if not record.metrics:
         return Paragraph(say("all.absent"), "muted")
     found = record.metrics
@@ -147,8 +165,11 @@ def _metrics(record: Record, texts: DerivedTexts, say: Words) -> Block:
 
 
 def _budget(record: Record, say: Words) -> list[Block]:
-    """Show the largest part first. The sum and e2e_time are printed both, so that a reader sees
-    whether they agree."""
+    """Return a bar and a table of the named parts of the run's wall time in seconds, the largest
+    first, and remarks on the start-up; empty without a positive total.
+
+    The table ends with the sum and with e2e_time, so that a reader sees whether they agree.
+    """
     parts = sorted(record.budget.items(), key=lambda part: -part[1])
     total = sum(record.budget.values())
     if not total > 0:
@@ -165,7 +186,9 @@ def _budget(record: Record, say: Words) -> list[Block]:
 
 
 def _start_up(record: Record, say: Words) -> list[str]:
-    """Explain the time of a start: what compilers had to do, and what ran beside other parts."""
+    """Return sentences about the first rank's start: hits and misses of the compiler's cache, and
+    the parts that ran in parallel with others.
+    """
     first = record.ranks[0] if record.ranks else None
     cache, beside = (None, None) if first is None else (first.compile_cache, first.beside)
     out = (
@@ -180,7 +203,11 @@ def _start_up(record: Record, say: Words) -> list[str]:
 
 
 def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
-    """Return the task's own tables of its outputs."""
+    """Return the tables of answers that the task defines, such as accuracy by subject, each under a
+    heading; a sentence where no share in a table is above 0.
+
+    Empty if the record has no answers.
+    """
     answers, lang = record.answers, LANGS.index(say.lang)
     out: list[Block] = []
     for one in record.task.breakdowns(answers) if answers is not None else []:
@@ -198,13 +225,14 @@ def _breakdowns(record: Record, level: int, say: Words) -> list[Block]:
 
 
 def _spelled(value: str | int | float | None) -> str:
-    """Format text as it is, an integer as a count, a float as a share."""
+    """Format text as it is, an integer as a count, a float as a percentage, None as UNKNOWN."""
     if isinstance(value, str):
         return value
     return counted(value) if isinstance(value, int) else formed("percent", value)
 
 
 def _checks(record: Record, texts: DerivedTexts, say: Words) -> list[Block]:
+    """Return a table of checks with result and detail; empty for a record without checks."""
     columns: tuple[ColumnOf[Check], ...] = (
         ColumnOf(say("checks.name"), lambda one: one.name),
         ColumnOf(
@@ -220,7 +248,11 @@ _WEIGHTS = ("source", "header_sha256")
 
 
 def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words) -> list[Fact]:
-    """Return known keys first and always, then whatever else the record holds, by its own name."""
+    """Return a fact for each of the `known` keys (UNKNOWN if missing), then for every other key of
+    the dict in alphabetical order.
+
+    Labels are the texts with the code `prefix.key`, or the bare key where there is no text.
+    """
     rest = sorted(set(table) - set(known))
     return [
         Fact(say.known(f"{prefix}.{key}", key), counted(table.get(key))) for key in (*known, *rest)
@@ -228,12 +260,16 @@ def _rows(table: dict[str, Any], known: tuple[str, ...], prefix: str, say: Words
 
 
 def _data(record: Record, say: Words) -> Facts:
+    """Return the data that the question asks for, then the facts of the data that was read."""
     asked = Fact(say("data.asked"), spelled(record.case.question["data"]))
     known = record.task.kind_row.data_facts
     return Facts((asked, *_rows(record.data.model_dump(), known, "data", say)))
 
 
 def _model(record: Record, say: Words) -> Facts:
+    """Return model, precision and training settings of the question, then the facts of the weights
+    that were loaded.
+    """
     question = record.case.question
     known = {name: question.get(name) for name in ("model", "precision", "train")}
     asked = (Fact(say(f"model.{name}"), spelled(value)) for name, value in known.items() if value)
@@ -241,13 +277,18 @@ def _model(record: Record, say: Words) -> Facts:
 
 
 def _environment(record: Record) -> str:
-    """Return a short name of what a run ran on."""
+    """Return the devices of a run with their number, such as `8x NVIDIA H200`, or the CPU if it has
+    none.
+    """
     hardware = record.environment.hardware
     kinds = Counter(spelled(device.name) for device in hardware.devices)
     return ", ".join(f"{count}x {name}" for name, count in kinds.items()) or spelled(hardware.cpu)
 
 
 def _hardware(record: Record, say: Words) -> Facts:
+    """Return the facts of machine, accelerators, datasheet peak, CPU, memory and network, then
+    everything else that the site file states.
+    """
     hardware, site = record.environment.hardware, record.site
     kinds = dict.fromkeys(
         f"{spelled(d.name)} ({gib_of_bytes(d.memory_bytes)})" for d in hardware.devices
@@ -274,6 +315,9 @@ def _hardware(record: Record, say: Words) -> Facts:
 
 
 def _peak(peak: PeakFacts | None) -> str:
+    """Return the datasheet's name, its peak rates in TFLOP/s by precision, and its source; UNKNOWN
+    if there is none.
+    """
     if peak is None:
         return UNKNOWN
     listed = ", ".join(f"{name} {spelled(rate / 1e12)}" for name, rate in peak.flops_per_s.items())
@@ -281,6 +325,9 @@ def _peak(peak: PeakFacts | None) -> str:
 
 
 def _software(record: Record, say: Words) -> Facts:
+    """Return the facts of OS, kernel, driver, container, framework, other packages, and Steelyard's
+    own version and revision.
+    """
     software, source = record.environment.software, record.environment.source
     packages, cleanness = software.packages, "source.dirty" if source.dirty else "source.clean"
     framework = next((name for name in FRAMEWORKS if name in packages), None)
@@ -301,7 +348,9 @@ def _software(record: Record, say: Words) -> Facts:
 
 
 def _setup(record: Record, say: Words) -> Facts:
-    """Return tool, optimisation and parallel strategy."""
+    """Return the facts of the engine, the settings that were changed and all settings, and the
+    parallel plan.
+    """
     heading, details = record.task.kind_row.tool_heading, record.engine.details.model_dump()
     tool = f"{record.engine.name} ({spelled(details)})" if details else record.engine.name
     plan = say("plan.text", parallel(record), record.plan.config, record.plan.launcher)

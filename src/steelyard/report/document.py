@@ -1,8 +1,8 @@
-"""A page as data: what is said, in which order, and nothing about how it looks. Tables are made
-from columns.
+"""A page as data: its elements in order, without any format. Builders make a `Page`; as_text, as_md
+and as_html render it.
 
-Every string in it is untrusted and unescaped. A renderer cleans and escapes all of them, so no
-builder has to remember.
+Every string in it is untrusted and unescaped: renderers clean and escape all of them, so that no
+builder has to. Tables are made of `ColumnSpec` rows by `build_table`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +18,14 @@ Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
 Point = tuple[float, float | None]
 RowKind = Literal["measured", "published", "total"]
-Priority = Literal[1, 2, 3]  # of a column: 1 stays on the narrowest page, 3 goes first
+Priority = Literal[1, 2, 3]  # of a column: 1 is always shown, 3 is the first to be dropped
 
 
 @dataclass(frozen=True)
 class Heading:
-    """`anchor` is the id by which a link finds it."""
+    """A heading of level 1 (the page) to 6; `anchor` is the id that links on the page point to, or
+    empty.
+    """
 
     level: int
     text: str
@@ -32,12 +34,16 @@ class Heading:
 
 @dataclass(frozen=True)
 class Paragraph:
+    """A paragraph of plain text; the tone is how it is emphasized or coloured."""
+
     text: str
     tone: Tone = "plain"
 
 
 @dataclass(frozen=True)
 class Fact:
+    """A labelled value in a list of facts."""
+
     label: str
     text: str
     tone: Tone = "plain"
@@ -45,20 +51,26 @@ class Fact:
 
 @dataclass(frozen=True)
 class Facts:
-    """A bullet list of labelled values."""
+    """A list of labelled values, one per line."""
 
     items: tuple[Fact, ...]
 
 
 @dataclass(frozen=True)
 class Code:
-    """Preformatted text: the only kind that keeps its line breaks."""
+    """Preformatted text: the only element whose line breaks are kept."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Column:
+    """The head of a table column.
+
+    `sub` is a second, quieter line such as the unit; `priority` 1 is always shown, 2 and 3 are
+    dropped from a narrow page, 3 first.
+    """
+
     title: str
     sub: str = ""
     align: Align = "left"
@@ -68,7 +80,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Link:
-    """To an anchor on the same page."""
+    """A link to an anchor on the same page."""
 
     text: str
     anchor: str
@@ -76,7 +88,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Cell:
-    """`sub` is a second, quieter line. `links` say the same as `sub`, where a page can be clicked."""
+    """A table cell. `sub` is a second, quieter line; HTML shows `links` in its place if there are
+    any.
+    """
 
     text: str
     sub: str = ""
@@ -86,13 +100,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableRow:
+    """A row of a table: one cell per column. `kind` tells measured rows from published ones and
+    totals.
+    """
+
     cells: tuple[Cell, ...]
     kind: RowKind = "measured"
 
 
 @dataclass(frozen=True)
 class Table:
-    """`pinned`: the first column stays in sight where the others are scrolled."""
+    """A table; every row has as many cells as there are columns. `pinned`: in HTML the first column
+    stays visible while the others scroll.
+    """
 
     columns: tuple[Column, ...]
     rows: tuple[TableRow, ...]
@@ -105,8 +125,13 @@ EMPTY = Cell(UNKNOWN)
 
 @dataclass(frozen=True)
 class ColumnOf(Generic[Row]):
-    """A column and what each row has in it. An optional one is left out where no row has anything
-    in it."""
+    """A column head together with the function that makes the cell of a row, to be passed to
+    `build_table`.
+
+    `make_cell` returns a `Cell`, or a string for a cell in the row's tone. `right` aligns to the
+    right. An `optional` column is left out of a table in which all of its cells are UNKNOWN. `sub`
+    and `priority` are those of `TableColumn`.
+    """
 
     title: str
     cell: Callable[[Row], Cell | str]
@@ -118,6 +143,7 @@ class ColumnOf(Generic[Row]):
 
     @property
     def head(self) -> Column:
+        """Return the head of the column, without the function for its cells."""
         align: Align = "right" if self.right else "left"
         return Column(self.title, self.sub, align, self.strong, self.priority)
 
@@ -130,8 +156,11 @@ def table(
     last_kind: RowKind = "total",
     tone: Callable[[Row], Tone] = lambda row: "plain",
 ) -> Table:
-    """Return the table of these rows, and below them those of another kind. `tone` is that of cells
-    that are plain text; in totals they are bold."""
+    """Build a table: the cells of `rows`, then those of `last_rows` as rows of kind `last_kind`.
+
+    A cell that a column gives as a string gets the tone `row_tone(row)`; in `last_rows` it is
+    strong for totals and plain otherwise. Optional columns without any known cell are left out.
+    """
     last_tone: Tone = "strong" if last_kind == "total" else "plain"
     every: list[tuple[Row, Tone, RowKind]] = [(row, tone(row), "measured") for row in rows]
     every += [(row, last_tone, last_kind) for row in last]
@@ -146,11 +175,14 @@ def table(
 
 
 def _cell(made: Cell | str, tone: Tone) -> Cell:
+    """Return a cell as it is, and a string as a cell in this tone."""
     return Cell(made, tone=tone) if isinstance(made, str) else made
 
 
 @dataclass(frozen=True)
 class Figure:
+    """A headline number, formatted, with its label and unit."""
+
     label: str
     value: str
     unit: str = ""
@@ -158,7 +190,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Figures:
-    """The headline numbers of one run."""
+    """The headline numbers of one run, under a title and its status; `tone` colours the status."""
 
     title: str
     status: str
@@ -167,14 +199,14 @@ class Figures:
 
     @property
     def text(self) -> str:
-        """The title and all numbers on one line."""
+        """Return the title and all numbers on one line, as text and Markdown show them."""
         numbers = (f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
         return f"{self.title}: {', '.join(numbers)}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of one line; a y of None is a gap."""
+    """A named line of a chart; a y of None is a gap in it."""
 
     name: str
     points: tuple[Point, ...]
@@ -182,7 +214,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lines:
-    """A chart over time. Only html draws it."""
+    """A line chart, drawn by HTML only. `level` is a horizontal line with a label of its own."""
 
     title: str
     x_label: str
@@ -194,6 +226,10 @@ class Lines:
 
 @dataclass(frozen=True)
 class Share:
+    """A part of a stacked bar: `share` is its part of the whole (0 to 1), `text` the formatted
+    number.
+    """
+
     name: str
     share: float
     text: str
@@ -201,7 +237,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Stack:
-    """Parts of a whole as one bar. Only html draws it; the numbers are in the table beside it."""
+    """A single horizontal bar that shows the parts of a whole, drawn by HTML only; a table beside
+    it has the numbers.
+    """
 
     title: str
     parts: tuple[Share, ...]
@@ -209,8 +247,10 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value in a chart of bars; None is not drawn. `interval` is that of 95 %. `text` has both
-    for those who read it.
+    """A bar of a bar chart; a value of None is not drawn.
+
+    `shown` is the formatted number beside it, `interval` the 95 % interval drawn as a whisker,
+    `text` the tooltip with both.
     """
 
     value: float | None
@@ -221,7 +261,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Reference:
-    """A value from elsewhere, such as a published one: a marked line."""
+    """A value from elsewhere, such as a published one, drawn as a line across a panel. `mark` is
+    its short label, `text` its line in the legend.
+    """
 
     value: float
     mark: str
@@ -230,8 +272,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric of every row. Its axis goes from `low` to `high`; a `note` says so where it does
-    not begin at 0.
+    """One metric in a bar chart: a bar for each row of the chart, on an axis from `low` to `high`.
+
+    `note` says that the axis does not begin at 0, and is empty where it does.
     """
 
     title: str
@@ -245,8 +288,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class BarRow:
-    """Whose bars stand in a row. `colour` is the same for rows of the same kind; a row that is not
-    `valid` is drawn hollow.
+    """The label of a row of a bar chart. `colour` is the index of its accelerator; a row that is
+    not `valid` is drawn hollow.
     """
 
     text: str
@@ -257,8 +300,8 @@ class BarRow:
 
 @dataclass(frozen=True)
 class Bars:
-    """Runs side by side, a row a run and a panel a metric. Only html draws it; the numbers are in
-    the table beside it.
+    """A bar chart with one row per group of repeated runs and one panel per metric, drawn by HTML
+    only; a table beside it has the numbers.
     """
 
     title: str
@@ -268,7 +311,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Contents:
-    """Links to the parts of the page. Only html has them."""
+    """A list of links to the headings of the page, in HTML only."""
 
     title: str
     items: tuple[Link, ...]
@@ -276,15 +319,15 @@ class Contents:
 
 @dataclass(frozen=True)
 class Fold:
-    """A part of the page that is closed until it is asked for, on paper too. Other formats print it
-    at its place.
+    """A collapsible part of the page: HTML shows its heading until a reader opens it, other formats
+    print all of it.
     """
 
     heading: Heading
-    note: str  # its state, in a tone
+    note: str  # its state, coloured by `tone`
     tone: Tone
     blocks: tuple["Block", ...]
-    sub: str = ""  # what tells it from others, quietly
+    sub: str = ""  # what tells it from other folds, in a quieter style
 
 
 Block = (
@@ -294,6 +337,8 @@ Block = (
 
 @dataclass(frozen=True)
 class Page:
+    """A page: title, language, its elements in order, and a line of text at its end."""
+
     title: str
     lang: Lang
     blocks: tuple[Block, ...]
@@ -301,8 +346,9 @@ class Page:
 
 
 def walk(blocks: Iterable[Block]) -> Iterator[Block]:
-    """Yield every block in the order in which it is read. A fold is its heading, a line on it, and
-    what is inside."""
+    """Yield every element in reading order; a fold becomes its heading, a muted paragraph with its
+    `sub` and `note` if it has any, and its elements.
+    """
     for block in blocks:
         if isinstance(block, Fold):
             line = " · ".join(part for part in (block.sub, block.note) if part)

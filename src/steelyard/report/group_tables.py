@@ -1,8 +1,8 @@
-"""Tables of runs that belong together: repeats, engines side by side, and scaling over devices.
+"""Build tables of runs that belong together: repeats, engines compared, and scaling over devices.
 
-Each kind of group is a row: how runs are grouped, what a group's runs have in common, and the
-blocks that show it. The page of a case has them as sections; the command line prints them after
-runs.
+Each kind of group is a `GroupKind` row: how runs are grouped, how a group is titled, and the
+elements that show it. The report page shows groups as sections of a case; the command line prints
+them after runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,8 +40,12 @@ Group = TypeVar("Group", bound=Repeats | Scaling | Engines)
 
 @dataclass(frozen=True)
 class GroupKind(Generic[Group]):
-    """A kind of group. `name` begins the codes of its words, such as NAME.note; `title` also gets
-    all groups of the case."""
+    """A kind of group of runs: REPEATS, SCALING or ENGINES.
+
+    `name` begins the codes of its texts, such as `repeats.note`. `make_title` is called with a
+    group, all groups of the case, and the words; `build_elements` with a group, its numbered runs,
+    and the words.
+    """
 
     name: str
     groups: Callable[[Iterable[Record]], list[Group]]
@@ -49,14 +53,18 @@ class GroupKind(Generic[Group]):
     blocks: Callable[[Group, list[Run], Words], list[Block]]
 
     def section(self, runs: list[Run], level: int, say: Words) -> list[Block]:
-        """Return the section of a case on a page; nothing where runs form no group."""
+        """Return a section of a case with heading, groups and a note; empty where the runs form no
+        group. `level` is that of the heading.
+        """
         out: list[Block] = []
         for title, members, blocks in self._shown(runs, say):
             out += [Paragraph(f"{labels(members, say)}: {title}", "strong"), *blocks]
         return [Heading(level, say(self.name)), *out, self._note(say)] if out else []
 
     def page(self, records: list[Record], lang: Lang = "en") -> Page | None:
-        """Return what the command line prints after runs; None where they form no group."""
+        """Build the page that the command line prints after runs: the groups of every case; None
+        where the records form no group.
+        """
         say = Words(lang)
         out: list[Block] = []
         for case, runs in by_case(records, lang).items():
@@ -68,17 +76,23 @@ class GroupKind(Generic[Group]):
         return Page("", lang, (*out, self._note(say))) if out else None
 
     def _shown(self, runs: list[Run], say: Words) -> Iterable[tuple[str, list[Run], list[Block]]]:
+        """Yield title, runs and elements of each group."""
         every = self.groups(run.record for run in runs)
         for group in every:
             members = [run for run in runs if any(run.record is record for record in group.records)]
             yield self.title(group, every, say), members, self.blocks(group, members, say)
 
     def _note(self, say: Words) -> Paragraph:
+        """Return the explanatory note below all groups of this kind."""
         return Paragraph(say(f"{self.name}.note"), "muted")
 
 
 def _common(record: Record, say: Words, engine: bool = True, plan: bool = True) -> str:
-    """Return what the runs of a group have in common: how they ran, and on which devices."""
+    """Return how the runs of a group ran: engine, precision, division, scope, plan (of several
+    devices) and kind of device, from one of its records.
+
+    `engine` and `plan` say whether these are included.
+    """
     case = record.case
     places = [f"{record.plan.config} {parallel(record)}"] if plan and record.plan.world > 1 else []
     parts = [record.engine.name] if engine else []
@@ -87,16 +101,25 @@ def _common(record: Record, say: Words, engine: bool = True, plan: bool = True) 
 
 
 def _repeat_blocks(group: Repeats, members: list[Run], say: Words) -> list[Block]:
-    """Show a row for each headline metric, and name the runs that are counted and not averaged."""
+    """Return a table of mean, interval and spread of each headline metric over the valid runs, and
+    a sentence that names the runs that are not valid.
+
+    The table is left out if no run is valid.
+    """
 
     def form(one: Spread) -> str:
+        """Return the number format of a metric."""
         return metric_row(one.name, one.unit).form
 
     def name(one: Spread) -> Cell:
+        """Return the metric's name as in tables, with its unit below unless it is a percentage."""
         title = say("repeats.rate") if one.name == RATE else metric_row(one.name).index
         return Cell(title, "" if form(one) == "percent" else one.unit)
 
     def mean(one: Spread) -> Cell:
+        """Return the mean over the valid runs; a quality that was not evaluated in all of them says
+        so below.
+        """
         quality = one.name == group.valid[0].quality.metric
         judged = not quality or all(record.quality.evaluated for record in group.valid)
         return Cell(formed(form(one), one.mean.value), "" if judged else say("not_evaluated"))
@@ -145,12 +168,16 @@ def _repeat_blocks(group: Repeats, members: list[Run], say: Words) -> list[Block
 
 
 def _source(source: str | None, say: Words) -> str:
+    """Return a text that says whether an interval comes from the steps of one run or from the
+    spread of several; UNKNOWN for None.
+    """
     return UNKNOWN if source is None else say(f"scaling.source.{source}")
 
 
 def _scaling_title(group: Scaling, every: list[Scaling], say: Words) -> str:
-    """Return what the runs of a group have in common, and the settings in which it differs from the
-    other groups."""
+    """Return what the runs of a group have in common, and the settings in which any other group of
+    the case differs from it.
+    """
     record = group.records[0]
     tunes = [one.records[0].tune.model_dump(mode="json", exclude={"parallel"}) for one in every]
     own = record.tune.model_dump(mode="json")
@@ -160,7 +187,12 @@ def _scaling_title(group: Scaling, every: list[Scaling], say: Words) -> str:
 
 
 def _scaling_blocks(group: Scaling, members: list[Run], say: Words) -> list[Block]:
+    """Return a table with a row per plan: rate of all devices, speed-up and efficiency relative to
+    the base plan.
+    """
+
     def speedup(row: ScalingRow) -> Cell:
+        """Return the speed-up with its interval; for the base, a word that it is the base."""
         found = estimate(row.speedup)
         return Cell(found.text, say("scaling.base")) if row.base else found
 
@@ -182,7 +214,7 @@ def _scaling_blocks(group: Scaling, members: list[Run], say: Words) -> list[Bloc
     return [table(columns, group.rows)]
 
 
-# Columns of differences between answers with their priorities, in order.
+# The columns for differences between answers, in order, with their priorities.
 ANSWERS: dict[str, Priority] = {
     "other": 2,
     "tokens": 3,
@@ -194,8 +226,11 @@ ANSWERS: dict[str, Priority] = {
 
 
 def answer_cells(one: Answers | None, form: str, say: Words) -> dict[str, Cell]:
-    """Return how far answers are from those of the base, by the names in ANSWERS. `form` is that of
-    the quality."""
+    """Return cells that say how far answers are from those of the base, by the names in
+    ANSWER_COLUMNS; all UNKNOWN if `answers` is None.
+
+    `form` is the number format of the quality.
+    """
     if one is None:
         return dict.fromkeys(ANSWERS, EMPTY)
     chosen = one.chosen
@@ -210,7 +245,7 @@ def answer_cells(one: Answers | None, form: str, say: Words) -> dict[str, Cell]:
 
 
 def _items(count: int | None, found: Differences, say: Words) -> Cell:
-    """Return a count of the items that both answered."""
+    """Return `count` of the items that both answered, the percentage below; UNKNOWN for None."""
     if count is None:
         return EMPTY
     share = formed("percent", count / found.items) if found.items else ""
@@ -218,7 +253,9 @@ def _items(count: int | None, found: Differences, say: Words) -> Cell:
 
 
 def _apart(found: Apart | None, say: Words) -> Cell:
-    """Return a difference with its step, which is counted from 0, as in records."""
+    """Return the largest difference of a value over the steps, with its step (counted from 0) below
+    if the difference is not 0.
+    """
     if found is None:
         return EMPTY
     step = say("engines.step", counted(found.step)) if found.value else ""
@@ -226,13 +263,17 @@ def _apart(found: Apart | None, say: Words) -> Cell:
 
 
 def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block]:
-    """Show a row for each engine, differences of answers first, and name the engines without a
-    finished run."""
+    """Return a table with a row per engine, differences of the answers first, then paragraphs for
+    engines without a finished run and for models with dropout.
+    """
     first = group.records[0]
     form = metric_row(group.metric, getattr(first.metrics.get(group.metric), "unit", "")).form
     answers = {row.name: answer_cells(row.answers, form, say) for row in group.rows}
 
     def quality(row: EngineRuns) -> Cell:
+        """Return the mean quality of an engine's runs with its unit; below, that it was not
+        evaluated, if not all were.
+        """
         known = formed(form, row.quality)
         if known == UNKNOWN:
             return EMPTY
@@ -241,18 +282,24 @@ def _engine_blocks(group: Engines, members: list[Run], say: Words) -> list[Block
         return Cell(f"{known} {its}".rstrip(), "" if judged else say("not_evaluated"))
 
     def rate(row: EngineRuns) -> Cell:
-        """Return the rate of valid runs, or in grey that of the others with their reasons."""
+        """Return the rate of valid runs; without any, in grey that of the others with the codes of
+        their reasons.
+        """
         if row.rate is not None:
             return estimate(row.rate)
         why = say("colon").join(filter(None, (say("invalid"), codes(row.records, say))))
         return Cell(formed("number", row.invalid_rate), why, "muted")
 
     def number_of_runs(row: EngineRuns) -> Cell:
+        """Return the number of finished runs, and below how many of them are not valid."""
         lacking = len(row.records) - row.valid
         beside = say("engines.runs.invalid", counted(lacking)) if lacking else ""
         return Cell(counted(len(row.records)), beside)
 
     def answer(name: str) -> ColumnOf[EngineRuns]:
+        """Return the column of one kind of difference (a name in ANSWER_COLUMNS); all but that of
+        the quality are optional.
+        """
         return ColumnOf(
             say(f"engines.{name}", group.metric),
             lambda row: answers[row.name][name],

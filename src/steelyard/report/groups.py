@@ -1,5 +1,6 @@
-"""Groups of records as data: repeats, engines side by side, scaling. The same in the JSON of `run`
-and of `report`.
+"""Groups of records as data for JSON: repeats, engines compared, scaling over devices.
+
+`run --json` and `report --json` print the same models. Input are records, grouped by metrics/.
 """
 
 from collections.abc import Iterable
@@ -17,13 +18,18 @@ from steelyard.schema import Frozen
 
 
 class NotValid(Frozen):
+    """A run that is not valid, with the codes of its reasons."""
+
     id: str
     status: str
     reasons: list[str]
 
 
 class SpreadData(Frozen):
-    """A metric over the valid runs of a group."""
+    """A metric over the valid runs of a group. `interval_from` is what the interval comes from:
+    steps of one run, or the spread of runs; `deviation` is the standard deviation as a share of the
+    mean.
+    """
 
     unit: str
     runs: int
@@ -36,8 +42,11 @@ class SpreadData(Frozen):
 
 
 class RepeatsData(Frozen):
-    """Runs that were asked the same. `metrics` are those of the valid ones; `rate` is work of all
-    devices over wall time.
+    """Repeated runs of the same question, engine, plan and settings.
+
+    `records` are the ids of valid runs, and `metrics` are over these; `rate` among them is work of
+    all devices over wall time. `interval_only` counts runs that are invalid only because their
+    interval is too wide.
     """
 
     case: str
@@ -56,7 +65,9 @@ class RepeatsData(Frozen):
 
 
 class EngineData(Frozen):
-    """The runs of one engine. `rate` is that of all devices together, `ratio` is to the base's."""
+    """The finished runs of one engine. `rate` is that of all devices together, `ratio` is relative
+    to the base engine.
+    """
 
     engine: str
     base: bool
@@ -74,8 +85,8 @@ class EngineData(Frozen):
 
 
 class EnginesData(Frozen):
-    """Runs that differ in the engine alone. `quality` names the metric that `rows` have; `without`
-    has no finished run.
+    """Runs that differ in the engine alone. `quality` names the metric of the rows' quality;
+    `without` lists engines without a finished run.
     """
 
     case: str
@@ -89,7 +100,9 @@ class EnginesData(Frozen):
 
 
 class PlanData(Frozen):
-    """The runs of one plan. Efficiency is speed-up over the ratio of devices."""
+    """The runs of one parallel plan. Efficiency is the speed-up over the base divided by the ratio
+    of devices.
+    """
 
     config: str
     nodes: int
@@ -107,7 +120,7 @@ class PlanData(Frozen):
 
 
 class ScalingData(Frozen):
-    """Runs that differ in the plan alone."""
+    """Runs that differ in the parallel plan alone."""
 
     case: str
     key: str
@@ -119,10 +132,12 @@ class ScalingData(Frozen):
 
 
 def repeats(records: Iterable[Record]) -> list[RepeatsData]:
+    """Return the groups of at least two repeated runs as data; empty if there are none."""
     return [_repeats(group) for group in same.groups(records)]
 
 
 def _repeats(group: Repeats) -> RepeatsData:
+    """Return a group of repeated runs as data."""
     first, case = group.records[0], group.records[0].case
     lost = [
         NotValid(
@@ -150,6 +165,7 @@ def _repeats(group: Repeats) -> RepeatsData:
 
 
 def _spread(one: Spread) -> SpreadData:
+    """Return the spread of a metric as data."""
     return SpreadData(
         unit=one.unit,
         runs=one.runs,
@@ -163,10 +179,12 @@ def _spread(one: Spread) -> SpreadData:
 
 
 def engines(records: Iterable[Record]) -> list[EnginesData]:
+    """Return groups of runs that differ in the engine alone as data; empty if there are none."""
     return [_engines(group) for group in side.groups(records)]
 
 
 def _engines(group: Engines) -> EnginesData:
+    """Return a group of compared engines as data."""
     case = group.records[0].case
     return EnginesData(
         case=case.name,
@@ -181,6 +199,7 @@ def _engines(group: Engines) -> EnginesData:
 
 
 def _engine(row: EngineRuns) -> EngineData:
+    """Return the runs of one engine as data."""
     return EngineData(
         engine=row.name,
         base=row.base,
@@ -197,10 +216,14 @@ def _engine(row: EngineRuns) -> EngineData:
 
 
 def scaling(records: Iterable[Record]) -> list[ScalingData]:
+    """Return the groups of runs that differ in the parallel plan alone as data; empty if there are
+    none.
+    """
     return [_scaling(group) for group in scale.groups(records)]
 
 
 def _scaling(group: Scaling) -> ScalingData:
+    """Return a group of plans as data."""
     first, case = group.records[0], group.records[0].case
     return ScalingData(
         case=case.name,
@@ -214,6 +237,7 @@ def _scaling(group: Scaling) -> ScalingData:
 
 
 def _plan(row: ScalingRow) -> PlanData:
+    """Return the runs of one plan as data."""
     return PlanData(
         config=row.plan.config,
         nodes=row.plan.nodes,
@@ -229,5 +253,7 @@ def _plan(row: ScalingRow) -> PlanData:
 
 
 def _estimate(name: str, one: Estimate | None) -> dict[str, Any]:
-    """Return a number and its interval under the names that JSON gives them."""
+    """Return a dict with `name` and `name_interval`, the fields of an estimate in JSON; both are
+    None for None.
+    """
     return {name: one and one.value, f"{name}_interval": one and one.interval}

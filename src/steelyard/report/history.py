@@ -1,5 +1,7 @@
-"""The history of questions as a page: a table and a chart for each trend, and the first bad record
-of it.
+"""Build the page of `steelyard history`: for each trend a table, a chart, and the first bad record.
+
+Input is a `History` of metrics/: trends are records of one question, engine, plan and device over
+time.
 """
 
 from steelyard.metrics.history import Bad, History, Indexed, Point, Trend
@@ -21,10 +23,13 @@ from steelyard.report.numbers import UNKNOWN, counted, formed, spelled
 from steelyard.report.runs import STATUS_TONE, estimate
 from steelyard.words import Words
 
-REVISION = 12  # characters of one
+REVISION = 12  # characters of a source revision that are shown
 
 
 def page(found: History, lang: Lang = "en") -> Page:
+    """Build the page of a history: each trend, then the files that are not records that verify,
+    with the reason.
+    """
     say = Words(lang)
     blocks: list[Block] = [Heading(1, say("history"))]
     for trend in found.trends:
@@ -42,6 +47,7 @@ def page(found: History, lang: Lang = "en") -> Page:
 
 
 def _trend(trend: Trend, say: Words) -> list[Block]:
+    """Return heading, verdict, table and chart of a trend."""
     head = trend.head
     parts = (
         head.name,
@@ -63,7 +69,9 @@ def _trend(trend: Trend, say: Words) -> list[Block]:
 
 
 def bad(one: Bad, say: Words) -> str:
-    """Return what is wrong with the first bad record."""
+    """Return a sentence that names the first bad record and why: its status with reason codes, or
+    how much slower than the best before it.
+    """
     entry = one.record.entry
     if one.ratio is None or one.best is None:
         why = say(
@@ -76,21 +84,33 @@ def bad(one: Bad, say: Words) -> str:
 
 
 def _table(trend: Trend, say: Words) -> Table:
+    """Return the table of a trend: one row per point (a run or consecutive repeats) with rate,
+    ratios to the first and the previous point, quality and status.
+    """
+
     def when(point: Point) -> Cell:
+        """Return date and time of the point's first run, and its short id below."""
         entry = point.runs[0].entry
         return Cell(entry.created.partition(".")[0].replace("T", " "), entry.id[:8])
 
     def revision(point: Point) -> Cell:
+        """Return the source revision of the point's first run; below, that it was modified, or the
+        version if there is no revision.
+        """
         entry = point.runs[0].entry
         named = UNKNOWN if entry.revision is None else entry.revision[:REVISION]
         version = spelled(entry.version) if entry.revision is None else ""
         return Cell(named, say("history.dirty") if entry.dirty else version)
 
     def quality(point: Point) -> str:
+        """Return the quality of the point's first run."""
         entry = point.runs[0].entry
         return formed(metric_row(entry.quality).form, entry.quality_value)
 
     def status(point: Point) -> Cell:
+        """Return the first status of the point's runs that is not valid, else valid, and all reason
+        codes below.
+        """
         statuses = dict.fromkeys(one.entry.status for one in point.runs)
         worst = next((status for status in statuses if status != "valid"), "valid")
         codes = dict.fromkeys(code for one in point.runs for code in one.entry.codes)
@@ -124,7 +144,7 @@ def _table(trend: Trend, say: Words) -> Table:
 
 
 def _chart(trend: Trend, say: Words) -> list[Block]:
-    """Return a chart of rates, if there are at least two."""
+    """Return a chart of the rate by point in a list; empty if fewer than two points have a rate."""
     points = tuple(
         (float(i), None if one.rate is None else one.rate.value)
         for i, one in enumerate(trend.points, 1)

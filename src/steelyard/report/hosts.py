@@ -1,5 +1,7 @@
-"""The hosts of a run and its ranks: who has what, whose clock is off by how much, what each used,
-and which rank is slow.
+"""Build the tables of a run's hosts, ranks and stragglers, for the details of a run.
+
+They show which devices and clock offset each host has, memory and time of each rank, and which rank
+is slow.
 """
 
 from collections.abc import Callable
@@ -20,17 +22,23 @@ from steelyard.words import Words
 
 
 def hosts(record: Record, say: Words) -> list[Block]:
-    """Return a table of the hosts, where there are several."""
+    """Return a table of hosts with ranks, devices, CPU, clock offset in s, memory in use on its
+    fullest device in GiB, and energy in J; empty for a run on one host.
+    """
     if len(record.hosts) < 2:
         return []
 
     def named(host: HostFacts) -> str:
+        """Return the number of devices, and their names with memory sizes, each once."""
         kinds = dict.fromkeys(
             f"{spelled(one.name)} ({gib_of_bytes(one.memory_bytes)})" for one in host.devices
         )
         return f"{counted(len(host.devices))}x {', '.join(kinds)}"
 
     def ranks(host: HostFacts) -> str:
+        """Return the ranks of a host: first and last if there are several, which are taken to be
+        consecutive.
+        """
         if len(host.ranks) > 1:
             return f"{host.ranks[0]} – {host.ranks[-1]}"
         return ", ".join(map(counted, host.ranks))
@@ -58,14 +66,18 @@ def hosts(record: Record, say: Words) -> list[Block]:
 
 
 def _clock(host: HostFacts) -> str:
-    """Return how far its clock is from the parent's, with the uncertainty."""
+    """Return the offset of the host's clock from the parent's, with its uncertainty, in seconds;
+    UNKNOWN if not measured.
+    """
     if host.clock_offset_s is None or host.clock_uncertainty_s is None:
         return UNKNOWN
     return f"{host.clock_offset_s:.6f} ± {host.clock_uncertainty_s:.6f}"
 
 
 def ranks(record: Record, say: Words) -> list[Block]:
-    """Return memory and time of every rank in the headline pass, where there is more than one."""
+    """Return a table of memory, wall time, step times and measured matmul and all-reduce rates of
+    every rank in the headline pass; empty for fewer than two ranks.
+    """
     name = passes.headline(record)
     spans = passes.windows(record, name) if name else []
     if len(spans) < 2:
@@ -74,9 +86,13 @@ def ranks(record: Record, say: Words) -> list[Block]:
     facts = {one.rank: one for one in record.ranks}
 
     def number(key: str, unit: str, cell: Callable[[Window], str]) -> ColumnOf[Window]:
+        """Return a right-aligned column titled by the text `ranks.KEY`, with its unit."""
         return ColumnOf(say(f"ranks.{key}"), cell, words.unit(unit, say.lang), right=True)
 
     def speed(span: Window, name: str, scale: float) -> str:
+        """Return a rate that the rank measured at its start (a field of its facts) divided by
+        `scale`; UNKNOWN for None and 0.
+        """
         return formed("number", getattr(facts.get(span.rank), name, None) or None, scale)
 
     columns: list[ColumnOf[Window]] = [
@@ -106,14 +122,20 @@ def ranks(record: Record, say: Words) -> list[Block]:
 
 
 def _device(record: Record, told: RankFacts | None) -> str:
+    """Return the device of a rank, after its host if the run has several; UNKNOWN without facts of
+    the rank.
+    """
     if told is None:
         return UNKNOWN
     return f"{told.host} {spelled(told.device)}" if len(record.hosts) > 1 else spelled(told.device)
 
 
 def _step_times(record: Record) -> dict[int, tuple[float, float]]:
-    """Return mean and slowest step of every rank in the steady window; empty for kinds of work
-    without one, whose batches differ by design."""
+    """Return mean and longest step in seconds of every rank in the steady window.
+
+    Empty for kinds of work without a steady window, because their batches differ by design, and
+    where no steady window was found.
+    """
     found = passes.span(record) if record.task.kind_row.steady else None
     times = (
         {r: [s.end_s - s.start_s for s in steps] for r, steps in found.steps.items()}
@@ -124,7 +146,9 @@ def _step_times(record: Record) -> dict[int, tuple[float, float]]:
 
 
 def _standing(record: Record, at: plan.Place) -> str:
-    """Return a rank's place in each degree above 1, counted from 1."""
+    """Return the rank's position in each parallel degree above 1, counted from 1, such as `TP 2 of
+    4, PP 1 of 2`; empty for one device.
+    """
     degrees = (
         ("TP", at.tp, record.plan.tp),
         ("PP", at.pp, record.plan.pp),
@@ -135,11 +159,13 @@ def _standing(record: Record, at: plan.Place) -> str:
     )
 
 
-MOST = 16  # rows
+MOST = 16  # rows of the straggler table
 
 
 def straggler_section(record: Record, say: Words) -> list[Block]:
-    """Return which rank of several is slow, or why that is not known."""
+    """Return a sentence and a table on the slowest rank, or a sentence why it is not known; empty
+    for a run on one device.
+    """
     if devices(record) < 2:
         return []
     found = stragglers.find(record)
@@ -152,6 +178,9 @@ def straggler_section(record: Record, say: Words) -> list[Block]:
 
 
 def _sentence(found: Stragglers, say: Words) -> str:
+    """Return a sentence that names the slowest rank or replica and the share of a step (or pass) it
+    costs, and whether it has more tokens than the others.
+    """
     one = found.slowest
     who = (
         say("stragglers.rank", _ranks(one))
@@ -178,6 +207,9 @@ def _sentence(found: Stragglers, say: Words) -> str:
 
 
 def _table(found: Stragglers, say: Words) -> Table:
+    """Return a table of the own time and waiting time in s of at most MAX_RANKS rows, slowest
+    first; a straggler is bold.
+    """
     seconds = words.unit("s", say.lang)
     columns: tuple[ColumnOf[RankTime], ...] = (
         ColumnOf(say("ranks.rank"), _ranks, optional=True),
@@ -216,10 +248,12 @@ def _table(found: Stragglers, say: Words) -> Table:
 
 
 def _ranks(row: RankTime) -> str:
+    """Return the rank, or first and last rank of a replica."""
     first, last = row.ranks[0], row.ranks[-1]
     return counted(first) if first == last else f"{counted(first)}–{counted(last)}"
 
 
 def _signed(value: float | None) -> str:
+    """Format a share as a percentage with `+` if it is above 0; UNKNOWN for None."""
     text = formed("percent", value)
     return f"+{text}" if value is not None and value > 0 and text != UNKNOWN else text

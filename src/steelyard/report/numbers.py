@@ -1,4 +1,4 @@
-"""Numbers as readers see them. The only place where a number becomes text."""
+"""Format numbers and settings for readers. Only here does a number become text on a page."""
 
 import math
 from collections.abc import Callable
@@ -9,11 +9,15 @@ UNKNOWN = "/"  # as in FlagPerf's published tables
 _SIGNIFICANT = 4
 _LARGEST_PLAIN = 1e9
 _SMALLEST_PLAIN = 1e-4
-_MAX_DEPTH = 8  # a stranger's record may nest without end
+_MAX_DEPTH = 8  # an untrusted record may be nested without end
 
 
 def number(value: float) -> str:
-    """Format four significant digits, but never fewer than all digits before the point."""
+    """Format a number with four significant digits, and never fewer than all digits before the
+    point: 0.01235, 12.35, 123,457.
+
+    Below 1e-4 and from 1e9 on it is written with an exponent.
+    """
     size = abs(value)
     if size == 0:
         return "0"
@@ -25,8 +29,9 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Format one decimal; more below 1 %, and if rounding would make an almost empty share 0 or an
-    almost full one 100."""
+    """Format a share (1.0 is 100 %) as a percentage with one decimal; with two, or at most three,
+    below 1 % and where rounding would make it 0 or 100.
+    """
     if value in (0.0, 1.0):
         return f"{value:.1%}"
     for decimals in (1, 2, 3):
@@ -37,8 +42,9 @@ def percent(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Format thousandths, hundredths, tenths, then whole seconds: finer digits of a long time say
-    nothing."""
+    """Format a time with fewer decimals the longer it is: three from 0.001 s, two from 0.1 s, one
+    from 100 s, none from 1,000 s; shorter ones with four significant digits.
+    """
     size = abs(value)
     decimals = next(
         (places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least),
@@ -52,34 +58,42 @@ _FORMS: dict[str, Callable[[float], str]] = {
     "percent": percent,
     "gib": lambda value: f"{value:,.1f}",
     "seconds": seconds,
-    "decimals": lambda value: f"{value:,.4f}",  # as losses are published
+    "decimals": lambda value: f"{value:,.4f}",  # as FlagPerf publishes losses
 }
 
 
 def formed(form: str, value: Any, scale: float = 1.0) -> str:
-    """Return a number over its scale in one of the forms; what is no finite number is unknown."""
+    """Format `value / scale` in one of the number formats (number, percent, gib, seconds,
+    decimals); UNKNOWN for what is no finite number.
+    """
     known = real(value)
     return UNKNOWN if known is None else _FORMS[form](known / scale)
 
 
 def ends(interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0) -> str:
-    """Format both ends of an interval; an empty text where there is none."""
+    """Format both ends of an interval with a dash between them; an empty string for None."""
     return "" if interval is None else " – ".join(formed(form, end, scale) for end in interval)
 
 
 def bare(form: str, value: Any) -> str:
-    """Format a number without marks for thousands, as FlagPerf's pages have it."""
+    """Format a number without thousands separators, as FlagPerf's pages do; UNKNOWN for what is no
+    finite number.
+    """
     return formed(form, value).replace(",", "")
 
 
 def joined(texts: list[str]) -> str:
-    """Join numbers of one cell by a slash; UNKNOWN where none is known."""
+    """Join the formatted numbers of one cell by slashes; an unknown one is `-`, and the whole is
+    UNKNOWN where none is known.
+    """
     known = ("-" if text == UNKNOWN else text for text in texts)
     return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(known)
 
 
 def real(value: Any) -> float | None:
-    """Return a finite number, or None: a record's open tables may hold anything."""
+    """Return a finite int or float as a float; None for anything else, also for booleans and for
+    integers too large for a float.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -90,19 +104,27 @@ def real(value: Any) -> float | None:
 
 
 def gib_of_bytes(value: Any) -> str:
+    """Format a number of bytes in GiB with one decimal and the unit; UNKNOWN for what is no finite
+    number.
+    """
     text = formed("gib", value, 2**30)
     return text if text == UNKNOWN else f"{text} GiB"
 
 
 def counted(value: Any) -> str:
-    """Format a count with thousands marked; anything else as `spelled` does."""
+    """Format an integer with thousands separators; anything else as `format_setting` does."""
     return (
         f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
     )
 
 
 def spelled(value: Any, depth: int = 0) -> str:
-    """Format a setting as its author would type it, without marks for thousands."""
+    """Format a setting as its author would type it: no thousands separators, `true` and `false`,
+    lists and dicts by their items.
+
+    None, empty text, empty dicts and lists are UNKNOWN; items of a dict that are None are left out.
+    From `depth` 1 on dicts and lists get brackets, and beyond depth 8 they become `…`.
+    """
     if value is None or value == "" or value == {} or value == []:
         return UNKNOWN
     if isinstance(value, bool):

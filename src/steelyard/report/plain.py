@@ -1,4 +1,6 @@
-"""Untrusted text made harmless, and how wide it is on a terminal."""
+"""Make untrusted text harmless for a terminal, and pad and wrap it by its width in terminal
+columns.
+"""
 
 import re
 import unicodedata
@@ -11,13 +13,17 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-Z\\-~]"
 )
 _BREAKS = re.compile(r"\r\n?|[\u2028\u2029\x85\x0b\x0c]")
-# Control, format (bidi overrides, zero-width), surrogate: none has a shape of its own, all can
-# change how others look.
+# Unicode categories control, format (bidi overrides, zero-width) and surrogate: such characters are
+# invisible but can change how others look.
 _DROPPED = {"Cc", "Cf", "Cs"}
 
 
 def lines(text: str) -> str:
-    """Return the visible text with its line breaks."""
+    """Return the text with its line breaks, without terminal escapes, control characters and
+    invisible formatting characters.
+
+    Every kind of line break becomes a newline, and a tab four spaces.
+    """
     text = _BREAKS.sub("\n", _ESCAPES.sub("", text)).replace("\t", "    ")
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
@@ -25,24 +31,33 @@ def lines(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return the visible text on one line."""
+    """Return the text on one line, without escapes and control characters; runs of white space
+    become one space.
+    """
     return " ".join(lines(text).split())
 
 
 def width(text: str) -> int:
-    """Return columns on a terminal: East Asian wide characters take two, combining ones none."""
+    """Return how many terminal columns a text takes: East Asian wide characters take two, combining
+    ones none.
+    """
     if text.isascii():
         return len(text)
     return sum(_char_width(c) for c in text)
 
 
 def _char_width(char: str) -> int:
+    """Return how many terminal columns a character takes: 0, 1 or 2."""
     if unicodedata.category(char) in ("Mn", "Me"):
         return 0
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
 
 
 def pad(text: str, columns: int, align: str = "left") -> str:
+    """Fill a text with spaces up to `columns` terminal columns; a longer one is returned as it is.
+
+    The spaces come before the text if `align` is "right", and after it for any other value.
+    """
     gap = " " * max(0, columns - width(text))
     return gap + text if align == "right" else text + gap
 
@@ -56,7 +71,12 @@ _PIECES = re.compile(rf"\s+|[{_WIDE}][{_CLOSING}]*|[^\s{_WIDE}]+[{_CLOSING}]*")
 
 
 def wrap(text: str, columns: int) -> list[str]:
-    """Return the text in lines of at most `columns` columns; one line at least."""
+    """Split a text into lines of at most `columns` terminal columns; at least one line, which may
+    be empty.
+
+    Lines break at spaces and between wide characters, but not before closing punctuation; only a
+    word longer than a line is broken. Leading and trailing spaces of lines are dropped.
+    """
     columns = max(1, columns)
     out, line = [], ""
     for piece in _PIECES.findall(text):
@@ -74,6 +94,9 @@ def wrap(text: str, columns: int) -> list[str]:
 
 
 def _head(text: str, columns: int) -> str:
+    """Return the longest beginning of a text that fits into `columns` terminal columns; at least
+    one character.
+    """
     used = 0
     for index, char in enumerate(text):
         used += _char_width(char)

@@ -1,8 +1,8 @@
-"""Where a chart's lines, bars, ticks and labels lie. Geometry only: the template writes the svg,
-and escapes.
+"""Compute where the lines, bars, ticks and labels of a chart lie. The HTML template writes the SVG
+and escapes the texts.
 
-Lines are drawn in a box of WIDTH x HEIGHT that is stretched to the width of the page; labels are
-not, so they stay readable. Places along the width are shares of it, such as 12.5%.
+Lines are drawn in a box of WIDTH x HEIGHT units that is stretched to the width of the page. Labels
+are not stretched, so horizontal positions of them are percentages of the width, such as 12.5%.
 """
 
 import math
@@ -14,19 +14,25 @@ from steelyard.report.document import Curve, Lines, Panel, Stack
 WIDTH, HEIGHT = 1000, 180
 _TICKS = 5
 _SMALLEST_STEP = 1e-9
-_LABEL = 0.09  # of a panel's width: what a mark needs
-_NEAR_START = 0.1  # of the time axis: a line that begins this early is drawn from zero
+_LABEL = 0.09  # share of a panel's width that a mark's label needs
+_NEAR_START = 0.1  # share of the x axis: if a line begins before it, the axis begins at 0
 
 
 @dataclass(frozen=True)
 class Tick:
+    """A tick or mark of an axis: its position as SVG writes it (a percentage along x, units of
+    HEIGHT along y), and its label.
+    """
+
     at: str
     text: str
 
 
 @dataclass(frozen=True)
 class Plot:
-    """`paths` are those of the series, in their order."""
+    """The geometry of a line chart: an SVG path for each series in their order, ticks of both axes,
+    and the y position of the level line or None.
+    """
 
     paths: tuple[str, ...]
     x_ticks: tuple[Tick, ...]
@@ -35,6 +41,11 @@ class Plot:
 
 
 def plot(chart: Lines) -> Plot:
+    """Compute the paths and ticks of a line chart; fails for a chart without points.
+
+    The y axis begins at 0. The x axis begins at the first x, or at 0 if that is at most a tenth of
+    the last.
+    """
     xs = [x for series in chart.series for x, _ in series.points]
     ys = [y for series in chart.series for _, y in series.points if y is not None]
     last = max(xs)
@@ -50,9 +61,11 @@ def plot(chart: Lines) -> Plot:
     end, highest = last if last > first else first + 1.0, y_ticks[-1] or 1.0
 
     def x(value: float) -> float:
+        """Return the horizontal position of a value, from 0 to WIDTH."""
         return (value - first) / (end - first) * WIDTH
 
     def y(value: float) -> float:
+        """Return the vertical position of a value: 0 is the top, HEIGHT is the value 0."""
         return HEIGHT - value / highest * HEIGHT
 
     return Plot(
@@ -64,7 +77,9 @@ def plot(chart: Lines) -> Plot:
 
 
 def _step(span: float) -> float:
-    """Return a round distance between ticks."""
+    """Return a round distance between ticks (1, 2 or 5 times a power of ten) that gives about five
+    ticks over `span`; 1.0 for a span of almost 0.
+    """
     rough = span / _TICKS
     if rough <= _SMALLEST_STEP:
         return 1.0
@@ -75,11 +90,14 @@ def _step(span: float) -> float:
 
 
 def _label(value: float, step: float) -> str:
+    """Format a tick's value with as many decimals as its distance to the next tick needs."""
     return f"{value:,.{max(0, -math.floor(math.log10(step)))}f}"
 
 
 def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Return the path of a series: it moves after a gap and draws otherwise."""
+    """Return the SVG path of a series: it moves after a gap, draws otherwise, and shows a lone
+    point as a dot. `x` and `y` convert values to positions.
+    """
     out, pen_down = [], False
     for at, value in series.points:
         if value is None:
@@ -92,8 +110,9 @@ def _path(series: Curve, x: Callable[[float], float], y: Callable[[float], float
 
 
 def marks(panel: Panel) -> list[Tick]:
-    """Return the marks of a panel's references. Those too close for a label of their own share
-    one."""
+    """Return the labelled positions of a panel's reference lines from left to right; lines too
+    close for labels of their own share one.
+    """
     out: list[tuple[float, str]] = []
     for one in sorted(panel.references, key=lambda one: one.value):
         at = _place(one.value, panel)
@@ -105,7 +124,9 @@ def marks(panel: Panel) -> list[Tick]:
 
 
 def spans(stack: Stack) -> list[tuple[str, str]]:
-    """Return where each part of a bar begins and how long it is, as shares of the width."""
+    """Return start and width of each part of a stacked bar as percentages of the bar, which they
+    fill.
+    """
     out, at = [], 0.0
     total = sum(part.share for part in stack.parts) or 1.0
     for part in stack.parts:
@@ -115,9 +136,14 @@ def spans(stack: Stack) -> list[tuple[str, str]]:
 
 
 def share(value: float, panel: Panel) -> str:
-    """Return where a value lies on the axis of a panel, as a share of the width."""
+    """Return the position of a value on a panel's axis as a percentage of its width, at least 0 and
+    at most 100.
+    """
     return f"{_place(value, panel):.2%}"
 
 
 def _place(value: float, panel: Panel) -> float:
+    """Return the position of a value on a panel's axis from 0 to 1; a value beyond the axis lies at
+    its end.
+    """
     return min(1.0, max(0.0, (value - panel.low) / (panel.high - panel.low)))

@@ -1,4 +1,6 @@
-"""Published rows that stand beside the runs of a case, and what of them can be compared."""
+"""Find the published rows that may stand beside the runs of a case, and format what of them can be
+compared.
+"""
 
 import re
 from dataclasses import dataclass
@@ -14,39 +16,46 @@ from steelyard.report.numbers import formed, real, spelled
 from steelyard.report.runs import Run
 from steelyard.words import Words
 
-# 8x NVIDIA A100 (1x8), the rest
+# such as: 8x NVIDIA A100 (1x8), other text
 _CONFIG = re.compile(r"(\d+)x ([^,(]+?)(?: \([^)]*\))?(?:, (.*))?$", re.S)
-# The convention of a published MFU that can stand beside ours, and the word for it.
+# Published MFU metrics that can be drawn beside ours, and the word for their convention.
 MFU_CONVENTIONS = {"mfu": "published", "mfu_palm": "palm", "mfu_nominal": "nominal"}
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A published row of the case, with its footnote's number."""
+    """A published row of a case, with the number of its footnote."""
 
     number: int
     row: Published
 
     @property
     def values(self) -> dict[str, float | str]:
+        """Return the published values by metric name."""
         return self.row.values
 
     @property
     def place(self) -> tuple[str, int | None, str]:
-        """Return the accelerator, how many of them, and what else the configuration says."""
+        """Return the accelerator, how many of them (None if the configuration does not say), and
+        the rest of the configuration text.
+        """
         found = _CONFIG.match(spelled(self.row.config))
         if found is None:
             return spelled(self.row.config), None, ""
         return found[2], int(found[1][:9]), found[3] or ""
 
     def number_of(self, name: str) -> str:
-        """Format a metric of the row; text is returned as it is."""
+        """Format a metric of the row; text is returned as it is, a missing metric is UNKNOWN."""
         value: Any = self.values.get(name)
         return spelled(value) if real(value) is None else formed(metric_row(name).form, value)
 
     def rate(self, in_samples: bool) -> tuple[float, str] | None:
-        """Return work of one device a second, and its unit: stated so, or that of the whole pass or
-        training over its devices."""
+        """Return the rate of one device and its unit: as published per device, or that of the whole
+        pass or training divided by the devices.
+
+        None if there is no such number or the number of devices is unknown. `in_samples` says that
+        the task's whole-run rates count samples, not tokens.
+        """
         stated = real(self.values.get("tokens_per_device_s"))
         if stated is not None:
             return stated, "tokens/s"
@@ -57,12 +66,16 @@ class PublishedRow:
         return whole / devices, "samples/s" if in_samples else "tokens/s"
 
     def precision(self, say: Words) -> Cell:
-        """Return the precision under which the row was published, and what ran where that
-        differs."""
+        """Return the precision under which the row was published, and below it the one that ran if
+        it differs.
+        """
         label, ran = spelled(self.row.published_as), spelled(self.row.ran_as)
         return Cell(label, "" if label == ran else say("published.ran", ran))
 
     def footnote(self, say: Words) -> str:
+        """Return the footnote, such as `[1] ...`: configuration, source, both precisions and the
+        case's remark.
+        """
         row = self.row
         parts = [
             say("published.note", spelled(row.config)),
@@ -74,8 +87,12 @@ class PublishedRow:
 
 
 def published(runs: list[Run]) -> list[PublishedRow]:
-    """Return the reference rows of all runs of a case, each once."""
-    # Rows answer the question of the case as it is shipped.
+    """Return the reference rows of a case's runs, each once and numbered from 1.
+
+    Runs whose question or case differs from the shipped one are skipped, because published rows
+    answer the shipped question.
+    """
+    # Published rows answer the question of the shipped case only.
     same = [
         run.record.case
         for run in runs
@@ -86,6 +103,8 @@ def published(runs: list[Run]) -> list[PublishedRow]:
 
 
 def size_note(runs: list[Run], references: list[PublishedRow], say: Words) -> list[str]:
-    """Say that published rows are of the full size, where the runs are of another."""
+    """Return a note that published rows are of size full, in a list; empty if the runs are too or
+    there are no such rows.
+    """
     size = runs[0].record.case.size
     return [say("published.size", size)] if references and size != "full" else []

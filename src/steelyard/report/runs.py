@@ -1,5 +1,7 @@
-"""Records as a page sees them: what ran, numbered within its case, with the cells that several
-tables share.
+"""Number the records of a page within their cases, and format what several tables show of a run.
+
+Pages, tables, CSV and JSON take case names, labels, scope, settings and versions of a run from
+here.
 """
 
 import re
@@ -23,15 +25,17 @@ from steelyard.report.document import EMPTY, Cell, Lang, Tone
 from steelyard.report.numbers import UNKNOWN, ends, formed, spelled
 from steelyard.words import Words
 
-CaseName = tuple[str, ...]  # name, size, what was changed of the question, and what of the case
+CaseName = tuple[str, ...]  # name, size, then texts on how question and case differ from shipped
 
-SUBJECTS = 3  # that a table names; of more it says how many
+SUBJECTS = 3  # subjects that are named; more are counted
 STATUS_TONE: dict[str, Tone] = {"valid": "good", "invalid": "bad", "failed": "bad"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """`anchor` is the id of its part of a page, and its permanent link."""
+    """A record with its number within its case. `anchor` is the id of its part of the page, to
+    which links point.
+    """
 
     number: int
     record: Record
@@ -39,10 +43,14 @@ class Run:
 
     @property
     def label(self) -> str:
+        """Return the number as pages show it, such as #3."""
         return f"#{self.number}"
 
     @property
     def title(self) -> str:
+        """Return label, accelerator, engine, precision and division, and the plan if there are
+        several devices.
+        """
         case = self.record.case
         plan = self.record.plan
         many = f" · {plan.config} {plan}" if plan.world > 1 else ""
@@ -54,13 +62,20 @@ class Run:
 
 
 def accelerator(record: Record) -> str:
-    """Return the kind of device and how many of them the run had: NVIDIA H200 × 8."""
+    """Return the kind of device and how many the run used, such as `NVIDIA H200 × 8`; the CPU's
+    name if it had no device.
+    """
     kind = ", ".join(kinds(record)) or spelled(record.environment.hardware.cpu)
     return f"{kind} × {record.plan.world}"
 
 
 def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run]]:
-    """Group runs by case and size: precisions and divisions are rows of one table."""
+    """Group records by case, size and differences from the shipped case, and number the runs of
+    each group from 1.
+
+    Precisions and divisions of a case are in one group. Groups are in the order of their first
+    record; each run gets an anchor that is unique on the page.
+    """
     out: dict[CaseName, list[Run]] = {}
     anchors: Counter[str] = Counter()
     for record in records:
@@ -78,9 +93,11 @@ def by_case(records: list[Record], lang: Lang = "en") -> dict[CaseName, list[Run
 
 
 def _name(record: Record, lang: Lang) -> CaseName:
-    """Return the name under which a run is grouped. The command line may change the question of a
-    case, a case file of one's own may bear a shipped name, and a shipped case may have changed
-    since: such runs stand apart, under what differs."""
+    """Return the name under which a run is grouped: case, size, then every field of the question
+    that the command line changed, and texts on what else differs from the shipped case.
+
+    Runs that differ from the shipped case so stand apart from those that do not.
+    """
     keys = changed_question(record.case.origins)
     asked = [f"{key}={_value(record.case.question, key)}" for key in keys]
     return (
@@ -92,32 +109,42 @@ def _name(record: Record, lang: Lang) -> CaseName:
 
 
 def _value(question: Any, key: str) -> str:
+    """Return the value at a dotted key such as `question.model.layers` in the question as a string;
+    `None` where there is none.
+    """
     for part in key.split(".")[1:]:
         question = question.get(part) if isinstance(question, dict) else None
     return str(question)
 
 
 def labels(runs: list[Run], say: Words) -> str:
+    """Return the labels of runs with the noun, such as "run #1" or "runs #1, #2"."""
     names = ", ".join(run.label for run in runs)
     return say("run" if len(runs) == 1 else "runs", names)
 
 
 def codes(records: Record | Iterable[Record], say: Words) -> str:
-    """List the codes of the reasons why runs are not valid, each once; empty where there is
-    none."""
+    """List the codes of the reasons why records are not valid, each once; empty where there are
+    none.
+    """
     every = [records] if isinstance(records, Record) else records
     found = dict.fromkeys(reason.code for record in every for reason in record.reasons)
     return say("comma").join(found)
 
 
 def status(record: Record, say: Words) -> str:
-    """Return the status of a run with the codes of its reasons."""
+    """Return the status of a run in the language of the page, and the codes of its reasons after a
+    colon.
+    """
     return ": ".join(filter(None, (say(record.status), codes(record, say))))
 
 
 def scope(record: Record, say: Words) -> str:
-    """Return how much of the question was run: a window's size as the operator typed it. A resumed
-    run says from which step."""
+    """Return how much of the question was run: full, or the sizes of the window. For a resumed run,
+    the steps from which it resumed are added.
+
+    More than MAX_SUBJECTS subjects are counted, not named.
+    """
     extent = record.scope
     many = "window.subjects.many" if len(extent.subjects or ()) > SUBJECTS else "window.subjects"
     listed = None if extent.subjects is None else say("comma").join(extent.subjects)
@@ -136,65 +163,80 @@ def scope(record: Record, say: Words) -> str:
 
 
 def shown(name: str, value: Value | None) -> str:
-    """Format a metric's number alone."""
+    """Format a metric's value without its unit; UNKNOWN for None."""
     return UNKNOWN if value is None else formed(metric_row(name, value.unit).form, value.value)
 
 
 def estimate(one: Estimate | Ratio | None, form: str = "number", tone: Tone = "plain") -> Cell:
-    """Return a number with its interval below it; EMPTY where it is not known."""
+    """Return a cell with the number and its interval below; UNKNOWN_CELL for None."""
     return EMPTY if one is None else Cell(formed(form, one.value), ends(one.interval, form), tone)
 
 
 def unit(name: str, value: Value | None, lang: Lang = "en") -> str:
+    """Return the unit of a metric in the language of the page; empty for None and for percentages,
+    whose number has it.
+    """
     if value is None or metric_row(name, value.unit).form == "percent":
         return ""
     return words.unit(value.unit, lang)
 
 
 def with_unit(name: str, value: Value | None, lang: Lang = "en") -> str:
+    """Format a metric's value with its unit; UNKNOWN, without a unit, if there is no value."""
     text = shown(name, value)
     return text if text == UNKNOWN else f"{text} {unit(name, value, lang)}".rstrip()
 
 
-# Packages that are the framework of an engine, best known name first; the others are dependent
-# software.
+# Packages that can be the framework of an engine; the first that a record lists is taken. Others
+# count as dependent software.
 FRAMEWORKS = ("torch", "paddlepaddle-gpu", "paddlepaddle", "tensorflow", "jax", "mindspore")
 
 
 @dataclass(frozen=True)
 class Version:
+    """A package and its version, written as `name-version`."""
+
     name: str
     version: str
 
     def __str__(self) -> str:
+        """Return `name-version`, such as torch-2.9.0."""
         return f"{self.name}-{self.version}"
 
 
 def framework_version(record: Record) -> Version | None:
+    """Return the first package of FRAMEWORKS that the record lists, or None."""
     packages = record.environment.software.packages
     return next((Version(name, packages[name]) for name in FRAMEWORKS if name in packages), None)
 
 
 def engine_version(record: Record) -> Version | None:
-    """Return the package that bears the engine's name, or the first whose name contains it: engine
-    megatron is megatron-core. None if the engine is no package of its own."""
+    """Return the package that has the engine's name, or else the first by alphabet whose name
+    contains it: for engine megatron, megatron-core.
+
+    None if the engine is no package of its own.
+    """
     packages, name = record.environment.software.packages, record.engine.name
     found = [name] if name in packages else sorted(one for one in packages if name in one)
     return Version(found[0], packages[found[0]]) if found else None
 
 
 def tuned(record: Record) -> dict[str, Any]:
-    """Return settings whose value is not the default, by name."""
+    """Return the settings of the tune whose value is not the default, by name."""
     return record.tune.model_dump(mode="json", exclude_defaults=True)
 
 
 def changes(record: Record) -> list[str]:
-    """Return what makes its question or its case another than the shipped one of its name."""
+    """List what makes a record's question or case another than the shipped one of its name: keys
+    changed on the command line, and English texts for the rest.
+    """
     return [*changed_question(record.case.origins), *(words.text(one) for one in apart(record))]
 
 
 def identity(record: Record) -> dict[str, Any]:
-    """Return what a record is, by the names that CSV and JSON give it."""
+    """Return what a record is (case, scope, engine, versions, accelerator, plan, status, …) under
+    the names that CSV and JSON use.
+    """
     case, plan, scope = record.case, record.plan, record.scope
     engine, framework = engine_version(record), framework_version(record)
     return {
@@ -229,7 +271,11 @@ def identity(record: Record) -> dict[str, Any]:
 
 
 def stages(record: Record) -> str:
-    """Return GiB of the fullest rank of each stage times its ranks: 46.80*2 + 38.93*2."""
+    """Return the peak memory in GiB of the fullest rank of each pipeline stage, times the stage's
+    ranks: `46.80*2 + 38.93*2`.
+
+    UNKNOWN for fewer than two ranks.
+    """
     name = headline(record)
     by_stage: dict[int, list[float | None]] = {}
     for rank in sorted({window.rank for window in windows(record, name)} if name else ()):
@@ -240,13 +286,18 @@ def stages(record: Record) -> str:
 
 
 def _fullest(sizes: list[float | None]) -> str:
+    """Return the largest known size with two decimals; UNKNOWN if none is known."""
     known = [size for size in sizes if size is not None]
     return f"{max(known):.2f}" if known else UNKNOWN
 
 
 def changed(record: Record, say: Words | None = None) -> str:
-    """Return tuned values that the record's origins say are no defaults; with `say`, where each
-    came from."""
+    """Return the settings that come from the case or from a user and not from defaults, as
+    `key=value` joined by commas; UNKNOWN if there are none.
+
+    With `say` each one is followed by where it came from. A setting that was chosen by `auto` is
+    marked so.
+    """
     out = []
     for key, value in stored_tune(record).items():
         origin = _origin(key, record.case.origins)
@@ -259,8 +310,11 @@ def changed(record: Record, say: Words | None = None) -> str:
 
 
 def tuned_text(record: Record) -> str:
-    """Return tuned values that are not the case's own: those that were typed, and defaults of an
-    earlier version. Empty if there are none."""
+    """Return the settings that are not the case's own, as `key=value` joined by commas: those that
+    a user set, and values of older records that differ from today's default.
+
+    Empty if there are none.
+    """
     out = []
     for key, value in stored_tune(record).items():
         origin = _origin(key, record.case.origins) or "default"
@@ -273,12 +327,14 @@ def tuned_text(record: Record) -> str:
 
 
 def stored_tune(record: Record) -> dict[str, Any]:
-    """Return the tune as the record stores it: an older one has fewer settings."""
+    """Return only the settings that the record stores; an older record has fewer."""
     return record.tune.model_dump(mode="json", exclude_unset=True)
 
 
 def _origin(key: str, origins: dict[str, str]) -> str | None:
-    """Return where a value came from; of a table, where its first entry did."""
+    """Return where the value of a setting came from, such as `case` or `command line`; for a
+    setting that is a table, where its first key did; None if unknown.
+    """
     exact = origins.get(f"tune.{key}")
     return exact or next(
         (where for name, where in sorted(origins.items()) if name.startswith(f"tune.{key}.")), None
@@ -286,7 +342,7 @@ def _origin(key: str, origins: dict[str, str]) -> str | None:
 
 
 def parallel(record: Record) -> str:
-    """Return the degrees of the plan, and the sharding stage of training."""
+    """Return the plan's degrees, and for training the sharding stage, such as `TP2PP4DP1 SH1`."""
     sharding = record.tune.sharding
     divided = f" SH{sharding}" if record.task.kind_row.trains and sharding else ""
     return f"{record.plan}{divided}"

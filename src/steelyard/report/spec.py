@@ -1,5 +1,7 @@
-"""What a machine can do, as a page: one table a group, every number with its interval and its share
-of the datasheet.
+"""Build the page of `steelyard spec`: the measured ceilings of a machine, one table per group of
+benchmarks.
+
+Input are spec records; every number has its interval and its share of the datasheet.
 """
 
 from collections.abc import Iterator
@@ -32,7 +34,9 @@ SCALES = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 << 30
 
 @dataclass(frozen=True)
 class _Line:
-    """One row on all ranks: the slowest of them is what work over all devices waits for."""
+    """A benchmark over all ranks: the bench and ceiling of the slowest rank, for which work on all
+    devices would wait, the number of ranks, and the value of the fastest (None if no rank has one).
+    """
 
     bench: Bench
     ceiling: Ceiling
@@ -41,6 +45,7 @@ class _Line:
 
 
 def page(records: list[SpecRecord], lang: Lang) -> Page:
+    """Build the page of one or more spec records; of several, each gets a heading of its own."""
     say = Words(lang)
     title = say("spec.title", ", ".join(dict.fromkeys(_device(record) for record in records)))
     blocks: list[Block] = [Heading(1, title)]
@@ -54,11 +59,17 @@ def page(records: list[SpecRecord], lang: Lang) -> Page:
 
 
 def _device(record: SpecRecord) -> str:
+    """Return the names of the record's devices, each once; the accelerator's name or UNKNOWN if
+    there are none.
+    """
     names = dict.fromkeys(device.name for device in record.environment.hardware.devices)
     return ", ".join(names) or record.environment.hardware.accelerator or UNKNOWN
 
 
 def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
+    """Yield the elements of a spec record: facts, failures, then for each group of benchmarks a
+    table, the benchmarks without a number, and a note.
+    """
     yield _facts(record, say)
     for reason in record.reasons:
         yield Paragraph(
@@ -80,6 +91,7 @@ def _record(record: SpecRecord, level: int, say: Words) -> Iterator[Block]:
 
 
 def _facts(record: SpecRecord, say: Words) -> Facts:
+    """Return the facts of a spec record: status, mode, date, hardware, datasheet, and software."""
     hardware, software, source = (
         record.environment.hardware,
         record.environment.software,
@@ -110,12 +122,19 @@ def _facts(record: SpecRecord, say: Words) -> Facts:
 
 
 def _lines(record: SpecRecord) -> list[_Line]:
+    """Merge the benchmarks of all ranks into one line for each group, name and precision, with the
+    numbers of the slowest rank.
+
+    A rank without a number counts as the slowest, so that a result that is wrong on one device is
+    no rate of all.
+    """
     groups: dict[tuple[str, str, str | None], list[tuple[Bench, Ceiling]]] = {}
     for bench, ceiling in zip(record.benches, record.ceilings, strict=True):
         groups.setdefault((bench.group, bench.name, bench.precision), []).append((bench, ceiling))
     out = []
     for every in groups.values():
-        # One that has no number is the slowest: what is not right on one device is no rate of all.
+        # A rank without a number counts as the slowest: a result that is wrong on one device is no
+        # rate of all.
         slowest = min(every, key=lambda one: -1.0 if one[1].value is None else one[1].value)
         known = [ceiling.value for _, ceiling in every if ceiling.value is not None]
         ranks = {bench.rank for bench, _ in every}
@@ -124,7 +143,7 @@ def _lines(record: SpecRecord) -> list[_Line]:
 
 
 def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
-    """Yield what there is no number of, by reason."""
+    """Yield a list of the benchmarks that have no number, by reason; nothing if there are none."""
     reasons: dict[str, list[str]] = {}
     for one in lines:
         name = " ".join(filter(None, (one.bench.name, one.bench.precision)))
@@ -137,17 +156,26 @@ def _absent(lines: list[_Line], limits: Limits, say: Words) -> Iterator[Block]:
 
 
 def _remark(bench: Bench, limits: Limits, say: Words) -> str:
+    """Return why a benchmark has no number or what limits it, such as stretches that do not agree;
+    empty if there is nothing to say.
+    """
     return words.text(ceilings.remark(bench, limits) or "", say.lang)
 
 
 def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
+    """Return the table of a group of benchmarks, in units of the first one: TFLOP/s, GB/s or GiB.
+
+    The lines must not be empty. A column for the fastest rank is added if there are several ranks.
+    """
     scale, name = SCALES[lines[0].bench.unit]
     unit = words.unit(name, say.lang)
 
     def detail(one: _Line) -> str:
+        """Return the settings of a benchmark, such as its shape; empty for amounts of memory."""
         return spelled(one.bench.detail) if one.bench.detail and one.bench.unit != "B" else ""
 
     def value(one: _Line) -> Cell:
+        """Return the slowest rank's ceiling with its interval below."""
         ceiling = one.ceiling
         return Cell(formed("number", ceiling.value, scale), ends(ceiling.interval, scale=scale))
 
@@ -195,7 +223,8 @@ def _table(lines: list[_Line], limits: Limits, say: Words) -> Table:
 
 def _error_and_bound(bench: Bench, say: Words) -> str:
     """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not
-    checked."""
+    checked.
+    """
     if bench.checked is None:
         return UNKNOWN
     return say(

@@ -1,5 +1,7 @@
-"""Runs as a terminal shows them: one row a run in short columns, and above the table what all of
-them have in common.
+"""Build the tables that a terminal shows: after runs, and for `steelyard report` without --full.
+
+One row per run in short columns; what all rows have in common stands above the table instead of in
+columns.
 """
 
 from collections.abc import Callable
@@ -37,8 +39,9 @@ Columns = list[ColumnOf[Record]]
 
 
 def table(records: list[Record], lang: Lang = "en", points: list[str] | None = None) -> Page:
-    """Return what the command line prints after runs. After a sweep each row begins with its
-    point."""
+    """Build the table that the command line prints after runs. After a sweep `points` names each
+    record's point, the first cell of its row.
+    """
     say = Words(lang)
     several = _several(records)
     case = ColumnOf[Record](
@@ -50,7 +53,9 @@ def table(records: list[Record], lang: Lang = "en", points: list[str] | None = N
 
 
 def brief(records: list[Record], lang: Lang = "en") -> Page:
-    """Return a screen a case: its runs and their headline numbers, and how to see more."""
+    """Build a short page: for each case a heading and a table of its runs with headline numbers,
+    then how to see more.
+    """
     say = Words(lang)
     device = ColumnOf[Record](say("terminal.device"), lambda one: ", ".join(kinds(one)) or UNKNOWN)
     out: list[Block] = []
@@ -72,8 +77,13 @@ def brief(records: list[Record], lang: Lang = "en") -> Page:
 
 
 def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
-    """Return columns of what was asked. A brief page has the size in its heading, and its table no
-    room for a column of divisions."""
+    """Return the columns of what was asked: size, division, engine, plan, precision and scope,
+    without those that say nothing for these records.
+
+    Where the records differ in division there is no column for it: the case's name carries it, or
+    on a brief page the precision. A brief page has the size in its heading and always a column of
+    plans.
+    """
     many = brief or any(record.plan.world > 1 for record in records)
     part = any(record.scope.kind == "window" or record.restarts for record in records)
     several = _several(records)
@@ -96,15 +106,22 @@ def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
 
 
 def _several(records: list[Record]) -> bool:
+    """Return whether the records are of more than one division."""
     return len({record.case.division for record in records}) > 1
 
 
 def _marked(record: Record, text: str) -> str:
-    """Return the text with the division of the run, unless that is the usual one."""
+    """Return the text, followed by the run's division unless that is closed."""
     return text if record.case.division == "closed" else f"{text} {record.case.division}"
 
 
 def _found(records: list[Record], say: Words) -> Columns:
+    """Return the columns of the results: status, rate of all devices, half of its interval, MFU and
+    quality.
+
+    The unit of the rate and the name of the quality are in the head if all records agree, and
+    otherwise in each cell.
+    """
     units = {work_unit(record) for record in records}
     unit = units.pop() if len(units) == 1 else ""
     metrics = {quality([record]) for record in records}
@@ -122,7 +139,14 @@ def _found(records: list[Record], say: Words) -> Columns:
 
 
 def _times(records: list[Record], say: Words) -> Columns:
+    """Return the columns of both headline rates, memory and end-to-end time, each number with its
+    unit; optional and of lowest priority.
+    """
+
     def column(name: Callable[[Record], str]) -> ColumnOf[Record]:
+        """Return the column of the metric that `metric_name` names for each record; the title joins
+        the different names by a slash.
+        """
         title = "/".join(dict.fromkeys(map(name, records)))
         return ColumnOf(
             say.known(title, title),
@@ -137,12 +161,17 @@ def _times(records: list[Record], say: Words) -> Columns:
 
 
 def _rates(record: Record) -> tuple[str, str]:
-    """Return the names of the headline rates; of a run of the reference pass alone, that pass's."""
+    """Return the names of the two headline rate metrics, over wall time and over compute time, of
+    the pass that this run has.
+    """
     plan = layout(record.task.kind_row)
     return plan.other.get(headline(record) or "", (plan.whole, plan.core))
 
 
 def _energy(records: list[Record]) -> ColumnOf[Record]:
+    """Return the column of energy per token or per sample, in J; the unit is the title if all
+    records share it, else it is in each cell.
+    """
     names = {"tokens": "energy_per_token", "samples": "energy_per_sample"}
     per = {
         one.unit
@@ -152,6 +181,7 @@ def _energy(records: list[Record]) -> ColumnOf[Record]:
     title = per.pop() if len(per) == 1 else "J"
 
     def cell(record: Record) -> str:
+        """Return a record's energy per token or sample; with its unit if the title has none."""
         name = names[work_name(record)]
         found = record.metrics.get(name)
         return shown(name, found) if title != "J" else with_unit(name, found)
@@ -166,10 +196,14 @@ def _blocks(
     first: tuple[str, list[str]] | None,
     say: Words,
 ) -> list[Block]:
-    """Return the table, after what was asked of all rows alike. `first` is a column of names, where
-    rows have some."""
+    """Return the table, and above it a paragraph with the question columns whose cells are equal in
+    all rows.
+
+    `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
+    qualities that were not evaluated, and why no run has an MFU.
+    """
     shared = [one for one in asked if len({one.cell(record) for record in records}) == 1]
-    named = {say("size"), say("terminal.plan")}  # which do not explain themselves
+    named = {say("size"), say("terminal.plan")}  # their cells need the title beside them
     titles = (f"{one.title} " if one.title in named else "" for one in shared)
     alike = [f"{title}{one.cell(records[0])}" for title, one in zip(titles, shared, strict=True)]
     unchecked = any(_quality(record, "any").endswith(UNCHECKED) for record in records)
@@ -186,13 +220,15 @@ def _blocks(
 
 
 def _no_mfu(records: list[Record], say: Words) -> list[str]:
-    """Return why no run has an MFU, if all have the same reason."""
+    """Return a note in a list why no run has an MFU, if all have the same reason; else empty."""
     found = {DerivedTexts(record, say).metric_note("mfu") for record in records}
     return [say("terminal.no_mfu", note) for note in found if note] if len(found) == 1 else []
 
 
 def _plan(record: Record) -> str:
-    """Return nodes x devices, and how the work is divided over them; degrees of 1 are left out."""
+    """Return nodes x devices, degrees above 1, and the sharding stage of training on several
+    devices, such as `1x8 TP2DP4 SH1`.
+    """
     plan = record.plan
     sharding = record.tune.sharding if record.task.kind_row.trains and plan.world > 1 else 0
     degrees = {"TP": plan.tp, "PP": plan.pp, "DP": plan.dp}
@@ -201,6 +237,9 @@ def _plan(record: Record) -> str:
 
 
 def _status(record: Record, say: Words) -> Cell:
+    """Return status and reason codes, and whether the question was changed, the case modified, or
+    of an earlier version.
+    """
     remarks = {
         "changed": changed_question(record.case.origins),
         "modified": modified(record),
@@ -211,7 +250,9 @@ def _status(record: Record, say: Words) -> Cell:
 
 
 def _rate(record: Record, common: str) -> str:
-    """Return the rate of all devices, as the verbs that compare count it."""
+    """Format the rate of all devices together, as `compare` counts it; with the unit if
+    `common_unit` is empty; UNKNOWN if there is none.
+    """
     found = rate(record)
     if found is None:
         return UNKNOWN
@@ -220,7 +261,9 @@ def _rate(record: Record, common: str) -> str:
 
 
 def _half(record: Record) -> str:
-    """Return half of the rate's interval, as a share of it."""
+    """Return half the width of the rate's 95 % interval as a percentage of the rate; UNKNOWN if
+    there is no interval.
+    """
     found = rate(record)
     if found is None or found.interval is None:
         return UNKNOWN
@@ -229,8 +272,9 @@ def _half(record: Record) -> str:
 
 
 def _quality(record: Record, common: str) -> str:
-    """Return the quality, with its short name where rows have different ones: a loss on held-out
-    data is a loss."""
+    """Format the quality; with a short name (`loss` for a loss on held-out data too) if
+    `common_metric` is empty. A `*` marks one that was not evaluated.
+    """
     name = quality([record])
     text = shown(name, record.metrics.get(name))
     if text == UNKNOWN:

@@ -1,5 +1,7 @@
-"""Why a rate is not higher: a step's time from the datasheet's peak to what was measured, each part
-with what to try.
+"""Build the pages and sections of `--explain`: the time of a step from the datasheet's peak to what
+was measured, each part with what to try.
+
+Input are the waterfalls that metrics/ derives from a record's profile or samples.
 """
 
 import re
@@ -26,23 +28,26 @@ from steelyard.report.numbers import counted, formed
 from steelyard.report.runs import by_case
 from steelyard.words import Words
 
-MOST = 12  # kernels that are shown
-WORTH = 0.005  # a part that is smaller is not worth trying anything
+MOST = 12  # rows of the table of kernels
+WORTH = 0.005  # for smaller parts the table does not say what to try
 MILLI = 1000.0
 NAME_CHARS = 80
 WHERE = re.compile(r"\b(at|native|c10|std|cuda|binary_internal)::|\(anonymous namespace\)::")
 
 
 def section(record: Record, say: Words, whole: bool = True) -> list[Block]:
-    """Return the waterfall of every profiled rank, or of the samples alone. Not `whole`: only if a
-    stretch was profiled."""
+    """Return the elements of the waterfall of every profiled rank, or of one from the samples if
+    the run was not profiled; empty if nothing was measured.
+
+    Without `include_unprofiled` a run that was not profiled gives an empty list.
+    """
     if not whole and not record.profile:
         return []
     return [block for one in waterfalls(record) for block in _blocks(record, one, say)]
 
 
 def page(records: list[Record], lang: Lang) -> Page:
-    """Return what `report --explain` shows: this and nothing else, run by run."""
+    """Build the page of `report --explain`: only the waterfalls of each run, by case."""
     say = Words(lang)
     title = say("explain")
     blocks: list[Block] = [Heading(1, title)]
@@ -57,8 +62,9 @@ def page(records: list[Record], lang: Lang) -> Page:
 
 
 def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
-    """Return what the command line prints after runs with --explain: the waterfalls without their
-    kernels; None where no run was profiled."""
+    """Build what the command line prints after runs with --explain: the waterfalls without their
+    tables of kernels; None where no run was profiled.
+    """
     say = Words(lang)
     blocks: list[Block] = []
     for case, runs in by_case(records, lang).items():
@@ -75,6 +81,9 @@ def after_run(records: list[Record], lang: Lang = "en") -> Page | None:
 
 
 def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) -> list[Block]:
+    """Return the elements of a waterfall: remarks on how far it can be trusted, a bar, the table of
+    parts, the table of kernels if `kernels`, and the path of the trace.
+    """
     out: list[Block] = [Paragraph(say("explain.samples"), "muted")]
     if found.profile is not None:
         share = formed("percent", found.profile.wall_s / found.measured_s)
@@ -101,8 +110,11 @@ def _blocks(record: Record, found: Waterfall, say: Words, kernels: bool = True) 
 
 
 def _table(record: Record, found: Waterfall, say: Words) -> Table:
-    """Show one part after the other; the last column but one is the MFU, had the step ended
-    there."""
+    """Return the table of parts: ms per step, share, the MFU if the step ended after this part
+    (UNKNOWN without a datasheet peak), and what to try for parts above MIN_SHARE.
+
+    The last row is the sum.
+    """
     known = rates.datasheet_peak(record).value is not None
     ideal_s = next((row.time_s for row in found.rows if row.name == "peak"), 0.0)
     ended_s = accumulate(row.time_s for row in found.rows)
@@ -132,20 +144,30 @@ def _table(record: Record, found: Waterfall, say: Words) -> Table:
 
 
 def _per_step_ms(time_s: float, found: Waterfall) -> str:
+    """Format a time over all steps of a waterfall as ms per step, without the unit."""
     return formed("number", MILLI * time_s / max(1, found.steps))
 
 
 def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -> Table:
+    """Build a table of kernels: calls and ms per step, share of the time, and memory bandwidth in
+    GB/s and as a share of the device's.
+    """
     limit = found.bandwidth_bytes_per_s
 
     def bytes_per_s(one: KernelFacts) -> float | None:
+        """Return the bytes of the kernel's tensors over its time; None if unknown, or above the
+        device's bandwidth, because the kernel then reads only a part of a large tensor.
+        """
         moved = (
             one.size_bytes / one.time_s if one.size_bytes is not None and one.time_s > 0 else None
         )
-        # Beyond the limit it names a table that it reads little of.
+        # A rate above the device's bandwidth: the kernel reads only a part of a large tensor.
         return None if moved is not None and limit and moved > limit else moved
 
     def bandwidth(one: KernelFacts, unit: float | None) -> float | None:
+        """Return the kernel's bytes per second divided by `unit`; None if either is unknown or
+        `unit` is 0.
+        """
         moved = bytes_per_s(one)
         return None if moved is None or not unit else moved / unit
 
@@ -186,7 +208,11 @@ def kernel_table(kernels: Iterable[KernelFacts], found: Waterfall, say: Words) -
 
 
 def plain_name(name: str) -> str:
-    """Return a kernel's name without what C++ puts around it: its result, namespaces, arguments."""
+    """Return a kernel's name without C++ return type, namespaces and arguments, cut to NAME_CHARS
+    characters.
+
+    Only names that begin with `void ` are taken for C++.
+    """
     if name.startswith("void "):
         name = WHERE.sub("", name.removeprefix("void "))
         name = name.partition(">(")[0] + ">" if ">(" in name else name.partition("(")[0]

@@ -1,1 +1,3 @@
-"""One run: the parent, its workers, the measured loop, and the record made of them."""
+"""One run of a case: the parent, node agents and workers, the measured loop, and the record that is
+assembled from them.
+"""

@@ -1,5 +1,8 @@
-"""From rank files to a record: pure, so that a run can be put together again from what its workers
-left.
+"""Assemble the record of a run from its rank files and what the parent knows.
+
+Called by run/parent.py after the workers ended, and once before for the draft. It reads no files
+and starts nothing, so a record can be assembled again from the same rank files. Metrics and checks
+come from metrics/.
 """
 
 from collections.abc import Sequence
@@ -47,13 +50,13 @@ from steelyard.tasks.task import Task
 
 @dataclass(frozen=True)
 class Times:
-    """When a run began its stages, on the parent's monotonic clock."""
+    """When the stages of a run began, in seconds on the parent's monotonic clock."""
 
     origin_s: float
-    spawned_s: float  # agents
-    started_s: float  # workers
+    spawned_s: float  # when the node agents were started
+    started_s: float  # when the workers were started
     ended_s: float
-    again_s: float | None = None  # the second attempt, if the first ran out of memory
+    again_s: float | None = None  # start of a second attempt; None: there was none
 
 
 def draft(
@@ -72,7 +75,9 @@ def draft(
     checkpoints: str | None = None,
     stepped_down: StepDown | None = None,
 ) -> Record:
-    """Return a record that states what the parent knows of a run, and nothing of its ranks."""
+    """Return a record with what the parent knows of a run and nothing of its ranks: status
+    `failed`, no samples, no metrics.
+    """
     case = resolved.case
     return Record(
         formulas=FORMULAS,
@@ -129,8 +134,12 @@ def assemble(
     resume: Resume | None = None,
     clock: Clock = now,
 ) -> Record:
-    """Return the finished, sealed record: the draft with what the ranks of a run left, which ended
-    with `failure`, or well.
+    """Return the finished, sealed record: the draft with what the ranks left, metrics, checks and
+    status.
+
+    `failure` is None for a run that went well. `resume` brings the answers from before the first
+    step for a run that continued from a checkpoint. `clock` is read once, for the end of the
+    budget.
     """
     ranks, first = results.ranks, results.rank_files.get(0)
     hosts = {rank: host for host in draft.hosts for rank in host.ranks}
@@ -162,7 +171,9 @@ def assemble(
 
 
 def finish(draft: Record, failure: Failure | None) -> Record:
-    """Metrics, checks and status of a draft, and its seal."""
+    """Derive metrics, checks, reasons, notes, quality and status of a draft, and return it sealed
+    with its hashes; `failure` becomes the first reason and makes the status `failed`.
+    """
     values = table.derive(draft)
     checks, reasons, notes, quality = validity.judge(draft, values)
     if failure is not None:
@@ -180,11 +191,15 @@ def finish(draft: Record, failure: Failure | None) -> Record:
 
 
 def _rank(rank: RankFile, host: HostFacts | None) -> RankFacts:
+    """Return what the record states of a rank, with the name of its host if that is known."""
     told = rank.facts()
     return told if host is None else RankFacts(host=host.name, **told.model_dump())
 
 
 def _on_our_clock(window: Window, host: HostFacts | None) -> Window:
+    """Return the window of a pass with its start corrected for the drift of the host's clock;
+    unchanged without a host.
+    """
     return (
         window
         if host is None
@@ -193,7 +208,9 @@ def _on_our_clock(window: Window, host: HostFacts | None) -> Window:
 
 
 def with_versions(told: Environment, first: RankFile | None) -> Environment:
-    """With the versions that only the framework knows."""
+    """Return the environment with the library versions that only the framework in rank 0 knows;
+    unchanged without its rank file.
+    """
     software = Software(**{**told.software.model_dump(), **(first.versions if first else {})})
     return told.model_copy(update={"software": software})
 
@@ -201,11 +218,16 @@ def with_versions(told: Environment, first: RankFile | None) -> Environment:
 def _outputs(
     task: Task, ranks: list[RankFile], first: RankFile | None, resume: Resume | None
 ) -> dict[str, Any]:
+    """Return the task's outputs as JSON values: the common part of rank 0 merged with each pass's
+    answers of all ranks and, for a resumed run, the answers from before the first step.
+
+    Empty without outputs of rank 0. Answers of the checkpoint that do not fit are ignored.
+    """
     if first is None or not first.common:
         return {}
     out = task.outputs.model_validate(first.common)
     if resume is not None and resume.before:
-        with suppress(TypeError, ValueError):  # a file that says something else says nothing
+        with suppress(TypeError, ValueError):  # answers that do not fit are ignored
             out = task.merge(out, "before", [task.check(answers, out) for answers in resume.before])
     for name in first.outputs:
         out = task.merge(out, name, [rank.outputs[name] for rank in ranks if name in rank.outputs])
@@ -213,10 +235,13 @@ def _outputs(
 
 
 def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, float]:
-    """Wall time from the start of the run to its record. `agents`: until every host was heard,
-    checked and told to start. What the workers' own parts leave of their time is `launch`:
-    interpreter start, and taking everything down. The others are those of the second attempt, where
-    there was a first."""
+    """Return wall seconds by part, from the start of the run to its record at `sealed_s`; the parts
+    add up to all of it.
+
+    `agents`: until every host was connected, checked and told to start. `launch`: what the workers'
+    own parts leave of their time, such as interpreter start and shutdown. `first_attempt`: the
+    whole first attempt, if it ran out of memory; the other parts are then those of the second.
+    """
     parts = first.budget if first else {}
     begun_s = times.origin_s if times.again_s is None else times.again_s
     return {
@@ -230,8 +255,8 @@ def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, 
 
 
 def failure_facts(failure: Failure, results: RankResults, host: str | None = None) -> FailureFacts:
-    """Return what a record states of a failure: its text, and the last words of the rank that
-    caused it.
+    """Return what a record states of a failure: its text, host, exit code, stacks, and the end of
+    stderr of the rank that caused it.
     """
     return FailureFacts(
         rank=failure.rank,

@@ -1,8 +1,10 @@
-"""The process boundary: what a worker is told, what it leaves, and the folder where it meets its
-agent.
+"""The two JSON files of a worker process: the `WorkerSpec` that it reads at its start and the
+`RankFile` that it writes.
 
-Any program that reads a `WorkerSpec` and writes a `RankFile` is a worker; `steelyard schema worker`
-and `steelyard schema rank` print both as JSON Schema.
+The node agent writes the spec into the folder that it shares with its workers and forwards their
+rank files to the parent, which assembles the record from them (run/assemble.py). Any program that
+reads a `WorkerSpec` and writes a `RankFile` is a worker; `steelyard schema worker` and `steelyard
+schema rank` print both as JSON Schema.
 """
 
 import json
@@ -38,7 +40,9 @@ RankStatus = Literal[
 
 
 class RunSpec(Frozen):
-    """What the parent knows of a run; the same for all workers. Paths are absolute."""
+    """The parent's part of a worker's spec: what to run, the same for all workers. Paths are
+    absolute.
+    """
 
     case: Case
     scope: Scope
@@ -61,16 +65,17 @@ class RunSpec(Frozen):
 
 
 class WorkerSpec(Frozen):
-    """What a worker is told. Its rank, its rank on its host and the world size are in RANK,
-    LOCAL_RANK and WORLD_SIZE. It ends when its stdin is closed."""
+    """All that a worker is told. Its rank, its rank on its host and the world size are in the
+    environment variables RANK, LOCAL_RANK and WORLD_SIZE. A worker ends when its stdin is closed.
+    """
 
     run: RunSpec
     host: HostSpec
 
 
 def read_rank(text: str, rank: int) -> "RankFile":
-    """What that rank left. Any program may have written it: ValueError with the reason, where it is
-    no rank file.
+    """Parse the JSON text of a rank file and return it; raise ValueError with the reason if it is
+    not a valid rank file or is that of another rank than `rank`.
     """
     try:
         found = RankFile.model_validate_json(text)
@@ -82,9 +87,12 @@ def read_rank(text: str, rank: int) -> "RankFile":
 
 
 class RankFile(Frozen):
-    """What a worker leaves: after every pass, and at its end. `outputs` are a pass's answers as the
-    task checked them, `common` the part of the outputs that no pass changes, which rank 0 alone
-    has."""
+    """What one worker reports: measured passes, samples, answers and facts, written after every
+    pass and at its end.
+
+    `status` is `running` until the end. `outputs` are the answers of each pass as the task checked
+    them; `common` is the part of the outputs that no pass changes, which only rank 0 writes.
+    """
 
     rank: int
     device: str
@@ -134,8 +142,8 @@ class RankFile(Frozen):
     data: SerializeAsAny[DataFacts] | None = None
 
     def facts(self) -> RankFacts:
-        """Return what a record states of the rank; what is not known of it is left out, but for the
-        fields in `STATED`.
+        """Return what a record states about the rank: always the fields in `ALWAYS_STATED`, the
+        other fields of RankFacts only if they are not empty.
         """
         names = (
             name for name in RankFacts.model_fields if name in STATED or getattr(self, name, None)
@@ -144,7 +152,9 @@ class RankFile(Frozen):
 
 
 def plain(what: str, value: Any) -> Any:
-    """Return what an engine states, or raise TypeError if it cannot go into a rank file."""
+    """Return `value` unchanged if it can be written as JSON without NaN or infinity, else raise
+    TypeError; `label` names it in the message, such as `details` of the engine.
+    """
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -153,8 +163,12 @@ def plain(what: str, value: Any) -> Any:
 
 
 def of_program(rank_files: dict[int, RankFile], world: int) -> dict[int, RankFile]:
-    """Return the rank files of a program that one worker started: it speaks for all ranks. Of the
-    others it is known that they ended, and on which devices they were."""
+    """Return rank files for all ranks of a program that one worker started and that reports for all
+    of them.
+
+    If rank 0 is done, ranks 1 to `world_size` - 1 get a rank file with status `done`, a device name
+    and rank 0's budget and end time, without samples. Otherwise `rank_files` is returned as it is.
+    """
     first = rank_files.get(0)
     if first is None or first.status != "done":
         return rank_files

@@ -1,5 +1,8 @@
-"""The matmul rate of a device, measured in the run that uses it: one large square matmul, and the
+"""Measure the matmul rate of a device in the run that uses it: one large square matmul, and the
 case's own shapes.
+
+Called by run/worker.py before the first pass, and again after the last. The rates are the base of
+the metric `mfu_achievable`.
 """
 
 from collections.abc import Callable
@@ -14,16 +17,17 @@ from steelyard.run.clock import busy, now
 from steelyard.run.measure import mean_time_s
 
 SQUARE_S = 0.3
-SHAPES_S = 0.4  # for all shapes together, by their share of the FLOPs
-# that all shapes may take, as the square one lets expect; then fewer tokens are multiplied at once
+SHAPES_S = 0.4  # seconds for all shapes, divided by their share of the FLOPs
+# Seconds that all shapes may take, as predicted from the square matmul's rate; beyond it a smaller
+# batch is timed.
 MOST_S = 1.0
-# of a shape, at the least: one for what a library does once, three to warm up, three that count
+# fewest calls of a shape: one for a library's initialization, three to warm up, three timed
 CALLS = 7
-AFTER_S = 0.05  # for the square matmul after the passes: a short run must not get noticeably longer
+AFTER_S = 0.05  # seconds after the passes: a short run must not get noticeably longer
 STRETCHES = 8  # most parts of a timing whose CPU time is read
 STRETCH_CALLS = 3  # fewest calls in a part: a thread that ends late would distort a single call
 
-ShapesOf = Callable[[int], tuple[Matmul, ...]]  # of a batch that is so many times smaller
+ShapesOf = Callable[[int], tuple[Matmul, ...]]  # n → shapes of a batch 1/n in size
 
 
 def calibrate(
@@ -33,9 +37,15 @@ def calibrate(
     clock: Clock = now,
     used: Clock = busy,
 ) -> dict[str, Any]:
-    """Return the rate of the square matmul, the same over CPU time, and the rate of each shape;
-    where the device works in CPU time, also its rates in parts of the timing. Return nothing where
-    the framework multiplies nothing."""
+    """Time matmuls and return fields for the rank file: `matmul_flops_per_s` of a large square
+    matmul and `matmuls`, the rate of each of the case's shapes.
+
+    `matmul_flops_per_cpu_s` is the square rate over this process's CPU time, if any was used; on a
+    device that is the host's own CPU, `matmul_cpu_rates` has the same in several parts of the
+    timing under `before`. Empty if the framework cannot multiply. `shapes_of(n)` returns the matmul
+    shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time in
+    seconds.
+    """
     found = framework.matmul(precision)
     if found is None:
         return {}
@@ -43,13 +53,16 @@ def calibrate(
     calls, marks, reads = 0, [], _works_in_cpu_time(framework)
 
     def counted() -> None:
+        """Run the square matmul once and, on a CPU device, append the CPU time to the marks after
+        every `STRETCH_CALLS` calls.
+        """
         nonlocal calls
         calls += 1
         work()
         if reads and calls % STRETCH_CALLS == 0:
             marks.append(used())
 
-    work()  # what a library does once is no part of a rate
+    work()  # a library's initialization is not timed
     begin = used()
     rate = flops / mean_time_s(counted, framework, SQUARE_S, clock)
     used_s = used() - begin
@@ -65,9 +78,12 @@ def calibrate(
 def calibrate_after(
     framework: Framework, precision: str, rate: float, clock: Clock = now, used: Clock = busy
 ) -> list[float]:
-    """Return rates of the square matmul over CPU time, in as many short timings as fit `AFTER_S`,
-    at least one, on a device that multiplied at `rate` before; none where the device does not work
-    in CPU time."""
+    """Time the square matmul again after the passes and return its rates over CPU time, in FLOP/s,
+    one per short timing.
+
+    As many timings as fit into `AFTER_S` are made, at least one; `rate` is the FLOP/s measured
+    before the passes. Empty if the device is not the host's own CPU.
+    """
     found = framework.matmul(precision) if _works_in_cpu_time(framework) else None
     if found is None:
         return []
@@ -75,7 +91,7 @@ def calibrate_after(
     calls = max(1, min(STRETCH_CALLS, int(AFTER_S * rate / flops)))
     begin, marks = clock(), []
     if calls > 1:
-        work()  # the operands are new to the caches
+        work()  # warm up: the operands are not in the caches
     marks.append(used())
     while len(marks) < 2 or clock() - begin + calls * flops / rate <= AFTER_S:
         for _ in range(calls):
@@ -85,13 +101,16 @@ def calibrate_after(
 
 
 def _works_in_cpu_time(framework: Framework) -> bool:
-    """Return whether the host's cores do the work: their events are readings of its clock."""
+    """Return whether the host's cores do the work, which shows in events that are readings of the
+    host's clock.
+    """
     return clock_of(framework.event()) == "host"
 
 
 def _stretches(marks: list[float], flops: int) -> list[float]:
-    """Return the rates between readings of CPU time, which have `flops` between two of them, joined
-    to at most `STRETCHES` parts."""
+    """Return the rates in FLOP/s between readings of CPU time with `flops` FLOPs between any two,
+    joined to at most `STRETCHES` parts; parts without CPU time are left out.
+    """
     between = len(marks) - 1
     count = min(STRETCHES, between)
     edges = [between * i // count for i in range(count + 1)] if count else []
@@ -102,7 +121,12 @@ def _stretches(marks: list[float], flops: int) -> list[float]:
 def _shapes(
     framework: Framework, precision: str, shapes_of: ShapesOf, rate: float, clock: Clock
 ) -> list[MatmulRate]:
-    """All of them, or none: a mean over some would be of another model."""
+    """Return the rate of each matmul shape of the case, timed for a share of `SHAPES_S` by its
+    FLOPs.
+
+    Empty if the framework cannot compute one of the shapes, or one takes no measurable time: a mean
+    over some of them would be that of another model.
+    """
     shapes = _within(shapes_of, rate)
     whole = sum(one.count * one.flops for one in shapes)
     out: list[MatmulRate] = []
@@ -120,8 +144,8 @@ def _shapes(
 
 
 def _within(shapes_of: ShapesOf, rate: float) -> tuple[Matmul, ...]:
-    """The shapes of the whole batch, or of the largest part of it, in halves, that can be timed in
-    time.
+    """Return the matmul shapes of the whole batch or, if `CALLS` calls of each would take longer
+    than `MOST_S` at this rate, of a half, a quarter and so on until they fit.
     """
     smaller, shapes = 1, shapes_of(1)
     while CALLS * sum(one.flops for one in shapes) / rate > MOST_S:

@@ -1,8 +1,10 @@
-"""The worker of `steelyard spec`: one device, every row that its framework has for it,
-held and timed. A spec in, one rank file out.
+"""The worker of `steelyard spec`: measure the ceilings of one device, such as matmul rates and
+memory bandwidth.
 
-A row is timed in short stretches, until the last ones agree or the time is over. Started by its
-host's agent as `python -m steelyard.run.ceilings SPEC`.
+It reads a `CeilingsWorkerSpec`, runs every benchmark row that the framework offers for the device
+(engine/bench.py), and writes one rank file. A row is timed in short stretches until the last ones
+agree or its time is over. Started by the node agent as `python -m steelyard.run.ceilings_worker
+SPEC`; the parent's side is run/ceilings_parent.py.
 """
 
 import math
@@ -26,22 +28,23 @@ from steelyard.run.messages import HostSpec
 from steelyard.run.worker import RankProcess, serve
 from steelyard.schema import Frozen
 
-# A stretch is short against the seconds in which a device warms up and lowers its clock. Agreement
-# within 2 % of five in a row is what tells that it has: at its power limit a device never holds its
-# clock closer.
+# A stretch is short compared with the seconds in which a device warms up and lowers its clock. Five
+# in a row that agree within 2 % show that it has settled: at its power limit, a device's clock is
+# never steadier than that.
 FULL = Limits(stretch_s=0.2, limit_s=4.0, total_s=1200.0, within=0.02, last=5)
 QUICK = Limits(stretch_s=0.01, limit_s=0.15, total_s=12.0, within=0.05, last=5)
-CALL_SHARE = 0.2  # of a row's time that one call may take
-FIRST_SHARE = 0.1  # of the matmul rate that other kernels are taken to have until one is timed
-MOST_ERROR = 1e30  # more is no number, as NaN is none
+CALL_SHARE = 0.2  # share of a row's time that one call may take
+FIRST_SHARE = 0.1  # share of the matmul rate expected of a kernel before one is timed
+MOST_ERROR = 1e30  # a larger error is stored as None, as NaN is
 WHY_CHARS = 300
 
-Agree = Callable[[float], float]  # the largest of what all ranks say
+Agree = Callable[[float], float]  # returns the maximum over all ranks
 
 FRAMEWORK = "torch"
 
 
 def alone(value: float) -> float:
+    """Return the value itself: the maximum over all ranks where there is only this one."""
     return value
 
 
@@ -53,8 +56,13 @@ def hold(
     origin_s: float,
     agree: Agree = alone,
 ) -> list[Stretch]:
-    """All stretches. Ranks that work together make as many calls as the slowest finds right, and go
-    on while one must.
+    """Time an operation in stretches of many calls until the last stretches agree or
+    `limits.limit_s` is over, and return all stretches.
+
+    One call to warm up and one to choose the calls per stretch come first, and are not returned.
+    `max_over_ranks` returns the maximum of a value over all ranks, so that ranks that compute
+    together make the same number of calls, and go on while one of them must. Start times are
+    seconds since `origin_s`.
     """
     made.work()
     device.synchronize()
@@ -70,6 +78,9 @@ def hold(
 
 
 def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: int) -> Stretch:
+    """Time so many calls by device events and return them as a stretch; its start is in seconds
+    since `origin_s` on `clock`.
+    """
     start_s = clock() - origin_s
     return Stretch(
         start_s=start_s, time_s=max(0.0, time_calls(made.work, device, calls)), calls=calls
@@ -77,7 +88,12 @@ def _time(made: Made, device: Timeline, clock: Clock, origin_s: float, calls: in
 
 
 class Holder:
-    """Takes rows one after the other, and knows how fast the last ones of each kind were."""
+    """Runs benchmark rows one after the other, and remembers the best rate of each kind of row to
+    choose the size of the next.
+
+    `limits.total_s` counts from its creation. `max_over_ranks` returns the maximum of a value over
+    all ranks.
+    """
 
     def __init__(
         self,
@@ -88,13 +104,20 @@ class Holder:
         origin_s: float,
         agree: Agree = alone,
     ) -> None:
+        """Store the settings and take the time from which `limits.total_s` counts."""
         self.device, self.rank, self.limits = device, rank, limits
         self.clock, self.origin_s, self.agree = clock, origin_s, agree
         self._begin = clock()
         self._rates: dict[tuple[str, str | None, str], float] = {}
 
     def take(self, row: Row) -> Bench:
-        """What came of it: whatever goes wrong in it is the reason why there is no rate."""
+        """Run one benchmark row: prepare it, check its result, time it, and return the bench for
+        the rank file.
+
+        Nothing is raised: if the row is unsupported, the total time is over, or anything fails here
+        or on another rank, the bench has no stretches and states the reason. If the result is wrong
+        on this rank, `checked` states it instead.
+        """
         agree = self.agree if row.together else alone
         if row.lacks is not None:
             return self._bench(row, reason=row.lacks[:WHY_CHARS])
@@ -116,6 +139,9 @@ class Holder:
         return bench
 
     def _made(self, row: Row, rate: float | None) -> tuple[Made | None, str | None]:
+        """Prepare the operation of a row for calls that take at most `CALL_SHARE` of a row's time
+        at the expected rate; return it with None, or None with the reason why it cannot be had.
+        """
         try:
             return row.make(Budgeted(rate, CALL_SHARE * self.limits.limit_s)), None
         except LacksError as error:
@@ -124,11 +150,18 @@ class Holder:
             return None, _why(error)
 
     def _guess(self, row: Row) -> float | None:
-        """Of the first row of its kind: so much of the matmuls in its precision."""
+        """Return the expected rate of the first FLOP/s row of its kind: `GUESSED_SHARE` of the best
+        matmul rate in the same precision; None if that is unknown or the row is not in FLOP/s.
+        """
         known = self._rates.get(("matmul", row.precision, ""))
         return None if known is None or row.unit != "FLOP/s" else FIRST_SHARE * known
 
     def _take(self, row: Row, made: Made, agree: Agree) -> Bench:
+        """Check the result of a prepared operation, then time it, and return the bench.
+
+        If the check fails on any rank, the bench has no stretches. A row in bytes is an amount and
+        is not timed.
+        """
         told = self._bench(row).model_copy(
             update={"amount": float(made.amount), "detail": dict(made.detail)}
         )
@@ -145,6 +178,9 @@ class Holder:
         return told.model_copy(update={"stretches": stretches})
 
     def _bench(self, row: Row, reason: str | None = None) -> Bench:
+        """Return a bench of the row on this rank without amount and times, with an optional reason
+        why it has none.
+        """
         return Bench(
             group=row.group,
             name=row.name,
@@ -157,13 +193,15 @@ class Holder:
 
 
 def _why(error: Exception) -> str:
-    """Its first line: some name every kernel that there is."""
+    """Return the type and the first line of an error, cut to `REASON_CHARS`: some errors list every
+    kernel that exists.
+    """
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}: {said[0].strip() if said else ''}".rstrip(": ")[:WHY_CHARS]
 
 
 class CeilingsSpec(Frozen):
-    """What the parent tells the workers of `steelyard spec`."""
+    """What the parent tells all workers of `steelyard spec`."""
 
     accelerator: str
     plan: Plan
@@ -172,23 +210,31 @@ class CeilingsSpec(Frozen):
 
 
 class CeilingsWorkerSpec(Frozen):
-    """What such a worker is told."""
+    """All that one worker of `steelyard spec` is told: the parent's part and the node agent's."""
 
     run: CeilingsSpec
     host: HostSpec
 
 
 def main() -> None:
+    """Read the spec file named in the first argument, measure the ceilings as one rank, and exit
+    the process.
+    """
     spec = CeilingsWorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     serve(partial(CeilingsWorker, spec), spec.host.folder)
 
 
 class CeilingsWorker(RankProcess):
+    """One rank of `steelyard spec`: its rank file gets a bench for every row."""
+
     def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:
         super().__init__(rank, spec.run.accelerator, spec.host)
         self.spec = spec.run
 
     def run(self) -> None:
+        """Load the framework, join the other ranks and measure all rows; the results are in the
+        rank file.
+        """
         with self._phase("imports"):
             framework = self._load()
             shown: Ceilings = engine_rows.load_ceilings(FRAMEWORK)(framework)
@@ -198,7 +244,10 @@ class CeilingsWorker(RankProcess):
         framework.barrier()
 
     def _load(self) -> Framework:
-        """Return the framework on this rank's device, joined with the other ranks."""
+        """Return the framework on this rank's device, joined with the other ranks, and add device
+        and versions to the rank file; raise RequestError if the accelerator has no device class for
+        it.
+        """
         spec = self.spec
         device = accelerators.named(spec.accelerator).devices.get(FRAMEWORK)
         if device is None:
@@ -217,8 +266,8 @@ class CeilingsWorker(RankProcess):
         return framework
 
     def _rows(self, shown: Ceilings, rows: list[Row], framework: Framework) -> None:
-        """Take the rows one after the other, and write the rank file after each: a rank that is
-        killed leaves it.
+        """Measure the rows one after the other, and write the rank file after each, so that a rank
+        that is killed leaves what it has.
         """
         holder = Holder(
             framework, self.rank, self.spec.limits, now, self.host.origin_s, shown.agree

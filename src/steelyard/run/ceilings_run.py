@@ -1,5 +1,7 @@
-"""The parent's side of `steelyard spec`: lead this host's workers through it, and make a record of
-whatever came of it.
+"""The parent's side of `steelyard spec`: run the workers on this host and write a spec record of
+the ceilings that they measured.
+
+Called by cli/machine.py; the workers are run/ceilings_worker.py.
 """
 
 import secrets
@@ -26,17 +28,24 @@ from steelyard.run.parent import WORKER_ENV, Warn
 from steelyard.run.session import Session, Watch
 from steelyard.run.site import Site
 
-HANG_S = 300.0  # without a sign of life; one row takes seconds
-MOST_S = 24 * 3600.0  # for all rows
-SPARE_S = 600.0  # beyond the time of all rows, for what is made and checked before each
+HANG_S = 300.0  # longest time without progress; one row takes seconds
+MOST_S = 24 * 3600.0  # largest --limit
+SPARE_S = 600.0  # beyond the time of all rows, for preparing and checking each
 
 
 class SpecRun:
-    """One run of `steelyard spec`, from the agent of this host to its record in the folder `out`."""
+    """One run of `steelyard spec` on this host, from its node agent to the record in folder `out`.
+
+    Raises RequestError for `devices` or `limit_s` (the time for all rows, in seconds; None: the
+    default) out of range, or an unknown accelerator; None detects one.
+    """
 
     def __init__(
         self, accelerator: str | None, devices: int, quick: bool, out: Path, limit_s: float | None
     ) -> None:
+        """Check the options, choose the accelerator (None: detect one) and create the session;
+        start nothing. Raises RequestError for options out of range or an unknown accelerator.
+        """
         processes.check()
         self.quick, self.out, self.limits = quick, out, QUICK if quick else FULL
         if limit_s is not None:
@@ -51,8 +60,11 @@ class SpecRun:
         self.session = Session(launch.named("local"), Site(), 1)
 
     def to_record(self, watch: Watch | None, warn: Warn) -> tuple[SpecRecord, Path]:
-        """Whatever came of it, once workers were started; what is wrong with the request raises
-        RequestError.
+        """Run the workers, write the record into `out`, and return it with its path.
+
+        A run that fails after its workers were started gives a record with status `failed`; a wrong
+        request, or a host that cannot run it, raises RequestError. `show_progress` is called with
+        the progress, `warn` with warnings.
         """
         sealed.writable(self.out)
         with ExitStack() as undisturbed:
@@ -64,7 +76,9 @@ class SpecRun:
             return made, spec.write(made, self.out)
 
     def _prepare(self, warn: Warn) -> Start:
-        """Open the session, check the host, and return what to start."""
+        """Open the session, check the host, warn about devices that another run uses, and return
+        the message that starts the workers.
+        """
         asked = Open(
             accelerator=self.accelerator.name,
             devices=self.plan.devices,
@@ -93,6 +107,9 @@ class SpecRun:
         )
 
     def _assemble(self, failure: Failure | None) -> SpecRecord:
+        """Return the sealed record of the session's results, with the ceilings derived from the
+        benches; raise RequestError if a worker refused the request.
+        """
         if failure is not None and failure.code == "request":
             raise RequestError(failure.text.partition(": ")[2])
         session, ranks = self.session, self.session.results.ranks
@@ -118,7 +135,9 @@ class SpecRun:
         return spec.seal(draft.model_copy(update={"ceilings": ceilings.derive(draft)}))
 
     def _budget(self, ranks: list[RankFile]) -> dict[str, float]:
-        """Wall time by name, adding up to all of it; what a rank's own parts leave is `launch`."""
+        """Return wall seconds by part of the run, adding up to all of it: `agents`, the parts of
+        rank 0's own budget, and `launch` for what those leave.
+        """
         parts = ranks[0].budget if ranks else {}
         agents_s, worked_s = self.session.started_s - self.origin_s, now() - self.session.started_s
         return {"agents": agents_s, "launch": worked_s - sum(parts.values()), **parts}

@@ -1,4 +1,8 @@
-"""The only readers of a clock, and how far the clock of each host is from the parent's."""
+"""Read clocks, and estimate how far each host's clock is from the parent's.
+
+No other module reads a clock, so tests can inject their own. Pings between parent and node agent
+give the readings of a `HostClock`.
+"""
 
 import time
 from contextlib import suppress
@@ -6,33 +10,37 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-# Clocks that tick alike, beside the one that everything is timed with: what the kernel calls each.
+# Clocks that advance at the same rate as the monotonic one, by the kernel's names.
 OTHERS = {"raw": "CLOCK_MONOTONIC_RAW", "boottime": "CLOCK_BOOTTIME"}
-# a text that the kernel writes: a library that stands in for libc's clocks does not see it
+# read as text from the kernel: a library that replaces libc's clocks cannot change it
 UPTIME = Path("/proc/uptime")
 TRIES = 8
 
-PINGS = 8  # quick ones, after hello
+PINGS = 8  # sent one right after the other when `hello` has arrived
 
 
 def now() -> float:
-    """Monotonic seconds; on one host, the same timeline in every process."""
+    """Return monotonic seconds; all processes of one host have the same timeline."""
     return time.monotonic()
 
 
 def busy() -> float:
-    """CPU seconds that this process has used, all its threads together."""
+    """Return the CPU seconds that all threads of this process have used so far."""
     return time.process_time()
 
 
 def every() -> dict[str, float]:
-    """All clocks of this host at one moment: of several tries the one that took least, in which
-    nothing came between.
+    """Return the readings of all clocks of this host in seconds, by name (`monotonic`, `raw`,
+    `boottime`, `uptime`; those that exist).
+
+    They are read eight times, and the quickest try is returned: in that one the readings are
+    closest together.
     """
     return min((_read() for _ in range(TRIES)), key=lambda one: one[0])[1]
 
 
 def _read() -> tuple[float, dict[str, float]]:
+    """Read every clock once, and return how many seconds that took, and the readings by name."""
     begin = now()
     out = {"monotonic": begin}
     for name, number in OTHERS.items():
@@ -44,18 +52,19 @@ def _read() -> tuple[float, dict[str, float]]:
 
 
 def today() -> str:
-    """The calendar time of a record, UTC."""
+    """Return the current UTC date and time in ISO 8601 with milliseconds, as records state it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 def sleep(seconds: float) -> None:
+    """Suspend this thread for so many seconds."""
     time.sleep(seconds)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One ping and its answer: when it was sent and heard here, and what the other clock said in
-    between.
+    """One ping and its answer: when it was sent and answered on this host's clock, and what the
+    other host's clock showed in between (`remote_s`).
     """
 
     sent_s: float
@@ -64,50 +73,68 @@ class Reading:
 
     @property
     def offset_s(self) -> float:
-        """The other clock less ours, as if both ways took the same time."""
+        """Seconds that the other clock is ahead of ours, if the ping and its answer took equally
+        long.
+        """
         return self.there_s - (self.sent_s + self.heard_s) / 2
 
     @property
     def uncertainty_s(self) -> float:
-        """It can be off by no more than half of what both ways took."""
+        """Half of the round trip in seconds: the offset is wrong by no more than this."""
         return (self.heard_s - self.sent_s) / 2
 
 
 class HostClock:
-    """The clock of a host, from all readings so far. Two hosts drift apart, by seconds in a day:
-    early and late readings both count. A clock that cannot be told from ours is ours."""
+    """Another host's monotonic clock compared with ours, from all pings so far.
+
+    Clocks of two hosts drift apart, by seconds in a day, so early and late readings are compared. A
+    clock whose offset is within the uncertainty of every reading is taken for ours.
+    """
 
     def __init__(self) -> None:
         self._readings: list[Reading] = []
 
     def add(self, reading: Reading) -> None:
+        """Append the reading of one ping."""
         self._readings.append(reading)
 
     def early(self) -> Reading | None:
-        """The surest reading of the first ones, which the run's start is taken from."""
+        """Return the reading with the least uncertainty among the first `PINGS`, or None without
+        any.
+        """
         return min(self._readings[:PINGS], key=lambda one: one.uncertainty_s, default=None)
 
     def late(self) -> Reading | None:
-        """The surest of the last ones."""
+        """Return the reading with the least uncertainty among the last `PINGS`, or None without
+        any.
+        """
         return min(self._readings[-PINGS:], key=lambda one: one.uncertainty_s, default=None)
 
     @property
     def offset_s(self) -> float:
+        """Seconds that the host's clock was ahead of ours at the start of the run; 0 without
+        readings, or if it may be our own clock.
+        """
         first = self.early()
         return 0.0 if first is None or self.same else first.offset_s
 
     @property
     def uncertainty_s(self) -> float | None:
+        """Uncertainty of `offset_s` in seconds, or None without readings."""
         first = self.early()
         return None if first is None else first.uncertainty_s
 
     @property
     def same(self) -> bool:
-        """Whether it may be our own."""
+        """Whether it may be our own clock: the offset of every reading is within its uncertainty.
+        True without readings.
+        """
         return all(abs(one.offset_s) <= one.uncertainty_s for one in self._readings)
 
     def drift(self) -> float:
-        """Seconds that it gains on ours in a second; 0 where the readings do not tell."""
+        """Return the seconds that the host's clock gains on ours per second, or 0 if the change is
+        within the uncertainty of the readings.
+        """
         first, last = self.early(), self.late()
         if first is None or last is None or self.same:
             return 0.0

@@ -1,4 +1,8 @@
-"""Whether this version of an engine conforms, as `steelyard conform` found on this machine."""
+"""Store and look up whether an engine conforms on this machine, as `steelyard conform` found.
+
+The results are kept in conform.json in the user's cache folder, by engine. Records state them:
+run/parent.py asks for each run.
+"""
 
 import hashlib
 import json
@@ -23,9 +27,12 @@ MOST_BYTES = 1 << 20
 
 
 def engine_version(row: EngineRow, packages: Packages = None) -> str:
-    """Of its own source, this package's, and the packages it needs: whatever changes one of them
-    must be tried again. An engine that lives in another Python needs the packages of that one,
-    which are given then."""
+    """Return a hash of 16 hex digits over all that decides what an engine computes: this package's
+    files, the engine's own source, and the versions of the packages it needs.
+
+    `packages` are the package versions of another Python, if the engine runs in one
+    (`engine.python`); None: those installed here.
+    """
     parts = [row.name, environment.package_hash()]
     tops = {reference.partition(":")[0].partition(".")[0] for reference in row.works.values()}
     parts += [f"{name} {_source(name)}" for name in sorted(tops - {"steelyard"})]
@@ -38,6 +45,9 @@ def engine_version(row: EngineRow, packages: Packages = None) -> str:
 
 
 def _source(name: str) -> str | None:
+    """Return the hash of a top-level package's or module's source files, or None if it is not
+    installed or has no file.
+    """
     found = find_spec(name)
     if found is None or found.origin is None:
         return None
@@ -47,13 +57,19 @@ def _source(name: str) -> str | None:
 
 
 def _installed(name: str) -> str | None:
+    """Return the installed version of a package, or None if it is not installed."""
     with suppress(PackageNotFoundError):
         return version(name)
     return None
 
 
 def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = None) -> Path:
-    """Write down what was found; the last word on an engine counts."""
+    """Write whether the engine conforms to conform.json, replacing its earlier result, and return
+    the path of the file.
+
+    `cases` are the names of the cases it was tested on. Raises RequestError if the cache folder
+    cannot be made or is not private to the user.
+    """
     try:
         path = environment.private_cache(os.environ) / NAME
     except OSError as error:
@@ -71,8 +87,10 @@ def keep(row: EngineRow, cases: list[str], conforms: bool, packages: Packages = 
 
 
 def conforms(row: EngineRow, packages: Packages = None) -> bool | None:
-    """Whether this version of an engine conforms; None where nobody has tried."""
-    # a cache that is not ours is refused where something is loaded from it
+    """Return whether this very version of the engine was found to conform, or None if it was not
+    tested or the cache cannot be read.
+    """
+    # a cache that is not private is refused elsewhere, where code is loaded from it
     with suppress(RequestError, OSError):
         found = _read(environment.private_cache(os.environ) / NAME).get(row.name)
         if isinstance(found, dict) and found.get("version") == engine_version(row, packages):
@@ -81,6 +99,9 @@ def conforms(row: EngineRow, packages: Packages = None) -> bool | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the stored results by engine; empty if the file is missing, too large or not a JSON
+    object.
+    """
     with suppress(OSError, ValueError, RecursionError, files.TooLargeError):
         table = json.loads(files.read(path, MOST_BYTES))
         return table if isinstance(table, dict) else {}

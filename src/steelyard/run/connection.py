@@ -1,4 +1,8 @@
-"""The parent's end of the pipes to one node agent."""
+"""The parent's end of the pipes to one node agent.
+
+The session (run/session.py) opens one `Connection` per host; the messages are those of
+run/messages.py.
+"""
 
 import contextlib
 import queue
@@ -31,10 +35,19 @@ Inbox = queue.SimpleQueue[tuple["Connection", Any]]
 
 
 class Connection:
-    """A host, by the process that leads to its agent. What it says is put into the inbox; None
-    after its last word. `mark` is what all that the agent starts is found by."""
+    """A host of the run, through the process that leads to its node agent (the agent itself, ssh or
+    srun), which is started here.
+
+    A thread puts each message of the agent, as (connection, message), into `inbox`, and
+    (connection, None) when its output ends. `mark` is the text by which all processes that the
+    agent starts can be found again. `hello`, `reached`, `bye`, `pongs` and `disconnected` are set
+    by the session when it takes a message from the inbox.
+    """
 
     def __init__(self, name: str, command: list[str], token: str, mark: str, inbox: Inbox) -> None:
+        """Start `command` with pipes, in a session of its own, and two threads that read its stdout
+        and stderr; raises OSError or RuntimeError if that fails.
+        """
         self.name, self.token, self.mark = name, token, mark
         self.clock = HostClock()
         self.hello: Hello | None = None
@@ -45,8 +58,8 @@ class Connection:
         self.heard_s = self._pinged_s = now()
         self._inbox = inbox
         self._said: deque[bytes] = deque(maxlen=TAIL_LINES)
-        # A session of its own: Ctrl-C on a terminal is for the parent, which ends the agent in
-        # order.
+        # In its own session, Ctrl-C on the terminal reaches only the parent, which then ends the
+        # agent in order.
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -62,15 +75,21 @@ class Connection:
             one.start()
 
     def _listen(self) -> None:
+        """Read messages from the agent's stdout until it ends, add the clock reading of each pong,
+        and put the messages into the inbox, None last.
+
+        Lines that are no message of this run, such as the output of a login shell, are kept for
+        `read_output`; a message of another version ends the reading.
+        """
         stream = self.process.stdout
         while stream is not None and (line := stream.readline(messages.MAX_LINE_BYTES + 1)):
             try:
                 message = messages.decode(line, TO_PARENT, self.token)
             except UnknownError as error:
                 self._said.append(str(error).encode())
-                break  # and no more of what follows it would be understood
+                break  # later messages would not be understood either
             except MessageError:
-                self._said.append(line[:LINE_BYTES])  # what a login shell prints, or a stranger
+                self._said.append(line[:LINE_BYTES])  # such as output of a login shell
                 continue
             if isinstance(message, Pong):
                 self.clock.add(Reading(message.sent_s, now(), message.at_s))
@@ -79,32 +98,43 @@ class Connection:
         self._inbox.put((self, None))
 
     def _overhear(self) -> None:
+        """Keep the last `TAIL_LINES` lines that arrive on stderr."""
         stream = self.process.stderr
         while stream is not None and (line := stream.readline(LINE_BYTES)):
             self._said.append(line)
 
     def said(self) -> str:
-        """What came beside messages: from ssh, srun, a login shell, or an agent that broke."""
-        # what has ended has said all, once it is read
+        """Return what was printed besides messages, by ssh, srun, a login shell or a failing agent:
+        at most the last `TAIL_LINES` lines. Waits up to 2 s for a process that has ended.
+        """
+        # after the process has ended, all its output can be read
         self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)
         return b"".join(tuple(self._said)).decode("utf-8", "replace").strip()
 
     def send(self, message: Message) -> None:
+        """Write a message to the agent; an agent that is gone is ignored here, because the end of
+        its output shows it.
+        """
         if self.process.stdin is None:
             return
-        # whoever is gone, or closed, is heard to be gone
+        # the end of its output shows that the agent is gone
         with contextlib.suppress(OSError, ValueError):
             self.process.stdin.write(messages.encode(message))
             self.process.stdin.flush()
 
     def ping(self, at_once: bool = False) -> None:
-        """The heartbeat, where it is due."""
+        """Send a ping if `HEARTBEAT_S` seconds have passed since the last one, or in any case with
+        `immediately`.
+        """
         if at_once or now() - self._pinged_s >= HEARTBEAT_S:
             self._pinged_s = now()
             self.pings += 1
             self.send(Ping(token=self.token, sent_s=self._pinged_s))
 
     def exit_code(self) -> int | None:
+        """Wait up to `ENDING_S` seconds for the process to end and return its exit code, or None if
+        it still runs.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.process.wait(ENDING_S)
         return None
@@ -116,7 +146,9 @@ class Connection:
                 self.process.stdin.close()
 
     def close(self) -> None:
-        """Wait for the process to end, and close its streams unless a thread still reads them."""
+        """Wait for the process to end, without a limit, and close its streams unless a thread still
+        reads them.
+        """
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
             if stream is not None and not any(one.is_alive() for one in self._threads):
@@ -124,8 +156,11 @@ class Connection:
 
 
 def close(connections: Sequence[Connection]) -> None:
-    """Close stdin of all agents, then send SIGTERM and SIGKILL to those that do not end. They are
-    waited for together: many lost hosts take as long as one."""
+    """End the processes of all connections: close their stdin, then send SIGTERM and SIGKILL to
+    those that do not end within `ENDING_S` seconds each.
+
+    They are waited for together, so that many lost hosts take as long as one.
+    """
     for one in connections:
         one.close_stdin()
     for end in (subprocess.Popen.terminate, subprocess.Popen.kill):

@@ -1,13 +1,14 @@
-"""The environment of a run: hardware, software, the package's revision, compiler caches, and the
-Python of the workers.
+"""Describe the environment of a run (hardware, software, this package's revision), and prepare
+compiler caches and the Python of the workers.
 
-Nothing of a framework is imported: modules are looked for, not loaded. An engine may live in
-another Python (`engine.python`). The host's agent starts that one as `python -P -m
-steelyard.run.environment MODULE...`, which answers with one line of JSON: what it has.
+Used by the node agent (run/host.py) for the record's environment. No framework is imported: modules
+are looked for, not loaded. An engine may live in another Python (`engine.python`): the agent starts
+that one as `python -P -m steelyard.run.environment MODULE...`, which prints an `InterpreterFacts`
+as one line of JSON.
 
-Torch and Triton would share a cache folder under the temporary one, and load machine code from it,
-no matter who wrote it. Workers get folders that only their user can write, and that last across
-runs.
+By default torch and Triton keep their caches in the shared temporary folder and load machine code
+from there, no matter who wrote it. Workers get cache folders that only their user can write, and
+that last across runs.
 """
 
 import hashlib
@@ -61,41 +62,48 @@ PACKAGES = (
     "typer",
 )
 
-# What a container runtime leaves at the root of its file system.
+# Files that container runtimes create at the root of the file system, and the runtime.
 CONTAINER_FILES = {
     ".dockerenv": "docker",
     "run/.containerenv": "podman",
     ".singularity.d": "apptainer",
 }
-# What it leaves in the names of control groups.
+# Parts of cgroup names that container runtimes use.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
 
-MOST_BYTES = 64 << 10  # of a file of the system that is read
+MOST_BYTES = 64 << 10  # most that is read of a system file
 PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# what runs: results and notes elsewhere in the tree change nothing
+# paths that git checks for changes: only the package, not results and notes elsewhere
 SOURCES = (".", ":(exclude,glob)**/__pycache__/**")
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 CACHE_HINT = "name a folder of yours in XDG_CACHE_HOME"
 
-LOOK_S = 60.0  # a first import over a network file system takes its time
-REFUSED = 65  # EX_DATAERR of sysexits.h: what is wrong is the last line of stderr, whole
+LOOK_S = 60.0  # a first import over a network file system is slow
+REFUSED = 65  # EX_DATAERR of sysexits.h: the last line of stderr is the whole reason
 INTERPRETER = ["-P", "-m", "steelyard.run.environment"]
 
 
 def of_host(
     accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]
 ) -> Environment:
-    """All that is known of this host without a worker, which gets these variables. Versions of the
-    accelerators' libraries are null: a worker reports them."""
+    """Return the hardware, software and package revision of this host, as far as known without a
+    worker.
+
+    `devices` are the devices in use, `variables` the environment of the workers, of which the
+    listed names are recorded. Versions of the accelerators' libraries are None: a worker reports
+    them.
+    """
     hardware, software = _hardware(accelerator, found), _software(found, variables)
     return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
 
 
 def packages() -> dict[str, str]:
-    """Versions of the installed packages that a result may depend on, none of them imported."""
+    """Return the versions of the installed packages that a result may depend on, by name; none of
+    them is imported, and those not installed are left out.
+    """
     out = {}
     for name in sorted({*PACKAGES, *accelerators.names(lambda row: row.packages)}):
         try:
@@ -107,7 +115,9 @@ def packages() -> dict[str, str]:
 
 @cache
 def package_hash(package: Path = PACKAGE) -> str:
-    """Of all files of this package: hosts of a run must have the same."""
+    """Return a hash of 16 hex digits over the .py, .toml, .json and .html files of a package
+    folder, by default this package; cached. All hosts of a run must have the same.
+    """
     found = hashlib.sha256()
     for path in sorted(
         path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json", ".html")
@@ -118,12 +128,14 @@ def package_hash(package: Path = PACKAGE) -> str:
 
 
 def machine(root: Path = Path("/")) -> str | None:
-    """The product name that the firmware gives."""
+    """Return the product name that the firmware gives for this machine, or None."""
     return system_text(root / "sys/class/dmi/id/product_name") or None
 
 
 def container(root: Path = Path("/")) -> str | None:
-    """The container runtime around this process, as far as it shows."""
+    """Return the name of the container runtime around this process, such as `docker`, as far as
+    files and cgroup names show it; else None.
+    """
     for name, runtime in CONTAINER_FILES.items():
         if (root / name).exists():
             return runtime
@@ -132,8 +144,12 @@ def container(root: Path = Path("/")) -> str | None:
 
 
 def source(package: Path = PACKAGE) -> dict[str, Any]:
-    """The version, and the git revision where the package lies in its own work tree, in src/ at its
-    top. An installed copy has none, even inside somebody's repository."""
+    """Return `version`, git `revision` and `dirty` of this package.
+
+    The revision is known only where the package lies in src/ of its own git work tree, or from
+    STEELYARD_REVISION; an installed copy has none, even inside another repository. `dirty` is None
+    without a work tree.
+    """
     top = files.git(package, "rev-parse", "--show-toplevel")
     revision = dirty = None
     if top is not None and Path(top) == package.resolve().parents[1]:
@@ -142,12 +158,15 @@ def source(package: Path = PACKAGE) -> dict[str, Any]:
             package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES
         )
         dirty = None if revision is None or changes is None else changes != ""
-    # for copies without a repository, container images say
+    # container images set it, as they have no repository
     revision = revision or os.environ.get("STEELYARD_REVISION")
     return {"version": __version__, "revision": revision, "dirty": dirty}
 
 
 def _hardware(accelerator: Accelerator, found: list[Found]) -> Hardware:
+    """Return this host's hardware: machine, CPU, memory, the given devices and their datasheet
+    peak.
+    """
     return Hardware(
         machine=machine(),
         cpu=model_name(),
@@ -160,7 +179,9 @@ def _hardware(accelerator: Accelerator, found: list[Found]) -> Hardware:
 
 
 def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
-    """The datasheet row, where all devices share it."""
+    """Return the datasheet row of the devices, or None if it is unknown or they do not all share
+    one.
+    """
     rows = [accelerators.peak(accelerator, device) for device in found]
     if not rows or rows[0] is None or any(row != rows[0] for row in rows):
         return None
@@ -169,6 +190,9 @@ def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
 
 
 def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
+    """Return this host's software: OS, driver, Python, package versions and those of the workers'
+    `variables` that a record may state; library versions are None.
+    """
     allowed = accelerators.names(lambda row: row.variables).union(names.TORCH)
     told = {name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)}
     return Software(
@@ -184,8 +208,9 @@ def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
 
 
 def _preloaded(variables: Mapping[str, str]) -> dict[str, str]:
-    """Libraries that stand before all others and can change what any function does, a clock's too:
-    by name, not by place.
+    """Return the libraries in LD_PRELOAD and LD_AUDIT, which can replace any function, a clock's
+    too: file names joined by `:`, without their folders. Variables that are unset or empty are left
+    out.
     """
     named = {name: re.split(r"[:\s]+", variables.get(name, "").strip()) for name in PRELOADS}
     return {
@@ -196,6 +221,7 @@ def _preloaded(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _os_name() -> str:
+    """Return the name of the operating system from os-release, else the platform's name."""
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:  # not a Linux, or one without os-release
@@ -203,7 +229,9 @@ def _os_name() -> str:
 
 
 def system_text(path: Path) -> str:
-    """Return the text of a small file of the system, empty if it is absent or not ours to read."""
+    """Return the stripped text of a small system file, at most `MAX_FILE_BYTES` of it; empty if it
+    is absent or unreadable.
+    """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return file.read(MOST_BYTES).strip()
@@ -212,8 +240,12 @@ def system_text(path: Path) -> str:
 
 
 def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What workers are told of caches, each a folder that is made and checked here. One that is
-    named already stays. Nothing, where a user has no place for any."""
+    """Create the user's private compiler cache folders and return the variables that name them, for
+    the workers' environment.
+
+    Variables that are already set in `environment` are left out. Returns an empty dict if no folder
+    can be created; raises RequestError if a folder is not private to the user.
+    """
     try:
         return {
             name: str(private_cache(environment, folder))
@@ -225,12 +257,19 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def cache_variables_within(folder: Path) -> dict[str, str]:
-    """The same in the private folder of a run, which ends with it."""
+    """Return the cache variables with paths inside the private folder of a run, which is removed at
+    its end; no folder is created.
+    """
     return {name: str(folder / "cache" / place) for name, place in CACHES.items()}
 
 
 def private_cache(environment: Mapping[str, str], name: str = "") -> Path:
-    """A folder of this user's cache that nobody else can write."""
+    """Create ~/.cache/steelyard (or below XDG_CACHE_HOME) and its subfolder `name` if missing, and
+    return the subfolder.
+
+    Raises RequestError if one of the two is a link, belongs to another user or can be written by
+    others; OSError if it cannot be created.
+    """
     home = Path(environment.get("XDG_CACHE_HOME") or "")
     home = home if home.is_absolute() else Path(environment.get("HOME") or Path.home()) / ".cache"
     top = home / "steelyard"
@@ -240,6 +279,9 @@ def private_cache(environment: Mapping[str, str], name: str = "") -> Path:
 
 
 def _make_private(folder: Path) -> None:
+    """Create a folder with mode 0700 if it is missing; raise RequestError if it is a link, belongs
+    to another user or can be written by others.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     wrong = {
@@ -256,8 +298,8 @@ def _make_private(folder: Path) -> None:
 
 
 class Interpreter(Frozen):
-    """A Python that workers run in: its version, its packages, its steelyard, and which of the
-    asked modules it lacks.
+    """A Python in which workers run: its version, package versions, steelyard version and the hash
+    of its files (`package`), and which of the needed modules it lacks.
     """
 
     python: str
@@ -268,7 +310,7 @@ class Interpreter(Frozen):
 
 
 def this_interpreter(needs: Sequence[str]) -> Interpreter:
-    """Return the Python that runs this."""
+    """Describe the Python that runs this function; `needs` are the names of modules to look for."""
     return Interpreter(
         python=platform.python_version(),
         packages=packages(),
@@ -279,8 +321,8 @@ def this_interpreter(needs: Sequence[str]) -> Interpreter:
 
 
 def lacking_modules(needs: Sequence[str]) -> list[str]:
-    """Return the modules that this Python does not have; raise RequestError if one is there but
-    cannot be imported.
+    """Return those of the named modules that this Python does not have; raise RequestError if one
+    is installed but the package around it fails to import.
     """
     return [name for name in needs if not plugins.installed(name)]
 
@@ -288,8 +330,11 @@ def lacking_modules(needs: Sequence[str]) -> list[str]:
 def look_at_interpreter(
     path: str, needs: Sequence[str], variables: Mapping[str, str]
 ) -> Interpreter:
-    """The Python at a path, if workers of an engine that needs these modules can run in it; else
-    RequestError, one line.
+    """Start the Python at `path` in a process and return its description, if workers that need
+    these modules can run in it.
+
+    `variables` is its environment. Raises RequestError with one line if it does not start, fails,
+    does not answer within `INSPECT_S` seconds, has another steelyard, or lacks a module.
     """
     named = f"engine.python {path!r}"
     install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
@@ -332,6 +377,10 @@ def look_at_interpreter(
 
 
 def _check_interpreter(found: Interpreter, named: str, install: str) -> None:
+    """Raise RequestError if the other Python's steelyard differs from this one in version or files,
+    or if it lacks a module; `label` and `install` are the name and the install command for the
+    message.
+    """
     if found.version != __version__:
         raise RequestError(
             f"{named} has steelyard {found.version}, here is {__version__}; install this version"
@@ -350,6 +399,9 @@ def _check_interpreter(found: Interpreter, named: str, install: str) -> None:
 
 
 def main() -> None:
+    """Print the description of this Python, which looks for the modules named in the arguments, as
+    a line of JSON; on RequestError print its text to stderr and exit with code 65.
+    """
     try:
         found = this_interpreter(sys.argv[1:])
     except RequestError as error:

@@ -1,5 +1,8 @@
-"""A stretch of steps under the framework's profiler, after the measured passes: what `--explain`
-asks for. Nothing that is measured sees it."""
+"""Profile a few steps after the measured passes, for `--explain`; no measured pass runs under the
+profiler.
+
+Called by run/worker.py; the profile goes into the rank file and the record.
+"""
 
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -17,20 +20,27 @@ from steelyard.record.profile import MOST, REST, KernelFacts, Profile
 from steelyard.run.measure import Count, measure
 
 STEPS = 4  # at most
-# of one device in a stretch, about: seconds on a fast one; every step leaves thousands of events
+# FLOPs of a device in all profiled steps: seconds on a fast one; a step has thousands of events
 FLOPS = 2e15
 
 
 @runtime_checkable
 class Again(Protocol):
-    """An engine whose passes do not begin anew: it says how to take more steps."""
+    """An engine whose passes cannot be run a second time, such as training, and which therefore
+    offers more steps like those of a finished pass.
+    """
 
     def again(self, name: str) -> Iterator[Phase | Work]:
-        """Steps like those of a pass that is over, without end, evaluations and checkpoints."""
+        """Yield steps like those of a finished pass, without end, and without evaluations and
+        checkpoints.
+        """
 
 
 def steps_of(case: Case, plan: Plan, sample: int | None) -> int:
-    """How many steps a stretch has: the same on every rank, from what a step costs at most."""
+    """Return how many steps are profiled, the same on every rank: `MAX_STEPS`, or fewer, at least
+    one, if a training step costs so many FLOPs that each device would compute more than
+    `MAX_FLOPS`.
+    """
     train = case.question.train
     if train is None:
         return STEPS
@@ -50,8 +60,13 @@ def explain(
     watch: bool,
     trace: Path | None,
 ) -> Profile | None:
-    """Take the steps; `watch`: under the profiler. None where this rank does not watch, or its
-    framework cannot.
+    """Run `steps` more steps of pass `pass_name` and return their profile: counts, wall time and
+    time by kernel.
+
+    With `use_profiler`, this rank runs them under the framework's profiler, which writes the whole
+    trace to the file `trace_path` unless that is None. Returns None if this rank does not profile
+    or its framework has no profiler. `count` returns the token counts of a step. One step to warm
+    up comes before.
     """
     profiler = framework.profiler() if watch else None
     items = _warm(lambda: engine.again(name) if isinstance(engine, Again) else engine.work(name))
@@ -61,7 +76,7 @@ def explain(
     seen = measure(_first(items, steps), framework)
     if profiler is None:
         return None
-    kernels = divide(profiler.stop(trace))  # before samples are made, which is no part of the steps
+    kernels = divide(profiler.stop(trace))  # before samples are computed
     samples = seen.samples(name, rank, count)
     worked = [sample for sample in samples if sample.counts]
     return Profile(
@@ -81,18 +96,21 @@ def explain(
 
 
 def _warm(make: Callable[[], Iterator[Phase | Work]]) -> Iterator[Phase | Work]:
-    """The items after the first step, or all where there is but one."""
+    """Start a pass, run its first step, and return the items that follow; if there is only one
+    step, return those of a pass started anew.
+    """
     items = make()
     for item in items:
         if isinstance(item, Work):
             break
     following = next(items, None)
-    # What reads answers back at the end of a pass is no step.
+    # The phase that reads answers at the end of a pass is no step.
     alone = following is None or (isinstance(following, Phase) and following.name == "score")
     return make() if alone else chain([following], items)  # type: ignore[list-item]
 
 
 def _first(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | Work]:
+    """Yield items up to the end of step number `steps`, or all if there are fewer."""
     taken = 0
     for item in items:
         yield item
@@ -102,6 +120,7 @@ def _first(items: Iterator[Phase | Work], steps: int) -> Iterator[Phase | Work]:
 
 
 def _facts(one: Kernel) -> KernelFacts:
+    """Return a kernel as a record states it, its name cut to 200 characters."""
     return KernelFacts(
         name=one.name[:200],
         kind=one.kind,
@@ -112,7 +131,9 @@ def _facts(one: Kernel) -> KernelFacts:
 
 
 def _rest(kernels: list[Kernel]) -> Iterator[KernelFacts]:
-    """One row a kind."""
+    """Yield one row per kind of kernel with the summed calls and times of these kernels, under the
+    name `REST`.
+    """
     for kind in dict.fromkeys(one.kind for one in kernels):
         of = [one for one in kernels if one.kind == kind]
         time_s, calls = sum(one.time_s for one in of), sum(one.calls for one in of)

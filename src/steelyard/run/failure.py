@@ -58,9 +58,12 @@ UNFINISHED = Failure(
 
 @dataclass
 class RankResults:
-    """What the ranks left, by rank: the last readable rank file, why a later one cannot be read,
-    exits that the parent did not ask for, the end of stderr, and the stacks of a run that hung. The
-    session adds to it as messages arrive."""
+    """What all ranks left behind, by rank: the last readable rank file (`rank_files`), why a later
+    one cannot be read (`unreadable`), exits that the parent did not ask for, the end of stderr, and
+    the stack traces of a run that hung.
+
+    The session adds to it as messages arrive.
+    """
 
     rank_files: "dict[int, RankFile]" = field(default_factory=dict)
     exits: "dict[int, WorkerEnded]" = field(default_factory=dict)
@@ -75,8 +78,8 @@ class RankResults:
         return [self.rank_files[rank] for rank in sorted(self.rank_files)]
 
     def tail(self, rank: int | None) -> str:
-        """Return the end of a rank's stderr, or of all ranks' for None; where there is none, what
-        the agents printed.
+        """Return the end of a rank's stderr, or of all ranks' for None, at most `TAIL_CHARS`
+        characters; if there is none, what the agents printed.
         """
         own = (
             "\n".join(filter(None, self.stderr_tails.values()))
@@ -86,12 +89,15 @@ class RankResults:
         return (own or self.agent_output)[-TAIL_CHARS:]
 
     def exit_code(self, rank: int | None) -> int | None:
+        """Return the exit code of a rank that ended without being asked to; None for a rank that
+        did not, and for `rank` None.
+        """
         ended = None if rank is None else self.exits.get(rank)
         return None if ended is None else ended.code
 
     def without_rank_files(self, error: Exception) -> "RankResults":
-        """Return the same without the rank files, from which no record can be made because of
-        `error`.
+        """Return a copy without the rank files, from which no record can be made because of
+        `error`; if the agents printed nothing, its traceback stands in their place.
         """
         told = self.agent_output or "".join(traceback.format_exception(error))
         return replace(self, rank_files={}, agent_output=told)
@@ -100,16 +106,19 @@ class RankResults:
 def find_failure(
     results: RankResults, world_size: int, name: Callable[[int], str] = "rank {}".format
 ) -> Failure | None:
-    """Return the failure that came first, or None if every rank finished. `name` formats a rank for
-    the text.
+    """Return the failure that came first, or None if every rank finished. `format_rank` formats a
+    rank for the text.
 
     Later failures are usually consequences: a rank that loses its peer raises a connection error,
     and ranks that we end report `ended`. Rules, in this order; the first that applies decides:
-      1. a worker is suspended by a signal               -> stopped
-      2. a rank raised, and not because a peer died      -> the status in its rank file
-      3. a rank file cannot be read                      -> malformed
-      4. all ranks finished and exited with code 0       -> None, or data_differ if they read different data
-      5. a process died, or left no result               -> killed, disk_full, out_of_memory or illegal_instruction
+
+    1. A worker is suspended by a signal: `stopped`.
+    2. A rank raised, and not because a peer died: the status in its rank file.
+    3. A rank file cannot be read: `malformed`.
+    4. All ranks finished and exited with code 0: None, or `data_differ` if they read different
+       data.
+    5. A process died, or left no result: `killed`, `disk_full`, `out_of_memory` or
+       `illegal_instruction`.
     """
     ranks, exits = results.ranks, results.exits
     suspended = [ended for ended in exits.values() if ended.suspended]
@@ -155,8 +164,8 @@ def find_failure(
 
 
 def _lost_peer(error: str) -> bool:
-    """Return whether a rank failed because a peer was lost, which is a consequence and not the
-    cause.
+    """Return whether an error text shows that a peer was lost, which is a consequence and not the
+    cause: it names a connection error or a collective library.
     """
     libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
     return (
@@ -166,8 +175,10 @@ def _lost_peer(error: str) -> bool:
 
 
 def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
-    """Describe how a worker died from its exit code and its last words, without guessing who sent a
-    signal. The first rule that holds decides."""
+    """Return the failure of a worker that died, from its exit code and the end of its stderr,
+    without guessing who sent a signal; the first rule that holds decides its code, else it is
+    `killed`.
+    """
     code, by_signal = ended.code, ended.code is not None and ended.code < 0
     full = next((text for text in NO_SPACE if text in stderr_tail), None)
     last_line = " ".join((stderr_tail.strip().splitlines() or [""])[-1].split())
@@ -203,8 +214,8 @@ def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
 
 
 def _differing_data(ranks: "list[RankFile]") -> Failure | None:
-    """Return a failure if ranks read other data than the first, as hosts with files of their own
-    may.
+    """Return the failure `data_differ` for the first rank that read other data than the lowest
+    rank, as hosts with their own files may; None if all read the same.
     """
     known = [(one.rank, one.data.fingerprint) for one in ranks if one.data is not None]
     for rank, fingerprint in known:
@@ -218,7 +229,9 @@ def _differing_data(ranks: "list[RankFile]") -> Failure | None:
 
 
 def no_record(failure: Failure | None, error: Exception) -> Failure:
-    """Return the failure of a run whose rank files cannot be put together to a record."""
+    """Return the failure of a run from whose rank files no record can be made because of `error`:
+    `malformed`, or `failure` with its text extended if the run had failed anyway.
+    """
     why = " ".join("".join(traceback.format_exception_only(error)).split())
     text = f"what the ranks left cannot be put together: {why[:WHY_CHARS]}"
     return (
@@ -229,5 +242,6 @@ def no_record(failure: Failure | None, error: Exception) -> Failure:
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal number, such as SIGTERM, or `signal N` for an unknown one."""
     names = {one.value: one.name for one in signal.Signals}
     return names.get(number, f"signal {number}")

@@ -1,4 +1,9 @@
-"""What `steelyard check` reads of this machine. Nothing is set, and no framework is imported."""
+"""Read what `steelyard check` shows of this machine: devices, host settings, load by other
+processes, free disk space and versions.
+
+Called by cli/machine.py; metrics/fit.py judges the result. Nothing on the machine is changed, and
+no framework is imported.
+"""
 
 import platform
 import shutil
@@ -22,7 +27,12 @@ PACKAGES = ("torch", "transformers")
 
 
 def machine(accelerator: str | None, records: Path) -> Machine:
-    """This machine, with the named accelerator or the first that is found."""
+    """Return the state of this machine with the named accelerator, or with the first that has
+    devices; takes about `WATCH_S` seconds, in which CPU time is counted.
+
+    `records_folder` is the folder whose free space is read. A driver that does not answer is
+    reported in `problem`; an unknown accelerator raises RequestError.
+    """
     row, problem = _row(accelerator)
     found = [] if problem is not None else row.find()
     installed = environment.packages()
@@ -50,8 +60,11 @@ def machine(accelerator: str | None, records: Path) -> Machine:
 
 
 def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
-    """Return the named accelerator, or the first that has devices, and what is wrong with its
-    driver: a driver that does not answer is a finding, and no wrong request."""
+    """Return the accelerator's row and what is wrong with its driver, or None.
+
+    Without a name it is the first row that has devices or whose driver fails, else the CPU's. A
+    failing driver is a finding to report, not a wrong request.
+    """
     for row in (
         accelerators.table().values() if accelerator is None else [accelerators.named(accelerator)]
     ):
@@ -64,7 +77,9 @@ def _row(accelerator: str | None) -> tuple[Accelerator, str | None]:
 
 
 def others(watch_s: float = WATCH_S) -> Share:
-    """What processes but this one take of the cores now."""
+    """Count CPU time for `watch_s` seconds and return the share of the cores that processes other
+    than this one and its parent took; unknown, with a reason, if the host does not count it.
+    """
     reader, kept = load.Reader(""), load.LoadReadings()
     for _ in range(2):
         kept.add(reader.read(now()))
@@ -77,7 +92,9 @@ def others(watch_s: float = WATCH_S) -> Share:
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Where the folder is, or would be made."""
+    """Return the free bytes of the disk that holds the folder or, if it does not exist yet, its
+    nearest existing ancestor; None if that cannot be read.
+    """
     with suppress(OSError):
         place = next(
             (one for one in (folder.absolute(), *folder.absolute().parents) if one.is_dir()), None

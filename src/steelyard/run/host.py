@@ -1,7 +1,9 @@
-"""A host as its agent sees it: devices, files, network, the environment that workers get, and
-settings that can change results.
+"""One host as its node agent sees it: devices, files, network, the environment that workers get,
+and settings that can change results.
 
-Settings are read from /proc, /sys and the driver; nothing is set.
+`Host` is created when the parent's `open` message arrives, and answers it with `hello`.
+`read_host_state` is also used by `steelyard check`. Settings are read from /proc, /sys and the
+driver; nothing is set.
 """
 
 import os
@@ -24,8 +26,8 @@ from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
 from steelyard.run.processes import AGENT_CLAIM
 
 LOOPBACK = "lo"
-# What workers do not inherit: what launchers tell the ranks that they start. Ours are told by their
-# agent; a stranger's words would have them wait for a world that is not there.
+# Variables that workers do not inherit: other launchers tell their ranks by them who they are, and
+# our workers would wait for ranks that do not exist.
 SCRUBBED = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "RANK_TABLE_FILE"),
@@ -52,13 +54,21 @@ KIB = 1024
 
 
 class Host:
-    """What `open` asked of this host."""
+    """What the parent's `open` message asked for, looked up on this host.
+
+    Creating it sets the site's variables in this process's environment, claims the run's name (see
+    run/processes.py), creates cache folders, finds devices, and listens on a port if the run has
+    other hosts. Anything wrong is stored as one line in `problem`, not raised.
+    """
 
     def __init__(self, asked: Open) -> None:
+        """Set the site's variables in os.environ, claim the run's name, create caches, find devices
+        and, for several hosts, listen on a port; store a RequestError as text in `problem`.
+        """
         self.asked = asked
         os.environ.update(asked.environment)
         self.claims: list[socket.socket] = []
-        # how this agent is found, should it stop
+        # by this claim the agent is found if it is suspended
         processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)
         self.accelerator: Accelerator | None = None
         self.found: list[Found] = []
@@ -67,7 +77,7 @@ class Host:
         self.problem: str | None = None
         self.caches: dict[str, str] = {}
         self.python = sys.executable if asked.python is None else asked.python
-        # of the workers, where it is another than this one
+        # None: workers use the agent's own Python
         self.interpreter: Interpreter | None = None
         self.lacking: list[str] = []
         try:
@@ -92,18 +102,25 @@ class Host:
 
     @property
     def used(self) -> list[Found]:
+        """The devices that the run uses: the first of those found."""
         return self.found[: self.asked.devices]
 
     def sources(self) -> list[Source]:
+        """Return the telemetry sources of the used devices."""
         return [] if self.accelerator is None else self.accelerator.sources(self.used)
 
     @property
     def severity(self) -> dict[str, str]:
+        """How much each slowdown reason of the accelerator matters, by reason; empty without an
+        accelerator.
+        """
         return {} if self.accelerator is None else dict(self.accelerator.severity)
 
     def variables(self) -> dict[str, str]:
-        """The environment of workers: inherited, then what the accelerator needs, the network,
-        caches, and what the run says."""
+        """Return the whole environment of a worker process: inherited variables without those of
+        other launchers, then those of the accelerator, the network interface and the caches, and
+        last the run's own, which win.
+        """
         inherited = {name: value for name, value in os.environ.items() if not scrubbed(name)}
         needed = accelerators.settings(lambda row: row.worker_variables)
         needed |= (
@@ -121,6 +138,9 @@ class Host:
         return {**inherited, **needed, **network, **self.caches, **self.asked.variables}
 
     def hello(self) -> Hello:
+        """Return the `hello` message, which describes this host to the parent. It claims each used
+        device for this run; a device that another run has claimed is marked `busy`.
+        """
         row, listening = self.accelerator or accelerators.CPU, self.listening
         return Hello(
             token=self.asked.token,
@@ -150,7 +170,9 @@ class Host:
         )
 
     def _environment(self, row: Accelerator) -> Environment:
-        """With the Python and the packages of the workers, and then also the agent's own Python."""
+        """Return this host's environment; if workers run in another Python, with the version and
+        packages of that one, and the agent's own Python besides.
+        """
         made = environment.of_host(row, self.used, self.variables())
         if self.interpreter is None:
             return made
@@ -161,7 +183,10 @@ class Host:
         )
 
     def _devices(self, row: Accelerator) -> list[FoundDevice]:
-        # none where something was wrong before they were looked for
+        """Return all devices with their free memory, and claim the used ones; `busy` says who else
+        has a device. Empty if an earlier problem prevented the search.
+        """
+        # no devices if a problem came before the search
         free = row.free(self.found) if self.found else []
         return [
             FoundDevice(
@@ -182,13 +207,16 @@ class Host:
 
 
 def scrubbed(name: str) -> bool:
+    """Return whether workers do not inherit this environment variable, because it tells another
+    launcher's ranks who they are.
+    """
     ignored = SCRUBBED | accelerators.names(lambda row: row.ignored_variables)
     return name in ignored or name.startswith(SCRUBBED_BEGIN)
 
 
 def _machine() -> str:
-    """The boot of its kernel, its network and its name: containers with a network of their own are
-    hosts of their own.
+    """Return a text that identifies this machine, the same for two names of one: boot id, network
+    namespace and host name. Containers with their own network count as hosts of their own.
     """
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     parts = (
@@ -200,8 +228,9 @@ def _machine() -> str:
 
 
 def _interface(asked: Open) -> str:
-    """The network interface for what ranks send each other: loopback on one host, else the named
-    one, else that of the route to another host of the run."""
+    """Return the network interface over which ranks communicate: loopback on one host, else the one
+    the site names, else that of the route to another host; raise RequestError if there is none.
+    """
     if asked.peer is None:
         return LOOPBACK
     known = psutil.net_if_addrs()
@@ -220,7 +249,9 @@ def _interface(asked: Open) -> str:
 
 
 def _route(peer: str) -> str:
-    """Our address on the way to a host; a datagram socket that is connected sends nothing."""
+    """Return our own address on the route to a host, without sending anything; raise RequestError
+    if there is no route.
+    """
     try:
         kind, *_, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as asking:
@@ -234,7 +265,9 @@ def _route(peer: str) -> str:
 
 
 def _listen(interface: str) -> socket.socket:
-    """A free port on the interface, where rank 0 is met."""
+    """Return a socket that listens on a free port of the interface, where rank 0 will be met; raise
+    RequestError if the interface has no IP address.
+    """
     addresses = psutil.net_if_addrs().get(interface, [])
     for kind in FAMILIES:
         for one in addresses:
@@ -247,7 +280,9 @@ def _listen(interface: str) -> socket.socket:
 
 
 def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) -> HostState:
-    """The host, and its devices that are used."""
+    """Return load, memory, swap, CPU governors, clock source, CPU quota and NUMA nodes of this
+    host, and the state of the given devices; what is unknown is left out.
+    """
     memory, group = _memory(root), load.tightest_group(root)
     told = {
         "load_1m": _load_1m(root),
@@ -271,12 +306,12 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
 
 
 def _known(table: Mapping[str, object]) -> dict[str, object]:
-    """What is not known is left out."""
+    """Return the mapping without its None values."""
     return {name: value for name, value in table.items() if value is not None}
 
 
 def _memory(root: Path) -> dict[str, int]:
-    """The lines of /proc/meminfo, in bytes."""
+    """Return the lines of /proc/meminfo by name, in bytes; empty if it cannot be read."""
     out = {}
     for line in environment.system_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
@@ -286,6 +321,7 @@ def _memory(root: Path) -> dict[str, int]:
 
 
 def _load_1m(root: Path) -> float | None:
+    """Return the load average of the last minute, or None if it is unknown."""
     with suppress(ValueError, IndexError):
         found = float(environment.system_text(root / "proc/loadavg").split()[0])
         return found if isfinite(found) else None
@@ -293,8 +329,8 @@ def _load_1m(root: Path) -> float | None:
 
 
 def _governors(root: Path) -> list[str] | None:
-    """The frequency governors of all cores, each once; None where the kernel has none, as in most
-    virtual machines.
+    """Return the frequency governors of all cores, each once and sorted, or None where the kernel
+    has none, as in most virtual machines.
     """
     policies = sorted((root / CPUS / "cpufreq").glob("policy*/scaling_governor"))
     names = {
@@ -305,7 +341,9 @@ def _governors(root: Path) -> list[str] | None:
 
 
 def _count(ranges: str) -> int:
-    """How many numbers a list such as 0-3,8 has; 0 where it is none."""
+    """Return how many numbers a kernel list such as `0-3,8` has (here 5); an empty text gives 0,
+    and counting ends at the first part that is no number.
+    """
     count = 0
     with suppress(ValueError):
         for part in filter(None, ranges.split(",")):

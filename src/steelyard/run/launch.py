@@ -1,8 +1,8 @@
-"""Launchers: how a node agent is started on each host, and how Slurm gives hosts.
+"""Launchers: the command line that starts a node agent on each host, and how Slurm allocates hosts.
 
-A launcher is a pure function from a site to command lines; the parent starts what it returns and
-talks to it over its stdin and stdout. Other packages add rows through the entry-point group
-`steelyard.launchers`: each entry point names a `Launcher`.
+A launcher is a pure function from a site to a command line; the session (run/session.py) starts it
+and talks to the agent over its stdin and stdout. Other packages add launchers through the
+entry-point group `steelyard.launchers`: each entry point names a `Launcher`.
 """
 
 import os
@@ -23,11 +23,10 @@ from steelyard.run import processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.site import Site
 
-NODE = ["-P", "-m", "steelyard.run.node"]  # -P: what lies in the current folder is not imported
+NODE = ["-P", "-m", "steelyard.run.node"]  # -P: do not import from the current folder
 LOCAL = "localhost"
 
-# No passwords and no questions: keys and the user's own agent. Host keys are checked, whatever a
-# configuration says.
+# No passwords and no prompts, only keys and the user's ssh agent. Host keys are always checked.
 SSH = [
     "-T",
     "-o",
@@ -39,21 +38,21 @@ SSH = [
     "-o",
     "ConnectTimeout=10",
 ]
-# A node of its own each: one srun over several mixes their long lines.
+# One srun per node: a single one over several nodes mixes their long lines.
 SRUN = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--unbuffered", "--quiet"]
 # an allocation lasts until its stdin is closed
 HOLD = ["sh", "-c", 'echo "$SLURM_JOB_ID"; exec cat']
 
 POLL_S = 0.1
 ANSWER_S = 60.0
-STATE_S = 5.0  # after a run: its end does not wait for a scheduler that is busy
+STATE_S = 5.0  # short, so that the end of a run does not wait for a busy scheduler
 GONE = "GONE"  # our word for the state of a job that Slurm does not know any more
-Waiting = Callable[[float], None]  # told how long the wait in the queue has been
+Waiting = Callable[[float], None]  # called with the seconds waited in the queue
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts that a scheduler gave, and the name of what it gave."""
+    """Hosts that a scheduler has allocated, and the id of its job."""
 
     job: str
     hosts: tuple[str, ...]
@@ -61,8 +60,12 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A row. `command` starts an agent on a host. A launcher with a `scheduler` asks it for hosts;
-    one without has those of the site, or this one."""
+    """A way to start node agents. `command(site, host, allocation)` returns the command line that
+    starts an agent on a host.
+
+    `remote`: agents run on other hosts, or may. `scheduler`: hosts come from a scheduler's
+    allocation; without it, from the site file or, for a local launcher, this host.
+    """
 
     name: str
     command: Callable[[Site, str, Allocation | None], list[str]]
@@ -71,21 +74,27 @@ class Launcher:
 
 
 def local(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
+    """Return the command line that starts an agent on this host, with this Python."""
     return [sys.executable, *NODE]
 
 
 def ssh(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
-    """ssh hands one line to the shell of the host: every word of it is quoted."""
+    """Return the command line that starts an agent on a host by ssh; every word of the remote
+    command is quoted, because ssh passes one line to the shell there.
+    """
     return ["ssh", *SSH, host, shlex.join(_with_prologue(site, host))]
 
 
 def srun(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
+    """Return the command line that starts an agent on one host of a Slurm allocation."""
     job = [f"--jobid={allocation.job}"] if allocation is not None else []
     return ["srun", *job, *SRUN, f"--nodelist={host}", *_with_prologue(site, host)]
 
 
 def salloc(site: Site, nodes: int) -> list[str]:
-    """What gets an allocation, prints its number, and holds it until its stdin is closed."""
+    """Return the command line that allocates nodes with the site's Slurm settings, prints the job
+    id, and holds the allocation until its stdin is closed.
+    """
     slurm = site.slurm
     told = {
         "partition": slurm.partition,
@@ -98,8 +107,8 @@ def salloc(site: Site, nodes: int) -> list[str]:
 
 
 def _with_prologue(site: Site, host: str) -> list[str]:
-    """The agent's command, after the site's own shell lines where it has any. They are the script,
-    the command its words.
+    """Return the agent's command line on a host: with the site's Python there, and run by `sh`
+    after the site's prologue lines if it has any.
     """
     command = [site.python_on(host), *NODE]
     prologue = site.prologue_on(host)
@@ -107,6 +116,9 @@ def _with_prologue(site: Site, host: str) -> list[str]:
 
 
 def table() -> dict[str, Launcher]:
+    """Return all launchers by name: local, ssh, slurm and those of other packages; raise
+    RequestError if two have one name.
+    """
     shipped = [
         Launcher("local", local, remote=False),
         Launcher("ssh", ssh),
@@ -116,6 +128,7 @@ def table() -> dict[str, Launcher]:
 
 
 def named(name: str) -> Launcher:
+    """Return the launcher of this name; raise RequestError with the known ones if there is none."""
     rows = table()
     if name not in rows:
         raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(rows)}")
@@ -125,7 +138,12 @@ def named(name: str) -> Launcher:
 def hosts(
     launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
 ) -> list[str]:
-    """The hosts of a run, in the order of their ranks."""
+    """Return the names of the hosts of a run, in the order of their ranks: `localhost`, or the
+    first `nodes` hosts of the allocation or the site file.
+
+    Raises RequestError for several nodes with a local launcher, for a host listed twice, and for
+    more nodes than hosts.
+    """
     if not launcher.remote:
         if nodes > 1:
             raise RequestError(
@@ -148,8 +166,11 @@ def hosts(
 
 @contextmanager
 def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterator[Allocation]:
-    """The allocation around this process, or a new one that ends with the block, or with this
-    process.
+    """Provide Slurm's allocation for a `with` block: the one this process runs in, or a new one,
+    which is released at the end of the block or when this process dies.
+
+    Waits in the queue without a limit; `show_wait` is called repeatedly with the seconds waited.
+    Raises RequestError if salloc is missing, fails, or prints no job id.
     """
     inside = current_allocation(os.environ)
     if inside is not None:
@@ -167,7 +188,7 @@ def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterato
             stdout=subprocess.PIPE,
             stderr=said,
             start_new_session=True,
-            # a wait in the queue does not see its stdin closed
+            # while it waits in the queue, salloc does not notice that stdin is closed
             preexec_fn=processes.hang_up_with_parent,
         )
         job = None
@@ -182,14 +203,18 @@ def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterato
 
 
 def current_allocation(environment: Mapping[str, str]) -> Allocation | None:
-    """The allocation that this process is in."""
+    """Return the Slurm allocation that these environment variables name, or None outside of one;
+    raises RequestError if scontrol does not list its hosts.
+    """
     job = environment.get("SLURM_JOB_ID")
     nodes = environment.get("SLURM_JOB_NODELIST")
     return Allocation(job, _hosts(nodes)) if job and nodes else None
 
 
 def job_state(job: str) -> str | None:
-    """How Slurm calls the state of a job; None where it does not answer."""
+    """Return Slurm's word for the state of a job, such as RUNNING; `GONE` if it no longer knows the
+    job, None if it does not answer.
+    """
     try:
         return (
             _ask(
@@ -207,7 +232,9 @@ def job_state(job: str) -> str | None:
 
 
 def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting | None) -> str:
-    """Wait in the queue. The number comes when the hosts are ours."""
+    """Wait until salloc prints the id of the job, and return it; raise RequestError with the end of
+    its stderr (the file `stderr_file`) if it ends before, or the id is no number.
+    """
     if process.stdout is None:
         raise TypeError("salloc without a pipe")
     os.set_blocking(process.stdout.fileno(), False)
@@ -234,9 +261,12 @@ def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting
 
 
 def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
-    """Close its stdin: salloc's command ends and the hosts are given back. A wait in the queue is
-    cancelled by SIGHUP, and a job whose salloc was killed by its number. Any other signal, at the
-    moment when its command ends, can leave salloc in an endless loop (22.05)."""
+    """Release an allocation and wait until salloc has ended: close its stdin, send SIGHUP after 2
+    s, SIGKILL after 10 s more. If salloc itself was killed, cancel the job by its id.
+
+    No other signal comes first: one that arrives just when its command ends can leave salloc in an
+    endless loop (22.05).
+    """
     if process.poll() is not None and job is not None:
         with suppress(RequestError):
             _ask("scancel", job)
@@ -254,11 +284,14 @@ def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
 
 
 def _hosts(nodes: str) -> tuple[str, ...]:
-    """The names behind Slurm's short form, such as gpu[1-4]."""
+    """Return the host names behind Slurm's short form, such as gpu[1-4], by asking scontrol."""
     return tuple(_ask("scontrol", "show", "hostnames", nodes).split())
 
 
 def _ask(*command: str, within_s: float = ANSWER_S) -> str:
+    """Run a command of Slurm and return its stripped stdout; raise RequestError if it cannot be
+    started, fails, or takes longer than `timeout_s` seconds.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=within_s, check=False

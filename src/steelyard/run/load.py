@@ -1,9 +1,10 @@
-"""CPU time and memory of a host while a run goes on, from the kernel's counters: of the cores it
-may use, of its own processes, of its control group, and how many processes the kernel ended for
-lack of memory.
+"""Read CPU time, CPU quotas and OOM kills of this host from the kernel's counters in /proc and
+/sys.
 
-Counters are read once a second. What others used of a stretch of time is worked out from the
-record.
+The node agent reads CPU time once a second with a `CpuLoadReader` and sends each reading to the
+parent, which collects them in `LoadReadings`; the record states them as `Load`. How much CPU time
+other processes took during a pass is computed later from the record (metrics/busy.py). All paths
+are below `root`, so that tests can pass a folder in place of `/`.
 """
 
 import os
@@ -18,28 +19,35 @@ from steelyard.record.facts import Load
 from steelyard.run.messages import LoadSaid
 
 ROOT = Path("/")
-TICKS = os.sysconf("SC_CLK_TCK")  # of a second, in which the kernel counts
-# Of the columns of /proc/stat after the name: user, nice, system, irq, softirq, steal. Time that a
-# hypervisor gave to others (steal) is missing here as well. Guests are in user.
+TICKS = os.sysconf("SC_CLK_TCK")  # the kernel's unit of CPU time
+# Columns of /proc/stat after the name: user, nice, system, irq, softirq, steal. Stolen time, which
+# a hypervisor gave to others, was not available to the run either. Guest time is part of user.
 BUSY = (0, 1, 2, 5, 6, 7)
 # utime and stime of /proc/PID/stat after the name in brackets; then cutime, cstime
 ALONE, OWN = (11, 12), (11, 12, 13, 14)
-# Descendants are found through the threads of a process. Where ranks have many, they are looked for
-# less often.
+# Finding descendants reads every thread of a process; ranks with many threads are searched at every
+# tenth reading only.
 FEW_THREADS, SELDOM = 256, 10
 MAX_ROWS = 2048
 GROUPS = "sys/fs/cgroup"
 
 
 def affinity() -> frozenset[int]:
-    """The cores that this process may run on."""
+    """Return the numbers of the CPU cores on which this process may run: its affinity mask on
+    Linux, all cores elsewhere.
+    """
     if sys.platform != "linux":
         return frozenset(range(os.cpu_count() or 1))
     return frozenset(os.sched_getaffinity(0))
 
 
 class Reader:
-    """Reads the counters of this host for one run."""
+    """Reads the CPU time counters of this host for one run.
+
+    `token` is the run's token, which every message carries. `cores` are the cores to count, by
+    default this process's affinity. `agent_pids` holds the process ids of the node agent, first its
+    own and then, unless that is pid 1 or below, that of the process that started it.
+    """
 
     def __init__(
         self,
@@ -48,9 +56,12 @@ class Reader:
         cores: Iterable[int] | None = None,
         agent: tuple[int, ...] | None = None,
     ) -> None:
+        """Find the cgroup with the tightest CPU quota and set what is counted: `cores` (None: this
+        process's affinity) and the agent's process ids (None: this process and its parent).
+        """
         self._token, self._root = token, root
         self._cores = affinity() if cores is None else frozenset(cores)
-        # The agent, and who started it: the command itself, or what stands for it on this host.
+        # The agent and its parent process: the command, or what ssh or srun started on this host.
         self._agent = (
             (os.getpid(), *(pid for pid in (os.getppid(),) if pid > 1)) if agent is None else agent
         )
@@ -60,10 +71,18 @@ class Reader:
         self._readings = 0
 
     def watch(self, pids: tuple[int, ...]) -> None:
-        """The ranks are these."""
+        """Set the process ids of the ranks whose CPU time counts as the run's own, with their
+        descendants.
+        """
         self._pids = pids
 
     def read(self, t_s: float) -> LoadSaid:
+        """Return the current counters as a `load` message; `t_s` is the time since the start of the
+        run, which is passed on.
+
+        The CPU times are in seconds since a start that the kernel chooses, so only differences
+        between two readings mean something.
+        """
         self._look()
         return LoadSaid(
             token=self._token,
@@ -77,6 +96,9 @@ class Reader:
         )
 
     def _look(self) -> None:
+        """Update the list of the ranks' descendants; if the ranks have more than 256 threads
+        together, only at every tenth call.
+        """
         proc = self._root / "proc"
         threads = sum(cpu.threads(pid, proc) for pid in self._pids)
         if threads <= FEW_THREADS or self._readings % SELDOM == 0:
@@ -84,7 +106,9 @@ class Reader:
         self._readings += 1
 
     def _busy_s(self) -> float | None:
-        """Of the cores that the run may use, by whomever; None where one of them is not counted."""
+        """Return the CPU seconds that all processes together used on the allowed cores, or None if
+        /proc/stat does not list every one of these cores.
+        """
         ticks = found = 0
         with suppress(OSError, ValueError, IndexError):
             for line in (self._root / "proc/stat").read_text().splitlines():
@@ -97,7 +121,9 @@ class Reader:
         return ticks / TICKS if found == len(self._cores) else None
 
     def _used_s(self, pids: Iterable[int], places: tuple[int, ...] = OWN) -> float:
-        """By processes that are there, and by children that they waited for."""
+        """Return the CPU seconds used by these processes as far as they still exist; `stat_columns`
+        selects columns of /proc/PID/stat, by default also those of children that were waited for.
+        """
         ticks = 0
         for pid in pids:
             with suppress(OSError, ValueError, IndexError):
@@ -113,19 +139,26 @@ class Reader:
 
 @dataclass
 class LoadReadings:
-    """The readings of one host as they arrive. Counters lose nothing when every second reading is
-    dropped.
+    """The CPU load readings of one host, as the parent receives them.
+
+    When there are more than `MAX_READINGS`, every second one is dropped; as the values are running
+    totals, no CPU time is lost by that.
     """
 
     rows: list[LoadSaid] = field(default_factory=list)
 
     def add(self, row: LoadSaid) -> None:
+        """Append a reading; beyond `MAX_READINGS` readings, drop every second one but never the
+        newest.
+        """
         self.rows.append(row)
         if len(self.rows) > MAX_ROWS:
             self.rows = [*self.rows[:-1:2], self.rows[-1]]
 
     def load(self) -> Load | None:
-        """Counted from the first reading on; None where the host does not count what its cores do."""
+        """Return all readings as columns for the record, with CPU seconds counted from the first
+        reading; None if there is no reading or the host did not report the busy time of its cores.
+        """
         if not self.rows or any(row.busy_s is None for row in self.rows):
             return None
         first = self.rows[0]
@@ -147,19 +180,21 @@ class LoadReadings:
 
 
 def _rounded(seconds: float) -> float:
-    """The kernel counts hundredths."""
+    """Round to milliseconds; the kernel itself counts in hundredths of a second."""
     return round(seconds, 3)
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group with a quota: so many cores, for all processes in it together."""
+    """A control group (cgroup) with a CPU quota: so many cores for all its processes together."""
 
     quota: float
-    usage: Path | None  # the file that counts its CPU time
+    usage: Path | None  # counts its CPU time; None: no such file
 
     def usage_s(self) -> float | None:
-        """CPU seconds of all that was ever in it."""
+        """Return the CPU seconds used by all processes that were ever in the cgroup, or None if its
+        counter is missing or unreadable.
+        """
         if self.usage is None:
             return None
         with suppress(OSError, ValueError):
@@ -175,7 +210,9 @@ class Group:
 
 
 def tightest_group(root: Path = ROOT) -> Group | None:
-    """The group whose quota holds; None where no group on the way up has one."""
+    """Return the cgroup with the smallest CPU quota among this process's cgroup and its ancestors,
+    or None if none of them has a quota.
+    """
     found = [
         group
         for folder, counted in _folders(root)
@@ -185,9 +222,13 @@ def tightest_group(root: Path = ROOT) -> Group | None:
 
 
 def _folders(root: Path) -> list[tuple[Path, Path]]:
-    """This process's group and those above it: where the quota stands, and where CPU time is
-    counted. Version 1 of control groups may count elsewhere. In a container a group's own root is
-    what is mounted."""
+    """Return two folders each for this process's CPU cgroup and its ancestors, innermost first: the
+    one with the quota and the one that counts CPU time.
+
+    The two differ where version 1 of cgroups mounts `cpuacct` separately. Not every folder exists:
+    in a container, the cgroup's own root may be what is mounted. Returns an empty list without
+    /proc/self/cgroup.
+    """
     top = root / GROUPS
     lines: list[str] = []
     with suppress(OSError):
@@ -207,6 +248,9 @@ def _folders(root: Path) -> list[tuple[Path, Path]]:
 
 
 def _group(folder: Path, counted: Path) -> Group | None:
+    """Return the cgroup of a folder with its quota, or None if it has none; `usage_folder` is the
+    folder of its cpuacct.usage, if it is version 1.
+    """
     quota = _quota(folder)
     if quota is None:
         return None
@@ -215,7 +259,9 @@ def _group(folder: Path, counted: Path) -> Group | None:
 
 
 def _quota(folder: Path) -> float | None:
-    """Cores; None where there is no limit."""
+    """Return the CPU quota of a cgroup folder in cores (version 2: cpu.max, version 1:
+    cpu.cfs_quota_us), or None if there is no limit or no such file.
+    """
     with suppress(OSError, ValueError, ZeroDivisionError):
         most, period = (folder / "cpu.max").read_text().split()
         return None if most == "max" else int(most) / int(period)
@@ -226,15 +272,15 @@ def _quota(folder: Path) -> float | None:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes of this control group the kernel has ended for lack of memory, or
-    None if it does not count.
+    """Return how many processes of this process's cgroup the kernel has killed so far because
+    memory ran out, or None if no counter can be read.
     """
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
             if controllers in ("", "memory"):
                 top = root / GROUPS / controllers
-                for path in (top / group.lstrip("/"), top):  # within a container a group's own root
+                for path in (top / group.lstrip("/"), top):  # the second in containers
                     for name in ("memory.events", "memory.oom_control"):
                         found = _oom_kills(path / name)
                         if found is not None:
@@ -243,6 +289,9 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _oom_kills(path: Path) -> int | None:
+    """Return the `oom_kill` counter of a memory.events or memory.oom_control file, or None if the
+    file is unreadable or lacks it.
+    """
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")

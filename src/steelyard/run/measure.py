@@ -1,9 +1,10 @@
-"""The one measured loop that every engine's work passes through.
+"""The one measured loop that every engine's work passes through, and other timing of device work.
 
 An engine yields marks: a `Phase` where a phase of a step begins, a `Work` where a step ends. At
 each mark the loop takes the host time and a device event and goes on; it never waits for the device
 inside a pass. The pass ends when the engine has nothing more to yield and the device is idle, so
-work hidden behind the last mark is inside the wall time.
+work hidden behind the last mark is inside the wall time. Called by run/worker.py; the samples go
+into the rank file.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,21 +18,21 @@ from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
 Count = Callable[[Work], dict[str, int]]
-# what an engine yielded, when on the host, and in the device's stream
+# what an engine yielded, the host time since the start of the pass, and the device event
 Mark = tuple[Phase | Work, float, Event]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A measured pass on this rank, as marks. Its samples are made after it, which takes its time
-    too.
+    """A measured pass on this rank as a list of marks; its samples are computed after the pass,
+    because that takes time too.
     """
 
-    start_at: float  # on the clock, not relative
+    start_at: float  # reading of the clock at the start
     wall_s: float
-    # the wall time on the device's own clock, where that is another than the host's
+    # the wall time by device events; None if the device has no clock of its own
     device_s: float | None = None
-    cpu_s: float | None = None  # CPU time of this process, where that did the work
+    cpu_s: float | None = None  # CPU time of this process; None if another program did the work
     clock: ClockName = "host"
     first: Event | None = None  # None: nothing was marked
     marks: list[Mark] = field(default_factory=list)
@@ -39,7 +40,13 @@ class Trace:
     def samples(
         self, name: str, rank: int = 0, count: Count = lambda item: item.counts
     ) -> list[Sample]:
-        """Return a sample for each step; `count` says what its work counts."""
+        """Return a sample for each step, with times in seconds since the start of the pass: by
+        device events, and on the host's clock.
+
+        `pass_name` is the pass; `count` returns the token counts of a step's work, by default those
+        that the engine reported. Values that are not finite become None. Empty for a pass without
+        marks.
+        """
         if self.first is None:
             return []
         out: list[Sample] = []
@@ -80,7 +87,12 @@ def measure(
     step_done: Callable[[int], None] | None = None,
     busy: Clock | None = None,
 ) -> Trace:
-    """Run a pass to its end. `busy` is the CPU time used so far."""
+    """Run a pass to its end and return its marks and times; no sample is computed yet.
+
+    `items` does the engine's work while it is iterated. `step_done` is called after each step with
+    the number of steps so far. `busy` reads the CPU time of this process in seconds; without it, or
+    if the engine reports times of another program, `cpu_s` is None.
+    """
     device.synchronize()
     busy_s = None if busy is None else busy()
     start = clock()
@@ -103,8 +115,8 @@ def measure(
 
 
 def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
-    """The same work with nothing around it but two readings of the clock: what the loop above is
-    compared with.
+    """Run the same work without marks, events or callbacks, and return its wall time alone: the
+    overhead of `measure` is found by comparison.
     """
     device.synchronize()
     start = clock()
@@ -115,7 +127,7 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
 
 
 def _number(value: Any) -> float | None:
-    """A value as a number; one that is not finite becomes null, for JSON has no NaN."""
+    """Return the value as a float, or None if it is not finite: JSON has no NaN."""
     number = float(value)
     return number if number - number == 0.0 else None
 
@@ -123,7 +135,9 @@ def _number(value: Any) -> float | None:
 def mean_time_s(
     work: Callable[[], Any], device: Timeline, least_s: float, clock: Clock = now
 ) -> float:
-    """Mean device time of one call, over as many calls as fill `least_s`, after three to warm up."""
+    """Return the mean device seconds of one call of `work`, over at least three calls and as many
+    as fill `min_time_s` seconds, after three to warm up.
+    """
     for _ in range(3):
         work()
     device.synchronize()
@@ -140,7 +154,9 @@ def mean_time_s(
 
 
 def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
-    """Return the device time of all calls together. Ranks that call together make the same number."""
+    """Return the device seconds of all calls together. Ranks that communicate in `work` must pass
+    the same number of calls.
+    """
     first = device.event()
     for _ in range(calls):
         work()
@@ -150,7 +166,9 @@ def time_calls(work: Callable[[], Any], device: Timeline, calls: int) -> float:
 
 
 class Budget:
-    """Wall time by name. Parts follow one another; time between them is `harness`, so they add up."""
+    """Wall seconds of a process by named part. Parts follow one another; time between them is
+    `harness`, so that all add up to the time since its creation.
+    """
 
     def __init__(self, clock: Clock = now) -> None:
         self._clock = clock
@@ -161,6 +179,9 @@ class Budget:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
+        """Count the time of a `with` block as part `name`, added to earlier time of that name;
+        raise RuntimeError inside another part.
+        """
         if self._open is not None:
             raise RuntimeError(f"budget part {name!r} begins inside {self._open!r}")
         self._open, self._begin = name, self._clock()
@@ -171,7 +192,9 @@ class Budget:
             self._open = None
 
     def parts(self) -> dict[str, float]:
-        """All parts until now, an open one as far as it got, the rest under `harness`."""
+        """Return the seconds of all parts until now, including those of a part that has not ended,
+        and `harness` for the time between parts.
+        """
         at = self._clock()
         parts = dict(self._parts)
         if self._open is not None:

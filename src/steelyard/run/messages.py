@@ -1,15 +1,15 @@
-"""What a node agent says and is told.
+"""The messages between the parent and a node agent, and the files that an agent shares with its
+workers.
 
-The protocol between it and the parent: JSON lines, one message each, every one with the run's
-token.
+Messages are JSON lines over the agent's stdin and stdout, each with the run's token:
 
     parent → agent   open · reach · start · ping · stop · sweep
-    agent → parent   hello · reached · started · pong · progress · telemetry · load · rank · exit · bye
+    agent → parent   hello · reached · started · pong · progress · telemetry · load · rank ·
+                     exit · bye
 
 `open` comes first and brings the token; a line without it is no message. A heartbeat goes both
-ways: the parent pings every second and the agent answers, which is also how far apart their clocks
-are. Whoever hears nothing for `silence_s` takes the other side for gone. Beside these stand the
-files that an agent shares with its workers, and what it adds to their spec.
+ways: the parent pings every second and the agent answers, which also tells how far apart their
+clocks are. Whoever hears nothing for `silence_s` seconds takes the other side for gone.
 """
 
 import hashlib
@@ -30,15 +30,17 @@ PROTOCOL = 2
 HEARTBEAT_S = 1.0
 SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20
-# In the private folder that an agent shares with its workers, and the most that is read of a file
-# of theirs: 100,000 steps of a rank take 40 MB.
+# Files in the folder that an agent shares with its workers, and the most that is read of them:
+# 100,000 steps of a rank take 40 MB.
 SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
 RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10
-MARK = "STEELYARD_RUN"  # in the environment of all that a run starts: how it is found again
+MARK = "STEELYARD_RUN"  # set for all processes of a run, which are found by it
 
 
 class Progress(Frozen):
-    """How far rank 0 is."""
+    """How far rank 0 is: `done` of `total` steps in a phase, both 0 where nothing is counted. Also
+    the content of the progress file.
+    """
 
     phase: str
     done: int
@@ -46,8 +48,9 @@ class Progress(Frozen):
 
 
 class Rendezvous(Frozen):
-    """Where ranks meet: a `file` on one host, an `address` on several, where rank 0 serves the
-    socket `listen_fd`, which is already bound to the interface of the site."""
+    """Where ranks meet: a `file` on one host, an `address` with `port` on several. Rank 0 serves
+    the socket `listen_fd`, which is already bound to the interface of the site.
+    """
 
     file: Path | None = None
     address: str | None = None
@@ -56,7 +59,7 @@ class Rendezvous(Frozen):
 
 
 class HostSpec(Frozen):
-    """What the agent of a host adds to the spec of its workers."""
+    """What the node agent of a host adds to the spec of its workers."""
 
     folder: Path = Field(description="where workers leave their rank files; absolute")
     origin_s: float = Field(description="the start of the run on this host's monotonic clock")
@@ -64,14 +67,14 @@ class HostSpec(Frozen):
 
 
 class Message(Frozen):
-    """A line of the protocol. `kind` tells which, `token` of which run."""
+    """A message of the protocol: `kind` says which, `token` of which run."""
 
     token: str
 
 
 class Open(Message):
-    """What will be asked of this host, so that it can say whether it can. The session sets `token`,
-    `mark` and `peer`.
+    """The first message: what the run will need of this host, which the agent checks and answers
+    with `hello`. The session sets `token`, `mark` and `peer`.
     """
 
     kind: Literal["open"] = "open"
@@ -98,7 +101,9 @@ class Open(Message):
 
 
 class Reach(Message):
-    """Connect to this address, where rank 0 will be met."""
+    """Asks the agent to try a connection to this address, where rank 0 will be met; answered by
+    `reached`.
+    """
 
     kind: Literal["reach"] = "reach"
     address: str
@@ -106,8 +111,8 @@ class Reach(Message):
 
 
 class Start(Message):
-    """Start the ranks of this host. The session sets all but `run`, `worker`, `world` and
-    `workers`.
+    """Asks the agent to start the ranks of its host. The session sets all but `run`, `worker`,
+    `world` and `workers`.
     """
 
     kind: Literal["start"] = "start"
@@ -129,19 +134,23 @@ class Start(Message):
 
 
 class Ping(Message):
+    """The parent's heartbeat, sent at `sent_s` on its monotonic clock; answered by `pong`."""
+
     kind: Literal["ping"] = "ping"
     sent_s: float
 
 
 class Stop(Message):
-    """End the workers; `stacks`: after each said where it is."""
+    """Asks the agent to end its workers; with `stacks`, after each has written where it is."""
 
     kind: Literal["stop"] = "stop"
     stacks: bool = False
 
 
 class Sweep(Message):
-    """End what an agent that died left behind."""
+    """Asks a new agent to end the processes and remove the folder that an agent that died left
+    behind, found by `mark`.
+    """
 
     kind: Literal["sweep"] = "sweep"
     mark: str
@@ -149,7 +158,7 @@ class Sweep(Message):
 
 
 class FoundDevice(Frozen):
-    """A device as its driver shows it; `busy` where another run of ours has it."""
+    """A device as its driver shows it; `busy` says which other run uses it, None if none does."""
 
     name: str
     uuid: str | None
@@ -159,6 +168,8 @@ class FoundDevice(Frozen):
 
 
 class Hello(Message):
+    """The agent's answer to `open`: what this host has, or in `problem` why it cannot take part."""
+
     kind: Literal["hello"] = "hello"
     protocol: int
     host: str
@@ -182,28 +193,36 @@ class Hello(Message):
 
 
 class Reached(Message):
+    """The agent's answer to `reach`: None, or why the address cannot be reached."""
+
     kind: Literal["reached"] = "reached"
     problem: str | None
 
 
 class Started(Message):
+    """Says that the ranks of the host were started, with their process ids."""
+
     kind: Literal["started"] = "started"
     pids: list[int]
 
 
 class Pong(Message):
+    """The agent's answer to a ping, with its own monotonic clock."""
+
     kind: Literal["pong"] = "pong"
     sent_s: float = Field(description="as the ping said")
     at_s: float = Field(description="this host's clock")
 
 
 class ProgressSaid(Message, Progress):
+    """New progress of rank 0, which is on this host."""
+
     kind: Literal["progress"] = "progress"
 
 
 class TelemetryRows(Message):
-    """New readings of one device. A longer period than before: every second row so far is to be
-    dropped.
+    """New telemetry readings of one device, as columns. A longer period than before says that the
+    sampler slowed down, and that every second row so far is to be dropped.
     """
 
     kind: Literal["telemetry"] = "telemetry"
@@ -214,7 +233,7 @@ class TelemetryRows(Message):
 
 
 class LoadSaid(Message):
-    """One reading of a host's CPU time, each counted by the kernel since a start of its own."""
+    """One reading of a host's CPU time, in seconds since a start that the kernel chooses."""
 
     kind: Literal["load"] = "load"
     allowed: int = Field(description="cores, by affinity")
@@ -227,7 +246,9 @@ class LoadSaid(Message):
 
 
 class RankSaid(Message):
-    """A rank file, finished or not; or why there is one that cannot be read."""
+    """The text of a rank file, finished or not, with its SHA-256; or in `problem` why it cannot be
+    read.
+    """
 
     kind: Literal["rank"] = "rank"
     rank: int
@@ -237,7 +258,9 @@ class RankSaid(Message):
 
 
 class WorkerEnded(Message):
-    """A worker exited, or a signal such as SIGSTOP has suspended it for several seconds."""
+    """Says that a worker exited, or that a signal such as SIGSTOP has suspended it for several
+    seconds.
+    """
 
     kind: Literal["exit"] = "exit"
     rank: int
@@ -250,7 +273,7 @@ class WorkerEnded(Message):
 
 
 class Bye(Message):
-    """The last message."""
+    """The agent's last message: exit codes, stderr tails and stacks by rank."""
 
     kind: Literal["bye"] = "bye"
     exits: dict[int, int | None]
@@ -299,26 +322,35 @@ class MessageError(Exception):
 
 
 class UnknownError(MessageError):
-    """A message of this run that another version wrote."""
+    """A message with this run's token that does not validate, because another version of steelyard
+    wrote it.
+    """
 
 
 def rank_name(rank: int) -> str:
+    """Return the file name of a rank's rank file."""
     return f"rank-{rank}.json"
 
 
 def stack_name(rank: int) -> str:
+    """Return the file name of a rank's stack traces."""
     return f"stack-{rank}.txt"
 
 
 def token() -> str:
+    """Return a new random token for a run, 32 hex digits."""
     return secrets.token_hex(16)
 
 
 def encode(message: Message) -> bytes:
+    """Return the message as one line of JSON."""
     return message.model_dump_json(by_alias=True).encode() + b"\n"
 
 
 def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSaid:
+    """Return the message that carries the text of a rank file with its SHA-256, or the `problem`
+    why it cannot be read.
+    """
     return RankSaid(
         token=token,
         rank=rank,
@@ -329,12 +361,17 @@ def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSa
 
 
 def whole(said: RankSaid) -> bool:
-    """Whether a rank file arrived as it was sent."""
+    """Return whether the text of a rank file arrived as it was sent, by its SHA-256."""
     return hashlib.sha256(said.text.encode()).hexdigest() == said.sha256
 
 
 def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
-    """The message of a line. None as the token: the first one, which brings it."""
+    """Parse a line and return its message, of the types that `adapter` allows.
+
+    Raises MessageError if the line is too long, no JSON, or has no token or another than `token`
+    (None accepts any: the first message brings it), and UnknownMessageError if the message does not
+    validate.
+    """
     if len(line) > MAX_LINE_BYTES:
         raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
     try:

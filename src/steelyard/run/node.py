@@ -1,9 +1,9 @@
-"""The node agent: one process a host. It says what the host has, starts the ranks, samples
-telemetry, forwards what ranks leave, and ends them all when it is told to, when its parent is gone,
-or when it is told to end itself. Imports no framework.
+"""The node agent: one process per host, which starts the ranks, samples telemetry and forwards what
+ranks leave to the parent.
 
-Started by a launcher as `python -P -m steelyard.run.node`; it talks over stdin and stdout, see
-messages.py.
+It ends all its workers when the parent asks for it or is gone, or when a signal ends the agent
+itself. It imports no framework. Started by a launcher as `python -P -m steelyard.run.node`; it
+exchanges the messages of run/messages.py with the parent over stdin and stdout.
 """
 
 import errno
@@ -39,16 +39,17 @@ from steelyard.run.messages import (
 from steelyard.run.ranks import Ranks
 
 POLL_S = 0.1
-OPEN_S = 60.0  # to hear the first message
+OPEN_S = 60.0  # longest wait for the first message
 REACH_S = 5.0
-ALONE_S = 30.0  # to end without a parent: twice what ending needs
-LAST_S = 5.0  # for the parent to take the last words
+ALONE_S = 30.0  # time to end after the parent is gone: twice what it takes
+LAST_S = 5.0  # for the parent to read the last messages
 PARENT_GONE = Failure("parent_gone", "the parent is gone")
 
 
 class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
-    """The agent is to end. `failure` says why, or is None where all workers ended or the parent
-    wishes it.
+    """Raised to leave the agent's loop. `failure` says why the agent ends by itself; it is None if
+    all workers ended or the parent asked for it. `with_stacks`: workers write their stacks before
+    they are ended.
     """
 
     def __init__(self, failure: Failure | None = None, stacks: bool = False) -> None:
@@ -57,21 +58,28 @@ class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
 
 
 class Voice:
-    """What is said to the parent, from a thread of its own. A parent that is stopped, or behind a
-    network that is cut, takes nothing more once the pipe is full; the agent must not wait for it.
+    """Sends messages to the parent from a thread of its own.
+
+    A parent that is suspended, or behind a broken network, reads nothing more once the pipe is
+    full, and the agent must not block on it. `is_connected` becomes False when the pipe is broken.
     """
 
     def __init__(self, out: BinaryIO) -> None:
-        self.heard = True  # whether somebody takes it
+        """Start the thread that writes queued messages to `out`."""
+        self.heard = True  # False after a write failed
         self._out = out
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def say(self, message: Message) -> None:
+        """Queue a message to be written; never blocks."""
         self._lines.put(messages.encode(message))
 
     def _write(self) -> None:
+        """Write queued lines until None is queued; on a write error set `is_connected` to False and
+        end.
+        """
         try:
             while (line := self._lines.get()) is not None:
                 self._out.write(line)
@@ -80,12 +88,22 @@ class Voice:
             self.heard = False
 
     def finish(self, within_s: float) -> None:
+        """Wait up to `timeout_s` seconds until all queued messages are written; no message may
+        follow.
+        """
         self._lines.put(None)
         self._thread.join(within_s)
 
 
 class Agent:
+    """The loop of the node agent: handles the parent's messages and forwards news of the ranks.
+
+    `lines` are the parent's lines, None after the last. The agent ends if no message comes for
+    `silence_s` seconds of the `open` message (60 s before it).
+    """
+
     def __init__(self, lines: "queue.SimpleQueue[bytes | None]", voice: Voice) -> None:
+        """Store the queue of the parent's lines and the sender; nothing is read yet."""
         self._lines, self._voice = lines, voice
         self._token: str | None = None
         self._heard_s = now()
@@ -95,6 +113,12 @@ class Agent:
         self._signal: int | None = None
 
     def run(self) -> None:
+        """Handle messages until the agent is to end, then end all workers, send what they left, and
+        return.
+
+        Installs handlers for SIGTERM, SIGINT and SIGHUP, which end the agent. MessageError is
+        passed on to the caller.
+        """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._told)
         try:
@@ -108,16 +132,19 @@ class Agent:
         self._voice.finish(LAST_S)
 
     def _told(self, number: int, frame: Any) -> None:
+        """Remember a signal; the loop ends the agent for it."""
         self._signal = number
 
     def _hear(self) -> None:
-        """Handle what the parent says, or wait a moment for it."""
+        """Handle one message of the parent, or wait a moment for it; raise AgentExit if the parent
+        is gone or silent, or a signal came.
+        """
         with suppress(queue.Empty):
             line = self._lines.get(timeout=POLL_S)
             if line is None:
                 raise AgentEnds(PARENT_GONE)
             self._handle(messages.decode(line, TO_AGENT, self._token))
-            # after what was asked, which may take longer than a parent may be silent
+            # read after the message was handled, which may take longer than `silence_s`
             self._heard_s = now()
         if not self._voice.heard:
             raise AgentEnds(PARENT_GONE)
@@ -133,6 +160,9 @@ class Agent:
             )
 
     def _handle(self, message: Any) -> None:
+        """Carry out one message of the parent and queue its answer; raise AgentExit for `stop` and
+        `sweep`, MessageError for a message that is not expected in this state.
+        """
         match message:
             case Open() if self._host is None:
                 self._token, self._silence_s = message.token, message.silence_s
@@ -162,6 +192,9 @@ class Agent:
                 raise MessageError(f"{message.kind} was not expected now")
 
     def _start(self, host: Host, start: Start) -> None:
+        """Start the ranks and queue the messages about it; raise AgentExit with the reason if the
+        system cannot start them.
+        """
         try:
             self._ranks = Ranks(host, start)
             for message in self._ranks.start():
@@ -171,7 +204,9 @@ class Agent:
             raise AgentEnds(_not_started(error)) from error
 
     def _look(self) -> None:
-        """Forward what is new."""
+        """Forward new progress, readings, rank files and exits; raise AgentExit if all workers have
+        ended.
+        """
         if self._ranks is None:
             return
         for message in self._ranks.news():
@@ -180,7 +215,7 @@ class Agent:
             raise AgentEnds
 
     def _finish(self, failure: Failure | None, with_stacks: bool = False) -> None:
-        """End what was started, send what it left, and say bye."""
+        """End all workers, queue what they left, and the `bye` message with `failure`."""
         if self._ranks is not None:
             for message in self._ranks.finish(failure, with_stacks):
                 self._voice.say(message)
@@ -189,6 +224,9 @@ class Agent:
 
 
 def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:
+    """Return the failure for ranks that could not be started: `out_of_memory`, `disk_full` or
+    `not_started`.
+    """
     if lacks_memory(error):
         return Failure(
             "out_of_memory",
@@ -201,6 +239,7 @@ def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:
 
 
 def _reach(asked: Reach) -> str | None:
+    """Try a TCP connection to the address of a `reach` message; return None or the error text."""
     try:
         socket.create_connection((asked.address, asked.port), REACH_S).close()
     except OSError as error:
@@ -209,8 +248,12 @@ def _reach(asked: Reach) -> str | None:
 
 
 def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
-    """All lines of the parent, then None. A line beyond the limit comes cut off, and is refused. An
-    agent that hangs, in a driver or on a disk, would never see that None, and outlive its parent.
+    """Put all lines of the parent into the queue, then None; then wait 30 s and kill this process
+    with exit code 1.
+
+    The kill is for an agent that hangs in a driver or on a disk, would never see that None, and
+    would outlive its parent. A line beyond the size limit arrives cut off, and is refused when it
+    is decoded.
     """
     while line := stream.readline(messages.MAX_LINE_BYTES + 1):
         lines.put(line)
@@ -220,8 +263,8 @@ def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
-    """End the agent if one of its threads ran out of memory: without it, it would fall silent and
-    not say why.
+    """Print the exception that a thread raised and, if memory ran out, exit the process with code
+    1: without that thread the agent would fall silent without a reason.
     """
     threading.__excepthook__(failed)
     if issubclass(failed.exc_type, MemoryError):
@@ -230,6 +273,12 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 
 
 def main() -> None:
+    """Run the node agent on stdin and stdout and exit the process: code 0, or 2 after a line that
+    is no message.
+
+    Stdout is replaced by stderr for everything else, so that what a plug-in prints is not read as a
+    message, and stdin by /dev/null.
+    """
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a plug-in prints must not be read as a message
     processes.adopt_orphans()

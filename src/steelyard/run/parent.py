@@ -1,5 +1,8 @@
-"""The parent's side of a run: lead its hosts through it, and make a record of whatever came of it.
-Imports no framework.
+"""The parent's side of a run: start agents and workers through a session, and write the record of
+whatever came of it.
+
+Called by cli/runs.py with a `CheckedRequest`. Uses run/session.py to run, run/preflight.py to check
+hosts, and run/assemble.py to make the record. It imports no framework.
 """
 
 import re
@@ -30,15 +33,15 @@ from steelyard.run.messages import Hello, Open, Start
 from steelyard.run.ready import Ready
 from steelyard.run.session import Session, Watch
 
-# what a cancelled job looks like from here
+# failures that a cancelled Slurm job causes
 LOST = ("connection_lost", "agent_ended", "host_silent", "killed")
 GOES_ON = ("RUNNING", "CONFIGURING", "SUSPENDED")  # as squeue calls a job that has its hosts
-MOST = 3  # contradictions that a reason names
-# of a pass: one that runs out of memory later has cost too much to be started again unasked
+MOST = 3  # contradictions listed in a reason
+# steps of a pass; a run that fails later has cost too much to be restarted automatically
 FIRST_STEPS = 20
 WORKER_ENV = {
     "HF_HUB_OFFLINE": "1",
-    # a worker ends without taking anything down, and what it said must be there
+    # a worker exits without flushing, and its output must be complete
     "PYTHONUNBUFFERED": "1",
     "PYTHONSAFEPATH": "1",  # python -m would import whatever lies in the current folder
     "TOKENIZERS_PARALLELISM": "true",
@@ -53,16 +56,24 @@ def run_case(
     allocation: Allocation | None = None,
     warn: Warn | None = None,
 ) -> tuple[Record, Path]:
-    """Run one case and write its record. What only a host or a worker finds wrong with a request
-    raises RequestError.
+    """Run one case and write its record; return the record and its path.
+
+    A run that fails after its start also gives a record. What only a host or a worker finds wrong
+    with the request raises RequestError. `show_progress` is called with the progress, `warn` with
+    warnings; `allocation` are Slurm's hosts.
     """
     return Run(ready, allocation, warn).to_record(watch)
 
 
 class Run:
-    """One run of a case, from the first agent to its record."""
+    """One run of a case, from its first agent to its record; it has a second attempt if the first
+    runs out of memory with sizes that were chosen automatically.
+    """
 
     def __init__(self, ready: Ready, allocation: Allocation | None, warn: Warn | None) -> None:
+        """Take the start time, id and name of the checkpoint folder of the run, and create its
+        session; start and write nothing.
+        """
         self.ready, self.allocation, self.warn = ready, allocation, warn
         self.origin_s, self.created, self.id = now(), today(), secrets.token_hex(16)
         self.kept = _checkpoints(ready, self.created)
@@ -73,8 +84,11 @@ class Run:
         self.session = Session(ready.launcher, ready.site, ready.plan.nodes, allocation)
 
     def to_record(self, watch: Watch | None) -> tuple[Record, Path]:
-        """The record lies there from the start, as one that has not ended: a parent that is killed
-        leaves it.
+        """Run the case, write the record into the output folder, and return it with its path.
+
+        A draft of the record with the reason `unfinished` lies in the folder during the run, so
+        that a parent that is killed leaves it. Raises RequestError if the folder is not writable or
+        the request turns out to be wrong.
         """
         sealed.writable(self.ready.request.out)
         while True:
@@ -86,6 +100,11 @@ class Run:
                 self._begin_again(less, ended)
 
     def _attempt(self, watch: Watch | None, undisturbed: ExitStack) -> Failure | None:
+        """Run the session once, and return why it failed, or None.
+
+        A lost host is reported as `cancelled` if its Slurm job ended. A RequestError is passed on,
+        except in a second attempt, where it becomes `out_of_memory`.
+        """
         request = self.ready.request
         try:
             ended = self.session.lead(
@@ -109,6 +128,9 @@ class Run:
         return ended
 
     def _finished(self, ended: Failure | None) -> tuple[Record, Path]:
+        """Assemble and write the finished record, delete the draft, and return the record with its
+        path; raise RequestError if a worker refused the request.
+        """
         if ended is not None and ended.code == "request":
             self._forget_draft()
             raise RequestError(ended.text.partition(": ")[2])
@@ -118,14 +140,18 @@ class Run:
         return finished, path
 
     def _smaller(self, ended: Failure | None) -> Ready | None:
-        """What to start once more after a run that ran out of memory with sizes that were chosen
-        for it, and early.
+        """Return the request with smaller automatic sizes for a second attempt, or None if there is
+        to be none.
+
+        There is one only after a rank ran out of memory in the first attempt, before the headline
+        pass was done and within the first `FIRST_STEPS` steps of a pass, if a tune value was `auto`
+        and can be smaller.
         """
         headline = self.ready.case.question.kind_row.headline
         done = {window.pass_name for rank in self.session.results.ranks for window in rank.windows}
         said = self.session.progress
         late = said is not None and said.phase in self.ready.passes and said.done > FIRST_STEPS
-        # An agent needs as much memory with any sizes.
+        # If an agent ran out of memory, smaller sizes do not help.
         cause_is_rank = (
             ended is not None and ended.code == "out_of_memory" and ended.rank is not None
         )
@@ -140,8 +166,9 @@ class Run:
         return None if less is None else self.ready.with_resolved(less)
 
     def _begin_again(self, less: Ready, ended: Failure) -> None:
-        """A second attempt, with agents of its own. It is the same run: what the first took is a
-        part of its time.
+        """Prepare a second attempt with smaller sizes and a new session: warn, delete the first
+        one's checkpoints, and note what was tried. The time of the first attempt stays a part of
+        the run.
         """
         resolved = self.ready.request.resolved
         tried = {name: getattr(resolved.case.tune, name) for name in resolved.auto}
@@ -161,7 +188,7 @@ class Run:
         self.session = Session(less.launcher, less.site, less.plan.nodes, self.allocation)
 
     def _devices(self) -> Devices:
-        """What sizes that are auto are chosen by."""
+        """Return memory limit, plan and engine properties from which `auto` sizes are chosen."""
         ready = self.ready
         return Devices(
             plan=ready.plan,
@@ -173,11 +200,14 @@ class Run:
         )
 
     def _forget_draft(self) -> None:
+        """Delete the draft of the record, if there is one."""
         if self.draft is not None:
             self.draft.unlink()
 
     def _draft(self) -> Path:
-        """Written before any work, it also shows that there is room for a record."""
+        """Write the draft of the record, replacing an earlier one, and return its path; raise
+        RequestError if it cannot be written. It also shows that there is room for a record.
+        """
         self._forget_draft()
         out = self.ready.request.out
         try:
@@ -189,7 +219,9 @@ class Run:
             ) from error
 
     def _prepare(self) -> Start:
-        """Open the session, write the draft of the record, and return what to start."""
+        """Open the session, write the draft of the record, and return the message that starts the
+        workers.
+        """
         self._open()
         self.draft = self._draft()
         ready = self.ready
@@ -201,8 +233,8 @@ class Run:
         )
 
     def _open(self) -> None:
-        """All that can be known without starting a worker. Nothing stays behind where a host cannot
-        take part.
+        """Connect to the hosts, check them, choose `auto` sizes and warn; raise RequestError if a
+        host cannot take part. No worker is started, and no file stays behind.
         """
         ready, case, plan = self.ready, self.ready.case, self.ready.plan
         needed = preflight.files(ready)
@@ -245,7 +277,7 @@ class Run:
     def _spec(self) -> RunSpec:
         """Return what the workers are told of the run, with absolute paths."""
         ready, request = self.ready, self.ready.request
-        # beside the record, whose name ends alike
+        # in the record's folder; the record's name has the same end
         trace = f"{ready.case.name}-{self.id[:8]}.trace.json.gz"
         named = {"weights": request.weights, "data": request.data, "tokenizer": request.tokenizer}
         named["checkout"] = request.engine_settings.checkout
@@ -264,8 +296,11 @@ class Run:
         )
 
     def _assembled(self, ended: Failure | None) -> Record:
-        """Rank files are another program's words, and an engine's in them: what cannot be made
-        sense of is a reason too.
+        """Return the record of the session's results, and check that it can be read again and does
+        not contradict itself.
+
+        Rank files may come from any program: if no record can be made of them, or it contradicts
+        itself, the result is a failed record with the reason `malformed` or `contradiction`.
         """
         results = self.session.results
         if self.ready.engine.processes == "one":
@@ -274,7 +309,7 @@ class Run:
             )
         try:
             finished = self._assemble(ended, results)
-            Record.model_validate(record.to_table(finished))  # what is written must be read again
+            Record.model_validate(record.to_table(finished))  # it must be readable again
             wrong = evidence.contradictions(finished)
             if not wrong:
                 return finished
@@ -286,7 +321,9 @@ class Run:
             )
 
     def _with_load(self, host: HostFacts) -> HostFacts:
-        """With the CPU time that was counted on it."""
+        """Return the host's facts with its CPU load readings, on the parent's clock; unchanged if
+        there are none.
+        """
         kept = self.session.load.get(host.name)
         found = None if kept is None else kept.load()
         if found is None:
@@ -297,6 +334,9 @@ class Run:
         return host.model_copy(update={"load": ours})
 
     def _assemble(self, ended: Failure | None, results: RankResults) -> Record:
+        """Assemble the sealed record from the session's state, these results and the failure, if
+        any.
+        """
         ready, request = self.ready, self.ready.request
         hosts = [
             self._with_load(_host(one, i, ready.plan))
@@ -307,7 +347,7 @@ class Run:
             self.session.telemetry.values(), key=lambda kept: self.session.hosts.index(kept.host)
         )
         known = _environment(list(self.hellos.values()))
-        # then the packages are those of that Python
+        # then the packages of that Python count
         elsewhere = request.engine_settings.python is not None
         conforms = conformity.conforms(ready.engine, known.software.packages if elsewhere else None)
         session, resume = self.session, ready.resume
@@ -330,19 +370,20 @@ class Run:
         return assemble.assemble(draft, ready.case, times, results, ended, resume)
 
     def _named_checkpoints(self, ended: Failure | None) -> str | None:
-        """Return the folder of checkpoints that the record names, or None for a run that ended
-        without making one.
+        """Return the folder of checkpoints that the record names, relative to the output folder, or
+        None for a run that ended without making one.
 
-        The record of a run that has not ended names the folder before it exists: if the parent is
-        killed, nothing adds the name later."""
+        The draft names the folder before it exists: if the parent is killed, nothing adds the name
+        later.
+        """
         planned = self.kept is not None and ended == UNFINISHED
         exists = self.kept is not None and (self.ready.request.out / self.kept).is_dir()
         return self.kept if planned or exists else None
 
 
 def _environment(hellos: list[Hello]) -> Environment:
-    """Return the first host's environment with the devices of all: hosts of a run have the same
-    software and devices.
+    """Return the first host's environment with the devices of all hosts: hosts of a run have the
+    same software.
     """
     first = hellos[0].environment
     devices = [device for one in hellos for device in one.environment.hardware.devices]
@@ -352,6 +393,9 @@ def _environment(hellos: list[Hello]) -> Environment:
 
 
 def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
+    """Return what the record states of host number `index`: its ranks, hardware, state and clock
+    offset; raise ValueError if it sent no `hello`.
+    """
     if one.hello is None:
         raise ValueError("a host that was not heard of has no part in a run")
     hardware, clock = one.hello.environment.hardware, one.clock
@@ -370,7 +414,9 @@ def _host(one: Connection, index: int, plan: Plan) -> HostFacts:
 
 
 def _checkpoints(ready: Ready, created: str) -> str | None:
-    """Where this run's checkpoints go, beside its record."""
+    """Return a new name for this run's folder of checkpoints, relative to the output folder, or
+    None if the run keeps none. The folder is not created.
+    """
     case = ready.case
     if not case.question.kind_row.trains or case.tune.checkpoint_every is None:
         return None
@@ -379,7 +425,9 @@ def _checkpoints(ready: Ready, created: str) -> str | None:
 
 
 def _cancelled(ended: Failure, allocation: Allocation) -> Failure:
-    """A host is also lost when its job is: Slurm knows."""
+    """Return the failure `cancelled` if Slurm says that the job of the lost host has ended, else
+    the given failure.
+    """
     state = launch.job_state(allocation.job)
     if state is None or state in GOES_ON:
         return ended

@@ -1,5 +1,8 @@
-"""Before anything is started: do the hosts of a run agree, and can they do what is asked? One line
-on the first that cannot.
+"""Check the hosts of a run before a worker is started: do they agree, and can they do what is
+asked?
+
+Called by run/parent.py with the `hello` messages of all hosts; each check raises RequestError with
+one line on the first host that cannot take part.
 """
 
 import secrets
@@ -17,9 +20,9 @@ from steelyard.run.environment import PACKAGE
 from steelyard.run.messages import PROTOCOL, Hello
 from steelyard.run.ready import Ready
 
-SCARCE = 0.9  # of a device's memory that is free: less is worth a warning
+SCARCE = 0.9  # share of a device's memory; if less is free, warn
 
-# What ssh, srun and Python say of an agent that did not start, and what helps. The first that fits.
+# Texts in the output of ssh, srun or Python, and the hint for each; the first match is used.
 HINTS = (
     ("No module named 'steelyard'", "that Python has no steelyard; install it there: {install}"),
     (
@@ -53,13 +56,14 @@ HINTS = (
 )
 
 
-# a file that every host must have under one of these names, and what to say if one has not
+# names of a path, one of which every host must have, and the message for a host without it
 Needed = tuple[list[str], str]
 
 
 def files(ready: Ready) -> list[Needed]:
-    """Return the files that every host must have. Token files are also named by what they have in
-    common.
+    """Return the paths that every host must have, by `--weights`, `--data`, `--tokenizer`,
+    `--resume` and `engine.checkout`: each with its alternative names and the message for a host
+    without it. Token files may also be named by their common prefix.
     """
     request = ready.request
     named = {"--weights": request.weights, "--data": request.data, "--tokenizer": request.tokenizer}
@@ -80,8 +84,12 @@ def files(ready: Ready) -> list[Needed]:
 
 @contextmanager
 def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Needed]]:
-    """A file where checkpoints will be. Each rank writes its part of one: hosts must share that
-    folder.
+    """Create a temporary file in the output folder for a `with` block and yield it as a path that
+    every host must have, because each rank writes its part of a checkpoint there; delete it at the
+    end.
+
+    Yields an empty list, and creates nothing, for a run without checkpoints (`checkpoints_folder`
+    is None) or with a local launcher.
     """
     if kept is None or not ready.launcher.remote:
         yield []
@@ -104,7 +112,10 @@ def shared_probe(ready: Ready, kept: str | None) -> Iterator[list[Needed]]:
 
 
 def not_started(host: str, python: str, command: list[str], code: int | None, said: str) -> str:
-    """Why an agent did not start."""
+    """Return the message on why an agent did not start, with a hint from `HINTS` if its output is
+    known; `python` is the host's Python, `code` the exit code of `command`, `output` what it
+    printed.
+    """
     hint = next((hint for text, hint in HINTS if text in said), "")
     why = said.splitlines()[-1].strip() if said else f"{command[0]} ended"
     told = "" if code is None else f" (exit code {code})"
@@ -114,13 +125,19 @@ def not_started(host: str, python: str, command: list[str], code: int | None, sa
 
 
 def _install(python: str) -> str:
+    """Return the shell command that installs this version of steelyard into a Python."""
     return shlex.join([python, "-m", "pip", "install", f"steelyard=={__version__}"])
 
 
 def check(
     hosts: dict[str, Hello], case: Case, plan: Plan, needed: list[Needed], package: str
 ) -> list[str]:
-    """Warnings; a host that cannot take part raises RequestError."""
+    """Check all hosts and return warnings, each once; raise RequestError for the first host that
+    cannot take part or differs from the first host.
+
+    `hosts` are the `hello` messages by host, `needed` the paths that were asked for in `open`,
+    `package` the hash of this package.
+    """
     warnings: list[str] = []
     first_name, first = next(iter(hosts.items()))
     machines: dict[str, str] = {}
@@ -139,6 +156,7 @@ def check(
 
 
 def _same_package(name: str, hello: Hello, package: str) -> None:
+    """Raise RequestError if the host has another version of steelyard, or other files in it."""
     if hello.protocol != PROTOCOL or hello.version != __version__:
         raise RequestError(
             f"host {name} has steelyard {hello.version}, here is {__version__}; "
@@ -153,7 +171,9 @@ def _same_package(name: str, hello: Hello, package: str) -> None:
 
 
 def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
-    """Raise RequestError for the first thing that a host lacks to take part in a run."""
+    """Raise RequestError for the first thing that a host lacks to take part in a run: a module, a
+    path, a device, or enough of them, or one that is not in use by another run.
+    """
     if hello.problem is not None:
         raise RequestError(f"host {name}: {hello.problem}")
     if hello.lacking:
@@ -180,6 +200,7 @@ def able(name: str, hello: Hello, plan: Plan, needed: list[Needed]) -> None:
 
 
 def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> None:
+    """Raise RequestError if Python, driver or a package version differs from the first host's."""
     both = (first.environment.software, hello.environment.software)
     mine, theirs = ({"python": one.python, "driver": one.driver, **one.packages} for one in both)
     for what in sorted({*mine, *theirs}):
@@ -191,6 +212,9 @@ def _same_software(name: str, hello: Hello, first_name: str, first: Hello) -> No
 
 
 def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: Plan) -> None:
+    """Raise RequestError if the accelerator, or names or memory of the used devices, differ from
+    the first host's.
+    """
     used = (one.devices[: plan.devices] for one in (first, hello))
     mine, theirs = ([(device.name, device.memory_bytes) for device in devices] for devices in used)
     if first.accelerator != hello.accelerator:
@@ -206,14 +230,19 @@ def _same_devices(name: str, hello: Hello, first_name: str, first: Hello, plan: 
 
 
 def _listed(devices: list[tuple[str, int | None]]) -> str:
+    """Format devices for a message: each distinct name once with its memory in GiB."""
     return ", ".join(
         sorted({f"{name} ({(size or 0) / (1 << 30):.0f} GiB)" for name, size in devices})
     )
 
 
 def least_bytes(hosts: dict[str, Hello], plan: Plan) -> int | None:
-    """Memory that every rank can have: of the device that has least, less what others use of it,
-    where that is much. None where it is unknown of one."""
+    """Return the bytes of device memory that every rank can have, or None if they are unknown for
+    one device.
+
+    It is that of the smallest device, divided by the ranks that share it; where less than
+    `SCARCE_SHARE` of a device is free, its free memory counts.
+    """
     least: list[int] = []
     for hello in hosts.values():
         if not hello.devices:
@@ -230,18 +259,18 @@ def least_bytes(hosts: dict[str, Hello], plan: Plan) -> int | None:
 
 
 def _memory(name: str, hello: Hello, case: Case, plan: Plan) -> list[str]:
-    """Whether the model fits is asked of the whole memory; that others use of it is worth a
-    warning.
+    """Return warnings about a host's memory: a tight fit, a device used by another run, little free
+    memory; raise RequestError if the model does not fit the whole memory of a device.
     """
     out = []
-    # ranks that have one device's memory between them
+    # ranks that share a device's memory
     sharing = -(-plan.devices // len(hello.devices))
     size = hello.devices[0].memory_bytes
     tight = memory.check_fits(case, plan, size // sharing if size is not None else None)
     if tight is not None:
         out.append(tight)
     for device in hello.devices[: plan.devices]:
-        if device.busy is not None and case.size != "smoke":  # which measures nothing
+        if device.busy is not None and case.size != "smoke":  # smoke measures nothing
             out.append(
                 f"host {name}: {device.name} is also used by {device.busy}: neither will show what"
                 " it can do"

@@ -1,10 +1,10 @@
-"""The processes of a run on one host: which devices they claim, how they are identified and ended,
-and what dead runs left behind.
+"""The processes of a run on one host: which devices they claim, how they are found and ended, and
+how leftovers of dead runs are removed.
 
 A claim is a listening socket with an abstract name (Linux). It exists as long as its process and
 leaves no file behind, and the kernel tells who holds it. Where there are no such sockets nothing is
-claimed. An agent holds a lock on the private folder of its run for as long as it lives, however it
-ends: a folder that can be locked belongs to a dead run.
+claimed. A node agent holds a lock on the private folder of its run for as long as it lives, however
+it ends: a folder that can be locked belongs to a dead run.
 """
 
 import ctypes
@@ -37,22 +37,24 @@ SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG o
 PREFIX = "\0steelyard/"
 # with the mark of a run; the agent holds it, so that it is found if it is suspended
 AGENT_CLAIM = "run/{}"
-BACKLOG = 4096  # nobody accepts: each that ever asked has its place in the queue
+BACKLOG = 4096  # connections are never accepted, so each stays in the queue
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 NAME = re.compile(r"steelyard-(?P<mark>[0-9a-f]{16}-\d+)-\w+")
 
 
 def check() -> None:
-    """Linux shows there who runs. Without it nobody could be found, and so nobody ended."""
+    """Raise RequestError if /proc is not mounted on Linux, without which a run's processes could
+    not be found and ended, or if the working directory was deleted.
+    """
     if sys.platform == "linux" and not PROC.exists():
         raise RequestError("/proc is not mounted; a run needs it; mount it and run again")
     check_working_directory()
 
 
 def check_working_directory() -> None:
-    """Raise RequestError if the working directory was deleted: libraries of workers fail there, and
-    do not say why.
+    """Raise RequestError if the working directory was deleted: libraries of workers fail there
+    without saying why.
     """
     try:
         Path.cwd()
@@ -62,32 +64,34 @@ def check_working_directory() -> None:
 
 
 def adopt_orphans() -> None:
-    """Linux: what descendants leave behind becomes a child of this process, and so is found at the
-    end.
+    """On Linux, make this process the parent of all orphaned descendants, so that they are found at
+    the end (child subreaper).
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SUBREAPER, 1, 0, 0, 0)
 
 
 def hang_up_with_parent() -> None:
-    """Linux, in a child before it becomes another program: SIGHUP, should the thread that started
-    it be gone.
+    """On Linux, let the kernel send SIGHUP to this process when the thread that started it ends;
+    for use between fork and exec.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGHUP, 0, 0, 0)
 
 
 def wake_with_parent() -> None:
-    """Linux: should this process be stopped when its parent dies, it goes on, sees that it is
-    alone, and ends in order.
+    """On Linux, let the kernel send SIGCONT to this process when its parent dies: a suspended
+    process then goes on, sees that it is alone, and ends in order.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGCONT, 0, 0, 0)
 
 
 def family(mark: str, root: int | None = None) -> list[psutil.Process]:
-    """All that carry the run's mark, and all below `root`: a child may have a session of its own, a
-    cleared environment, or a parent that is gone. Neither this process nor those it was started by.
+    """Return the live processes that carry the run's mark in their environment, and all descendants
+    of the process `root`, but neither this process nor its ancestors.
+
+    Both are needed: a child may have a cleared environment, or a parent that is gone.
     """
     ours = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
     below = {one.pid for one in children(root)} if root is not None else set()
@@ -99,6 +103,7 @@ def family(mark: str, root: int | None = None) -> list[psutil.Process]:
 
 
 def children(pid: int) -> list[psutil.Process]:
+    """Return all descendants of a process; empty if it does not exist."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -106,14 +111,19 @@ def children(pid: int) -> list[psutil.Process]:
 
 
 def marked(process: psutil.Process, mark: str) -> bool:
+    """Return whether the environment of a process carries this run's mark; False if it is gone or
+    not ours to read.
+    """
     try:
         return process.environ().get(MARK) == mark
-    except (psutil.Error, OSError):  # gone, or not ours to look at
+    except (psutil.Error, OSError):  # gone, or of another user
         return False
 
 
 def alive(process: psutil.Process) -> bool:
-    """A zombie is at its end; whether it is waited for is up to its parent."""
+    """Return whether a process exists and is no zombie: a zombie only waits for its parent to
+    collect it.
+    """
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -121,7 +131,9 @@ def alive(process: psutil.Process) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a signal stopped the process, and nothing let it go on."""
+    """Return whether a signal such as SIGSTOP has suspended the process; False if it does not
+    exist.
+    """
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
@@ -129,8 +141,11 @@ def stopped(pid: int) -> bool:
 
 
 def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> int:
-    """End processes: first kindly, then for certain, with whatever was started in between. Returns
-    how many there were.
+    """Send SIGTERM to all processes that `find` returns, then SIGKILL after `grace_s` seconds to
+    all that it then returns; return how many different processes there were.
+
+    Suspended ones are resumed so that they receive the signal. Waits up to `grace_s` seconds after
+    each signal.
     """
     seen: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -139,7 +154,7 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
         for one in found:
             with suppress(psutil.NoSuchProcess):
                 one.send_signal(number)
-                one.send_signal(signal.SIGCONT)  # one that is stopped would not hear of it
+                one.send_signal(signal.SIGCONT)  # a suspended one would not receive the signal
         end_s = now() + grace_s
         while now() < end_s and any(map(alive, found)):
             sleep(POLL_S)
@@ -147,8 +162,8 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
 
 
 def claim(name: str, held: list[socket.socket]) -> str | None:
-    """Claim a name for as long as this process lives: add its socket to `held` and return None, or
-    return who has the name.
+    """Claim a name on this host for as long as this process lives: append its socket to `sockets`
+    and return None, or return a text on who has the name already. Does nothing outside Linux.
     """
     if sys.platform != "linux":
         return None
@@ -164,8 +179,8 @@ def claim(name: str, held: list[socket.socket]) -> str | None:
 
 
 def holder(name: str) -> tuple[int, int] | None:
-    """The process that listens there, and its user. One that is stopped is found too: the kernel
-    answers for it.
+    """Return the process id and user id of the process that holds a claim, also a suspended one, or
+    None if nobody does, it cannot be told, or outside Linux.
     """
     if sys.platform != "linux":
         return None
@@ -179,6 +194,7 @@ def holder(name: str) -> tuple[int, int] | None:
 
 
 def _owner(name: str) -> str:
+    """Return a text for the user on which process of which user holds a claim."""
     found = holder(name)
     if found is None:
         return "another run, of a process that does not show"
@@ -193,16 +209,19 @@ def _owner(name: str) -> str:
 
 
 class RunFolder:
-    """A folder of a run in the temporary folder, locked for as long as the run lives. No other user
-    may look into it.
+    """A private folder for one run in the temporary folder, created on construction with mode 0700
+    and locked as long as this process lives.
     """
 
     def __init__(self, mark: str) -> None:
-        # It gets its name when it is locked: another run that starts now would take it for the
-        # folder of a dead one.
+        """Create a folder with mode 0700 in the temporary folder, lock it, then rename it to
+        `steelyard-MARK-...`; try again if another run removes it before it is locked.
+        """
+        # It is renamed once it is locked: before, another run that starts now could take it for
+        # that of a dead run.
         while True:
             new = Path(tempfile.mkdtemp(prefix=f".{_prefix(mark)}"))
-            with suppress(FileNotFoundError):  # whoever sweeps came before the lock
+            with suppress(FileNotFoundError):  # another run removed it before the lock
                 self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -210,17 +229,20 @@ class RunFolder:
                 return
 
     def remove(self) -> None:
+        """Delete the folder with its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _prefix(mark: str) -> str:
+    """Return the beginning of the folder names of the run with this mark."""
     return f"steelyard-{mark}-"
 
 
 def sweep(mark: str) -> int:
-    """End what an agent that is lost left: itself, where it is stopped, its processes, then its
-    folder. Returns how many processes there were."""
+    """End the processes that a lost agent left, and the agent itself if it is suspended, and delete
+    its folders; return how many processes there were.
+    """
     ended = end(lambda: [*family(mark), *_agent(mark)])
     for name in (f"{_prefix(mark)}*", f".{_prefix(mark)}*"):
         for path in filter(_ours, Path(tempfile.gettempdir()).glob(name)):
@@ -229,14 +251,15 @@ def sweep(mark: str) -> int:
 
 
 def sweep_dead() -> list[str]:
-    """Sweep up after every run of this user whose agent is dead: killed together with its parent,
-    or a host that lost power. Returns their marks."""
+    """Clean up after every run of this user whose agent is dead, such as one killed together with
+    its parent: end its processes and delete its folders. Return the marks of these runs.
+    """
     found = []
     for path in Path(tempfile.gettempdir()).iterdir():
         named = NAME.fullmatch(path.name.removeprefix("."))
         if named is None or not _ours(path) or not _nobodys(path):
             continue
-        # of a run that died or is about to lock it, and then makes another
+        # its run died, or has not locked it yet and will then make another
         if path.name.startswith("."):
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -246,12 +269,16 @@ def sweep_dead() -> list[str]:
 
 
 def _ours(path: Path) -> bool:
+    """Return whether the path is a folder of this user and no link; False if it does not exist."""
     with suppress(FileNotFoundError):
         return path.is_dir() and path.lstat().st_uid == os.getuid() and not path.is_symlink()
     return False
 
 
 def _nobodys(path: Path) -> bool:
+    """Return whether no process holds the lock of a run's folder, which is then that of a dead run;
+    False if it cannot be opened.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -266,6 +293,9 @@ def _nobodys(path: Path) -> bool:
 
 
 def _agent(mark: str) -> list[psutil.Process]:
+    """Return the process that holds the agent's claim for this mark, if it is one of this user;
+    else an empty list.
+    """
     found = holder(AGENT_CLAIM.format(mark))
     if found is None or found[1] != os.getuid():
         return []
@@ -276,8 +306,10 @@ def _agent(mark: str) -> list[psutil.Process]:
 
 @contextmanager
 def ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP: what is under way ends by itself, and a second Ctrl-C
-    would only lose it.
+    """Ignore SIGINT, SIGTERM and SIGHUP inside a `with` block, and restore their handlers after it;
+    does nothing outside the main thread.
+
+    What is under way ends by itself, and a second Ctrl-C would only lose it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,5 +1,8 @@
-"""From a request to a run that can start: everything that can be known without starting anything,
-worked out once.
+"""Turn a request into a run that can start: check all that can be known without starting a process.
+
+`check_request` is called by the command (cli/runs.py) once per run and raises RequestError or
+EngineError for the first problem. What it returns goes to run/parent.py. What only other hosts know
+is checked later, in run/preflight.py.
 """
 
 import os
@@ -31,21 +34,23 @@ from steelyard.tasks.task import Task
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
-PROGRAM = "run.py"  # what a checkout of a program is known by
+PROGRAM = "run.py"  # a checkout of the program has this file
 
 
 @dataclass(frozen=True)
 class Resume:
-    """The checkpoint that a run continues from."""
+    """The checkpoint from which a training run continues, as found through `--resume`."""
 
     path: Path
     state: State
-    record: str | None  # the id of the record that named it
-    before: list[dict[str, Any]]  # what each replica found on held-out data before the first step
-    passed_over: list[str]  # later checkpoints, which are damaged
+    record: str | None  # id of the record through which it was found; None: by its folder
+    before: list[dict[str, Any]]  # each replica's held-out answers before step 1
+    passed_over: list[str]  # names of later checkpoints that are damaged
 
     def restart(self, out: Path) -> Restart:
-        """Return what the record of the run that continues, which lies in `out`, states of it."""
+        """Return what the record of the continuing run, which is written to folder `out`, states
+        about the checkpoint; the path of the checkpoints is relative to `out`.
+        """
         return Restart(
             record=self.record,
             checkpoints=os.path.relpath(self.path.parent, out.resolve()),
@@ -58,11 +63,13 @@ class Resume:
 
 @dataclass(frozen=True)
 class Ready:
-    """A request that can be carried out."""
+    """A request that passed all checks, with the rows and settings that were looked up for it:
+    engine, accelerator, launcher, site, plan, passes, scope and the checkpoint to resume from.
+    """
 
     request: Request
     engine: EngineRow
-    accelerator: Accelerator | None  # None: the hosts will say
+    accelerator: Accelerator | None  # None: found on the remote hosts
     plan: Plan
     launcher: Launcher
     passes: tuple[str, ...]
@@ -72,16 +79,23 @@ class Ready:
 
     @property
     def case(self) -> Case:
+        """The case of the request, with all values resolved."""
         return self.request.resolved.case
 
     def with_resolved(self, resolved: Resolved) -> "Ready":
-        """The same with other tunes."""
+        """Return a copy whose request has another resolved case, such as one with other tune
+        values; nothing is checked again.
+        """
         return replace(self, request=replace(self.request, resolved=resolved))
 
 
 def ready(request: Request) -> Ready:
-    """A wrong request raises RequestError: one line, and nothing was started. What other hosts
-    have, they say later.
+    """Check a request and return it with everything that was looked up for it; start no process.
+
+    Raises RequestError, or its subclass EngineError where another engine could do it, with one line
+    for the first problem: site file, launcher, engine, plan, passes, checkpoint, paths, options,
+    data, weights, devices, memory. With a launcher that starts agents on other hosts, paths and
+    devices are not checked here. Without `--accelerator`, a local run detects one.
     """
     processes.check()
     case, engine = request.resolved.case, engine_rows.row(request.engine)
@@ -98,7 +112,7 @@ def ready(request: Request) -> Ready:
     _check_files(request, launcher)
     _check_part(request)
     if request.data is not None and not launcher.remote:
-        # before anything is started; a worker reads all of it
+        # a quick check; the workers read all of it later
         case.question.row.check_data(request.data)
     accelerator = accelerators.named(request.accelerator) if request.accelerator else None
     if not launcher.remote:
@@ -118,7 +132,12 @@ def ready(request: Request) -> Ready:
 
 
 def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
-    """`elsewhere`: workers run in another Python than this one, and their agent says what that has."""
+    """Raise EngineError if the engine cannot run the case's question, division or precision, or,
+    unless `in_other_python`, if a package that it needs is not installed here.
+
+    `in_other_python`: workers run in another Python (other hosts, or `engine.python`), whose
+    packages the node agent checks.
+    """
     question = case.question
     refused = engine.refusal(case)
     if refused is not None:
@@ -140,7 +159,7 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
             f"engine {engine.name} does not train in {named}; allowed:"
             f" {', '.join(engine.trains_in)}"
         )
-    missing = engine.missing()  # last: nobody should install what cannot do the case
+    missing = engine.missing()  # last: nobody should install an engine that cannot run the case
     if missing is not None and not elsewhere:
         raise EngineError(
             f"{missing} is not installed, and engine {engine.name} needs it; pip install"
@@ -149,7 +168,10 @@ def _check_engine(case: Case, engine: EngineRow, elsewhere: bool) -> None:
 
 
 def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> None:
-    """The folder of a program that the engine starts, and where it can."""
+    """Check `--nodes` and `engine.checkout` against the engine: raise EngineError for several nodes
+    on a single-host engine or a missing checkout, RequestError for a checkout that is not needed
+    or, on a local run, has no run.py.
+    """
     if request.nodes > 1 and not engine.several_hosts:
         raise EngineError(
             f"--nodes {request.nodes}: engine {engine.name} runs on one host; allowed: --nodes 1"
@@ -174,8 +196,8 @@ def _check_checkout(request: Request, engine: EngineRow, launcher: Launcher) -> 
 
 
 def _check_able(request: Request, engine: EngineRow, plan: Plan, launcher: Launcher) -> None:
-    """Raise RequestError for a plan, checkpoints or a profile that the engine or the launcher does
-    not have.
+    """Raise EngineError for a parallel plan, checkpoints or `--explain` that the engine does not
+    support, and RequestError for `--trace` with a remote launcher.
     """
     if not engine.divides(plan):
         allowed = "".join(name.upper() for name in engine_rows.DEGREES if name in engine.degrees)
@@ -203,7 +225,13 @@ def _check_able(request: Request, engine: EngineRow, plan: Plan, launcher: Launc
 
 
 def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
-    """The passes of a run: those that were named, or the task's, as far as the engine has them."""
+    """Return the names of the passes to run, in order: those of `--passes`, else the task's default
+    passes that the engine has (without the initial ones for a resumed run).
+
+    Raises RequestError if named passes are unknown, repeated, out of order, lack a required pass,
+    lack the pass that a bare pass is compared with, or come before the first step of a resumed run;
+    EngineError if only this engine lacks a pass.
+    """
     row = request.resolved.case.question.row
     kind = row.kind_row
     every = tuple(name for name in kind.passes if engine.passes is None or name in engine.passes)
@@ -238,9 +266,13 @@ def _passes(request: Request, engine: EngineRow) -> tuple[str, ...]:
 
 
 def find_checkpoint(request: Request) -> Resume | None:
-    """Return the last whole checkpoint of the run that `--resume` names by its record or its
-    folder, or None without `--resume`. Raise RequestError if it is of another question, or nothing
-    is left to do."""
+    """Return the last undamaged checkpoint of the run that `--resume` names by its record file or
+    its checkpoint folder; None without `--resume`.
+
+    Raises RequestError if the case is no training case, the checkpoint is of another question,
+    sample or engine, its losses do not match its step, or no step is left because the target or the
+    last step was reached.
+    """
     if request.resume is None:
         return None
     source, resolved, train = (
@@ -280,8 +312,12 @@ def find_checkpoint(request: Request) -> Resume | None:
 
 
 def _named(source: Path) -> tuple[Path, str]:
-    """Return the folder of a record's checkpoints and the record's id; if its run died before its
-    first checkpoint, the folder that it continued from."""
+    """Return the folder of a record's checkpoints and the record's id.
+
+    If its run left no finished checkpoint, this is the folder of the run that it had resumed from,
+    if that has one. Raises RequestError if the record does not verify, its run reached its target,
+    it names no checkpoints, or its unfinished run's folders do not exist.
+    """
     found = verify.read(source)
     stopped = None if found.answers is None else found.task.stopped(found.answers)
     if stopped is not None and stopped.why == "target":
@@ -306,6 +342,13 @@ def _named(source: Path) -> tuple[Path, str]:
 
 
 def _check_files(request: Request, launcher: Launcher) -> None:
+    """Raise RequestError if `--weights`, `--data` or `--tokenizer` name nothing usable, data are
+    missing at size full, checkpoints cannot be kept, or weights in a folder are not of the case's
+    model.
+
+    Paths are not looked at for a remote launcher. Token files may also be named by their common
+    prefix.
+    """
     case = request.resolved.case
     keeps = case.tune.checkpoint_every is not None
     if keeps and case.question.train is None:
@@ -323,7 +366,7 @@ def _check_files(request: Request, launcher: Launcher) -> None:
         ("--data", request.data),
         ("--tokenizer", request.tokenizer),
     ):
-        # Token files are also named by what they have in common.
+        # Token files may also be named by their common prefix.
         if (
             path is not None
             and not launcher.remote
@@ -347,14 +390,16 @@ def _check_files(request: Request, launcher: Launcher) -> None:
             f"{case.name} at size full needs its data: give their folder with --data{get}, or try"
             " --size smoke"
         )
-    # Weights of another model are named as such before anybody asks whether the case's has room.
+    # Weights of another model are refused before the memory check, which would mislead.
     if request.weights is not None and not launcher.remote and request.weights.is_dir():
         case.question.check_weights(request.weights)
 
 
 def _check_part(request: Request) -> None:
-    """Raise RequestError for options that select a part of the case's work and are out of range,
-    not the task's, or contradict each other."""
+    """Raise RequestError if `--sample`, `--steps`, `--hang-after` or `--time-limit` are out of
+    range, the task does not support `--subjects` or `--rows`, or `--rows` is combined with
+    `--subjects` or `--sample`.
+    """
     for option, number in (("--sample", request.sample), ("--steps", request.steps)):
         if number is not None and number < 1:
             raise RequestError(f"{option} {number}: must be at least 1")
@@ -373,6 +418,9 @@ def _check_part(request: Request) -> None:
 
 
 def _not_selected(option: str, row: Task) -> str:
+    """Return the message on why a task does not take `--subjects` or `--rows`, with the options
+    that it does take.
+    """
     if row.kind_row.trains:
         return (
             f"task {row.name} trains on rows in its own order; use --sample N for a part of each"
@@ -383,6 +431,9 @@ def _not_selected(option: str, row: Task) -> str:
 
 
 def _scope(request: Request) -> Scope:
+    """Return the scope of the request: kind `full` without any of `--sample`, `--steps`,
+    `--subjects` and `--rows`, else `window`.
+    """
     part = (request.sample, request.steps, request.subjects, request.rows)
     return Scope(
         kind="full" if all(one is None for one in part) else "window",
@@ -394,7 +445,9 @@ def _scope(request: Request) -> Scope:
 
 
 def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
-    """What this host has, before the first of many requests is run."""
+    """Raise RequestError if this host has no device of the accelerator, fewer than the plan needs,
+    or if the case certainly does not fit a device's memory.
+    """
     found = accelerator.find()
     if not found:
         raise RequestError(
@@ -407,6 +460,6 @@ def _check_devices(case: Case, plan: Plan, accelerator: Accelerator) -> None:
         if accelerator.divisible:
             here = f"ranks share the {accelerator.name} of this host"
         raise RequestError(f"--devices {plan.devices}: {here}; allowed: 1 to {most}")
-    sharing = -(-plan.devices // len(found))  # ranks that have one device's memory between them
+    sharing = -(-plan.devices // len(found))  # ranks that share a device's memory
     size = found[0].memory_bytes
     memory.check_fits(case, plan, size // sharing if size is not None else None)

@@ -1,5 +1,8 @@
-"""Runs of earlier records: which of them already answer a request, and how to run one again and
-compare.
+"""Rerun recorded runs: make a request from a record, check that it can be repeated here, and find
+records that already answer a request.
+
+Used by `steelyard reproduce` (cli/reproduce.py) and by sweeps that skip runs they already have
+(cli/runs.py).
 """
 
 from pathlib import Path
@@ -21,16 +24,21 @@ from steelyard.run.ready import Ready
 from steelyard.schema import first_problem
 from steelyard.words import text
 
-# of another Python, where one is named
+# fields not compared if workers run in another Python
 OF_WORKERS = ("environment.software.packages.", "environment.software.python")
-WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # that make them the same
+WEIGHTS = ("weights.source", "weights.seed", "weights.header_sha256")  # equal for equal weights
 
-MADE = "made"  # the source of data that a task makes itself
+MADE = "made"  # `source` of data that the task generates
 
 
 def request(found: Record) -> Request:
-    """Return the run of a record, as far as the record describes it: the caller adds where things
-    are here, and calls `check_sources`. Raise RequestError if it cannot be run again."""
+    """Return the request that repeats a record's run on the record's own question, engine, plan,
+    scope and tune.
+
+    Paths of data and weights are not in a record: the caller adds them and calls `check_sources`.
+    Values that were `auto` are those that the record's run chose. Raises RequestError if the run
+    failed, had resumed from a checkpoint, or its case is not valid in this version.
+    """
     if found.status == "failed" or isinstance(found.data, Nothing):
         raise RequestError(
             f"record {found.id} is of a failed run, so there is nothing to reproduce; see steelyard"
@@ -41,7 +49,7 @@ def request(found: Record) -> Request:
             f"record {found.id} resumed from a checkpoint; reproduce the run that wrote it"
         )
     plan, scope = found.plan, found.scope
-    # What the devices chose in the record is given to the new run.
+    # Sizes chosen automatically in the record's run are fixed in the new one.
     origins = {**found.case.origins, **{f"tune.{name}": "record" for name in found.auto}}
     return Request(
         resolved=Resolved(case(found), origins, f"record {found.id}"),
@@ -59,8 +67,11 @@ def request(found: Record) -> Request:
 
 
 def case(found: Record) -> Case:
-    """The case of a record: its own question, tune, gate and limits. What a record does not say,
-    such as facts on the published data, is the shipped case's of its name."""
+    """Return the case of a record: its own question, tune, gate and limits, completed from the
+    shipped case of the same name if there is one.
+
+    Raises RequestError if the result is no valid case in this version.
+    """
     told = found.case
     table: dict[str, Any] = {
         "name": told.name,
@@ -92,7 +103,9 @@ def case(found: Record) -> Case:
 
 
 def remarks(found: Record) -> list[str]:
-    """How a record's case stands to the shipped one of its name."""
+    """Return lines for the user on how the record's case differs from the shipped case of its name,
+    or that there is none; empty if they are the same.
+    """
     if found.case.name not in resolve.names():
         return [
             f"no case {found.case.name!r} comes with this version: the question is the record's own"
@@ -101,7 +114,9 @@ def remarks(found: Record) -> list[str]:
 
 
 def check_sources(found: Record, asked: Request) -> None:
-    """Raise RequestError if weights or data are missing, or given where the record has none."""
+    """Raise RequestError if `--weights` or `--data` is missing although the record's run had
+    trained weights or data files, or is given although it had random weights or generated data.
+    """
     source = found.data.model_dump().get("source")
     wanted = (
         (
@@ -127,7 +142,9 @@ def check_sources(found: Record, asked: Request) -> None:
 
 
 def check_weights(found: Record, header_sha256: str) -> None:
-    """Whether weights here are those of the record, by their headers and sizes."""
+    """Raise RequestError if the weights here have another header hash than the record's; a record
+    without one accepts any.
+    """
     told = found.weights.model_dump().get("header_sha256")
     if told is not None and told != header_sha256:
         raise RequestError(
@@ -137,8 +154,11 @@ def check_weights(found: Record, header_sha256: str) -> None:
 
 
 def here(found: Record, ready: Ready) -> tuple[Field, ...]:
-    """What differs on this host, as far as it is known before a worker runs; of other hosts nothing
-    is.
+    """Return the fields in which the environment of this host differs from the record's, as far as
+    known before a worker runs.
+
+    Left out are library versions and variables that only a worker reports, and packages if workers
+    run in another Python. Empty for a remote launcher or without an accelerator.
     """
     row = ready.accelerator
     if row is None or ready.launcher.remote:
@@ -146,7 +166,7 @@ def here(found: Record, ready: Ready) -> tuple[Field, ...]:
     now = environment.of_host(row, row.find()[: ready.plan.devices], {})
     ours = fields.flat(fields.environment(found.environment), "environment.")
     theirs = fields.flat(fields.environment(now), "environment.")
-    # What only a worker, or the run itself, tells of an environment.
+    # Fields that only a worker or the run itself can know.
     later = tuple(
         f"environment.software.{name}"
         for name in ("variables.", *now.software.libraries, *now.software.collectives)
@@ -158,7 +178,9 @@ def here(found: Record, ready: Ready) -> tuple[Field, ...]:
 
 
 def differs(found: Record, made: Record) -> tuple[Field, ...]:
-    """What makes a finished run no repetition: other data, or other weights."""
+    """Return the fields that show that a finished run did not repeat the record: another question
+    or data, or other weights; empty for a failed run.
+    """
     if made.status == "failed":
         return ()
     ours, theirs = (fields.setting(one) for one in (found, made))
@@ -169,8 +191,12 @@ def differs(found: Record, made: Record) -> tuple[Field, ...]:
 def find_earlier(
     folder: Path, wanted: list[Ready]
 ) -> tuple[list[list[tuple[Path, Record]]], list[str]]:
-    """Return for each request its valid records in a folder with their paths, oldest first, and a
-    line on every file that is no sound record."""
+    """Return, for each request, its valid records in a folder with their paths, oldest first; and a
+    warning line for each file that is no sound record.
+
+    Every match is also verified: its metrics must follow from its samples. A record that answers
+    several equal requests counts for the first.
+    """
     out: list[list[tuple[Path, Record]]] = [[] for _ in wanted]
     warnings = []
     for path in sorted(folder.glob("*.json")):
@@ -180,7 +206,7 @@ def find_earlier(
             found = record.read(path)
             place = next((i for i, one in enumerate(wanted) if answers(found, one)), None)
             if place is not None:
-                # a number in a table has to follow from its samples
+                # its metrics must follow from its samples
                 out[place].append((path, verify.read(path)))
         except RequestError as error:
             warnings.append(f"{error}; it is not counted as a run")
@@ -188,8 +214,12 @@ def find_earlier(
 
 
 def answers(found: Record, ready: Ready) -> bool:
-    """Whether a record is a valid run of this request. It names neither the folder of data nor that
-    of weights, so of those only the kind is compared: made or read, random or trained."""
+    """Return whether a record is a valid run of this request: same case, question, tune (except
+    values that were `auto`), plan, scope, passes, engine and accelerator.
+
+    A record does not name the folders of data and weights, so only their kind is compared:
+    generated or read, random or trained. Runs that resumed from a checkpoint do not count.
+    """
     case, request = ready.case, ready.request
     gate = None if case.gate is None else GateFacts(**case.gate.model_dump(mode="json"))
     asked = (case.name, case.size, gate, case.max_interval)

@@ -1,5 +1,8 @@
-"""One run over its hosts, as the parent leads it: open, check, start, listen until the end, and
-leave nothing behind.
+"""Run the workers on all hosts of a run, as the parent leads it: connect to the agents, start the
+ranks, receive messages until the end, and leave no process behind.
+
+Used by run/parent.py and run/ceilings_parent.py. One `Connection` (run/connection.py) per host;
+what the ranks leave is collected in `RankResults`.
 """
 
 import hashlib
@@ -36,19 +39,19 @@ from steelyard.run.site import Site
 from steelyard.run.telemetry import DeviceReadings
 
 POLL_S = 0.05
-# until every host has said hello; a first import over a network file system takes its time
+# for `hello` of every host; a first import over a network file system is slow
 OPEN_S = 90.0
 REACH_S = 15.0
-SETTLE_S = 0.5  # after the first rank failed: those that failed with it can still say so
-STOP_S = 20.0  # for agents to end their workers, kindly and then for certain
+SETTLE_S = 0.5  # after the first rank failed, so that others that failed with it can report it
+STOP_S = 20.0  # for agents to end their workers by SIGTERM, then SIGKILL
 SWEEP_S = 15.0
-STARTING = "starting"  # the phase until a worker tells its own
-STALLED_S = 2.0  # between two looks: this process itself was stopped
+STARTING = "starting"  # phase before the first progress
+STALLED_S = 2.0  # a longer gap between two calls shows that this process was suspended
 
 
 @dataclass(frozen=True)
 class PhaseProgress:
-    """What the workers last said, and since when that phase goes on."""
+    """The last progress that rank 0 reported, and the seconds since its phase began."""
 
     phase: str
     done: int
@@ -60,11 +63,18 @@ Watch = Callable[[PhaseProgress], None]
 
 
 class Session:
-    """The agents of one run, and what they have reported so far."""
+    """The node agents of one run, and all that they have reported so far.
+
+    Creating it chooses the hosts and their command lines, and starts nothing; RequestError if there
+    are not enough hosts.
+    """
 
     def __init__(
         self, launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
     ) -> None:
+        """Choose the hosts, their command lines, the run's token and the mark of its processes;
+        start nothing. Raises RequestError if there are not enough hosts.
+        """
         self.launcher, self.site = launcher, site
         self._watch: Watch | None = None
         self.hosts = launch.hosts(launcher, site, nodes, allocation)
@@ -76,7 +86,7 @@ class Session:
         self.load: dict[str, LoadReadings] = {}  # by host
         self.progress: PhaseProgress | None = None
         self.connections: list[Connection] = []
-        self.spawned_s = self.started_s = now()  # agents, and workers
+        self.spawned_s = self.started_s = now()  # replaced when agents and workers are started
         self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
         self._stopping = False
         self._begun_s = self._awake_s = self._phase_s = self._progress_s = now()
@@ -91,13 +101,17 @@ class Session:
         undisturbed: ExitStack,
         begun: Callable[[], bool] = lambda: False,
     ) -> Failure | None:
-        """Lead a run from its first agent to the end of the last, and return why it failed, or
-        None.
+        """Run from the first agent to the end of the last, and return why the run failed, or None.
 
         `prepare` opens the session, checks the hosts, and returns what to start. Ctrl-C raises
-        KeyboardInterrupt until it has returned or `begun` says that there is a run to record, and
-        is a failure afterwards. From the end on, interrupts are ignored until `undisturbed` is
-        closed, so that the record is written.
+        KeyboardInterrupt until it has returned or `has_begun` returns True (there is a run to
+        record), and is the failure `interrupted` afterwards. All agents are stopped before this
+        returns or raises. From then on interrupts are ignored until the stack `interrupt_guard` is
+        closed, so that the record can be written.
+
+        `hang_s`: without news of the workers for so long, the run fails with `hang`; `limit_s`: the
+        longest that workers may take. Times in seconds; `origin_s` is the start of the run on the
+        parent's clock.
         """
         self._watch = watch
         start: Start | None = None
@@ -127,7 +141,9 @@ class Session:
     def _follow(
         self, start: Start, origin_s: float, hang_s: float, limit_s: float | None
     ) -> Failure | None:
-        """Start the ranks and stay with them until none is left or something is wrong."""
+        """Start the ranks on every host and wait until all have ended or something is wrong; return
+        what, or None. Stack traces are collected if the run hangs.
+        """
         first = self.connections[0].hello
         self.started_s = self._progress_s = self._phase_s = now()
         for index, one in enumerate(self.connections):
@@ -145,6 +161,9 @@ class Session:
         return failure
 
     def _name(self, rank: int, workers: int) -> str:
+        """Return a rank's name for messages, with its host if there are several; `ranks_per_host`
+        is the number of ranks per host.
+        """
         return (
             f"rank {rank}"
             if len(self.hosts) == 1
@@ -152,11 +171,17 @@ class Session:
         )
 
     def open(self, asked: Open) -> dict[str, Hello]:
-        """Reach every host and hear what it has. One that cannot be reached raises RequestError."""
+        """Start an agent on every host, send it `open_message` with the host's own token, mark and
+        peer, wait for its `hello`, compare clocks by several pings, and return the `hello` messages
+        by host name.
+
+        Raises RequestError if an agent cannot be started, ends, or does not answer within `OPEN_S`
+        seconds.
+        """
         self.spawned_s = now()
         for index, host in enumerate(self.hosts):
-            # One each: two names may lead to one machine, or to hosts that see each other's
-            # processes and temporary files.
+            # One mark per host: two names may lead to one machine, or to hosts that see each
+            # other's processes and temporary files.
             mark = f"{self._mark}-{index}"
             try:
                 self.connections.append(
@@ -181,11 +206,13 @@ class Session:
                 OPEN_S,
                 "no answer to a ping",
             )
-        self.started_s = now()  # as far as a record knows that says no more
+        self.started_s = now()  # for the draft of the record; set again when workers start
         return {one.name: one.hello for one in self.connections if one.hello is not None}
 
     def reach(self, address: str, port: int) -> None:
-        """Every other host must get to the address where rank 0 will be."""
+        """Ask every host but the first whether it can connect to the address where rank 0 will be;
+        raise RequestError if one cannot or does not answer.
+        """
         others = self.connections[1:]
         for one in others:
             one.send(Reach(token=self.token, address=address, port=port))
@@ -202,7 +229,9 @@ class Session:
                 )
 
     def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Listen until something is so, before anything was started."""
+        """Receive messages until `is_done` returns True; raise RequestError if an agent ends, or
+        after `limit_s` seconds. `missing_text` says in the message what did not come.
+        """
         end_s = now() + limit_s
         while not done():
             self._listen()
@@ -225,8 +254,8 @@ class Session:
                     raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")
 
     def _wait(self, hang_s: float, limit_s: float | None) -> Failure | None:
-        """Wait until every agent has said bye, or something is wrong, and return what; a rank that
-        failed says it itself.
+        """Wait until every agent has said bye, or something is wrong, and return what; return None
+        if a rank failed, because its rank file and exit code tell why.
         """
         begun, failed = now(), None
         asked: list[tuple[Connection, int]] = []
@@ -248,6 +277,9 @@ class Session:
         return self._lost()
 
     def _show(self) -> None:
+        """Call the progress callback, if there is one, with the last progress and the time in its
+        phase.
+        """
         if self._watch is None:
             return
         if self.progress is None:
@@ -256,14 +288,19 @@ class Session:
             self._watch(replace(self.progress, elapsed_s=now() - self._phase_s))
 
     def _ask(self) -> list[tuple[Connection, int]]:
-        """Ping every host now; with each the number of answers that it then has given."""
+        """Ping every host now, and return each connection with the number of answers that it will
+        have given when it answers this ping.
+        """
         for one in self.connections:
             one.ping(at_once=True)
         return [(one, one.pings) for one in self.connections]
 
     def _listen(self) -> None:
-        """One message, or a moment without; and the heartbeat. What was said while this process was
-        stopped is heard first.
+        """Send heartbeats that are due, and handle all messages that have arrived, or wait a moment
+        for one.
+
+        If this process itself was suspended for more than `STALLED_S`, no host counts as silent for
+        that time.
         """
         if now() - self._awake_s > STALLED_S:
             for one in self.connections:
@@ -284,6 +321,9 @@ class Session:
                 return
 
     def _take(self, one: Connection, message: Any) -> None:
+        """Store one message of an agent in the connection or in the session's results; None says
+        that the agent's output has ended. Exits after the session began to stop are not stored.
+        """
         match message:
             case None:
                 one.closed = True
@@ -316,7 +356,7 @@ class Session:
                 self.results.exits[message.rank] = message
 
     def _rank(self, said: RankSaid) -> None:
-        """The one before stands, where this cannot be read."""
+        """Store a rank file, or why it cannot be read; then the rank's earlier file stays."""
         self.results.unreadable.pop(said.rank, None)
         try:
             if said.problem is not None or not messages.whole(said):
@@ -326,7 +366,9 @@ class Session:
             self.results.unreadable[said.rank] = str(error)
 
     def _lost(self) -> Failure | None:
-        """A host that is gone, or does not say anything."""
+        """Return the failure of the first host whose agent ended by itself, whose connection ended
+        without a bye, or of which nothing was heard for `silence_s` seconds; else None.
+        """
         for one in self.connections:
             if one.bye is not None and one.bye.failure is not None:
                 return replace(one.bye.failure, text=f"host {one.name}: {one.bye.failure.text}")
@@ -356,6 +398,9 @@ class Session:
         return None
 
     def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Failure | None:
+        """Return the failure `hang` if workers have reported no progress for `hang_s` seconds,
+        `time_limit` if more than `limit_s` have passed since `begin_s`, else None.
+        """
         where = self.progress.phase if self.progress is not None else "start"
         if now() - self._progress_s > hang_s:
             return Failure(
@@ -369,8 +414,10 @@ class Session:
         return None
 
     def stop(self, stacks: bool = False) -> None:
-        """Tell all agents to end, and wait for their last words. What a host that is lost may have
-        left is swept up.
+        """Stop all agents and wait up to `STOP_S` seconds for their last messages; then end their
+        processes, and clean up on hosts whose agent was lost. A second call does nothing.
+
+        `with_stacks`: workers write their stack traces before they are ended.
         """
         if self._stopping:
             return
@@ -390,8 +437,10 @@ class Session:
         self._sweep([one for one in self.connections if one.bye is None and one.hello is not None])
 
     def _sweep(self, lost: list[Connection]) -> None:
-        """Ask new agents on those hosts to end what the lost ones left. A host that cannot be
-        reached ends it by itself: its agent hears nothing of us."""
+        """Start new agents on the hosts of lost ones to end what those left, and wait up to
+        `SWEEP_S` seconds. On a host that cannot be reached the old agent ends it all by itself, as
+        it hears nothing of the parent.
+        """
         again = []
         for one in lost:
             with suppress(OSError):

@@ -2,8 +2,8 @@
 docs/clusters.md.
 
 A site file starts programs (`python`, `prologue`) and sets variables on every host, so it is read
-only where the user names it, or from the user's own configuration folder. `steelyard run` reads it
-before anything starts.
+only where the user names it, or from the user's own configuration folder. run/checked_request.py
+reads it before anything starts.
 """
 
 import hashlib
@@ -24,20 +24,21 @@ MAX_BYTES = 256 << 10  # 4,096 hosts of 60 characters
 
 TEMPORARY = "TMPDIR"  # the folder for temporary files, which belongs to no accelerator
 
-# What ssh, srun and the resolver take as a host; above all, never an option.
+# Host names that ssh, srun and the resolver accept; none can be read as an option.
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:-]*$", max_length=255)]
 Line = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 
 def allowed_variables() -> frozenset[str]:
-    """Return the variables that a site file may set: those of tune.env, of networks, and the folder
-    for temporary files. None of them names a program, a library or a plug-in to load."""
+    """Return the names of the environment variables that a site file may set: those of tune.env, of
+    networks, and TMPDIR. None of them names a program, a library or a plug-in to load.
+    """
     networks = accelerators.names(lambda row: row.site_variables)
     return accelerators.tune_variables() | networks | {TEMPORARY}
 
 
 class HostSettings(Frozen):
-    """What is different on one host."""
+    """Settings of one host that differ from the site's."""
 
     python: Line | None = Field(
         None, description="the Python that has steelyard; default: the site's"
@@ -48,7 +49,7 @@ class HostSettings(Frozen):
 
 
 class SlurmSettings(Frozen):
-    """What an allocation is asked for with."""
+    """Options with which Slurm is asked for an allocation."""
 
     partition: Line | None = None
     account: Line | None = None
@@ -60,6 +61,8 @@ class SlurmSettings(Frozen):
 
 
 class Site(Frozen):
+    """The content of a site file; without a file, all defaults."""
+
     machine: Line | None = Field(None, description="what the firmware does not tell, for the page")
     network: Line | None = Field(None, description="between hosts, for the page")
     note: Line | None = None
@@ -82,12 +85,15 @@ class Site(Frozen):
     )
     host: dict[HostName, HostSettings] = Field(default_factory=dict)
     slurm: SlurmSettings = SlurmSettings()
-    # name and hash; no keys of the file itself
+    # name and hash of the file, not keys in it
     _file: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @field_validator("environment")
     @classmethod
     def _check_names(cls, environment: dict[str, str]) -> dict[str, str]:
+        """Raise ValueError if a variable is not among those that a site file may set, with the
+        nearest allowed name.
+        """
         allowed = allowed_variables() if environment else frozenset()
         for name in environment:
             if name not in allowed:
@@ -101,25 +107,32 @@ class Site(Frozen):
         return environment
 
     def about(self) -> dict[str, str]:
-        """Return what a record states of the site, with name and SHA-256 of the file it was read
-        from.
+        """Return what a record states of the site: machine, network and note as far as given, and
+        name and SHA-256 of the file it was read from.
         """
         stated = {"machine": self.machine, "network": self.network, "note": self.note}
         return {key: value for key, value in stated.items() if value is not None} | self._file
 
     def python_on(self, host: str) -> str:
+        """Return the Python that has steelyard on a host: the host's own setting, else the site's,
+        else `python3`.
+        """
         return self.host.get(host, HostSettings()).python or self.python or "python3"
 
     def prologue_on(self, host: str) -> str | None:
+        """Return the shell lines to run before the agent on a host: the host's own, else the
+        site's, else None.
+        """
         return self.host.get(host, HostSettings()).prologue or self.prologue
 
 
 def find(named: Path | None) -> Path | None:
-    """Return the file that the user named, else the one in the user's configuration folder, else
-    None.
+    """Return the path of the file that the user named, unchecked, else that of the one in the
+    user's configuration folder, else None.
 
-    Raise RequestError if the configuration folder cannot be read, or if its file could have been
-    written by another user."""
+    Raises RequestError if the configuration folder cannot be read, or if its file could have been
+    written by another user.
+    """
     if named is not None:
         return named
     path = _own_path()
@@ -150,9 +163,11 @@ def find(named: Path | None) -> Path | None:
 
 
 def _own_path() -> Path | None:
-    """Return where the user's own site file would be, or None if no home folder is known. A
-    relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too:
-    either would be a folder of the working directory."""
+    """Return where the user's own site file would be, or None if no home folder is known.
+
+    A relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too:
+    either would be a folder of the working directory.
+    """
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "")
     if not config.is_absolute():
         try:
@@ -163,7 +178,9 @@ def _own_path() -> Path | None:
 
 
 def unused(path: Path | None) -> Path | None:
-    """Return the site file in the working directory if `path`, the one in use, is another or None."""
+    """Return the path of a site.toml in the working directory that is not the one in use
+    (`used_path`), so that the user can be told; else None.
+    """
     here = Path(NAME)
     try:
         return here if here.is_file() and (path is None or not here.samefile(path)) else None
@@ -172,8 +189,8 @@ def unused(path: Path | None) -> Path | None:
 
 
 def read(path: Path | None) -> Site:
-    """Read a site file, or return an empty site where there is none. Raise RequestError if it is
-    not valid.
+    """Read and validate a site file; return an empty site for None. Raise RequestError if the file
+    cannot be read or is not valid.
     """
     if path is None:
         return Site()

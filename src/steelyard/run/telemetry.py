@@ -1,5 +1,7 @@
-"""Telemetry: the agent of a host samples its devices while workers run, the parent keeps what is
-sent.
+"""Sample the devices of a host while workers run, and collect the samples in the parent.
+
+In the node agent, a `TelemetrySampler` reads the accelerator's sources from a thread (run/ranks.py
+sends what is new); in the parent, `DeviceReadings` collect them for the record.
 """
 
 from collections.abc import Callable
@@ -19,9 +21,12 @@ Rows = dict[str, list[Any]]
 
 
 class Sampler:
-    """Samples all sources from `start`, which is called before any worker is there, until `stop`.
-    `take` hands over what is new. After so many rows the period doubles, and whoever keeps them
-    drops every second one: a long run has no more."""
+    """Samples all telemetry sources in a thread from `start`, before there is a worker, until
+    `stop`; `take_new_rows` returns what is new.
+
+    After `max_rows` rows the sampling period doubles, and whoever collects the rows drops every
+    second one, so that a long run has no more rows than that.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,9 @@ class Sampler:
         period_s: float = PERIOD_S,
         max_rows: int = MAX_ROWS,
     ) -> None:
+        """Store the settings; nothing is sampled before `start`. `origin_s` is the start of the run
+        on this host's clock.
+        """
         self.sources = sources
         self.period_s = period_s
         self._pids: tuple[int, ...] = ()
@@ -45,15 +53,18 @@ class Sampler:
         self._thread = Thread(target=self._loop, name="telemetry", daemon=True)
 
     def start(self) -> None:
+        """Take a first, full sample in the caller's thread, then start the sampling thread."""
         self._sample(whole=True)
         self._thread.start()
 
     def watch(self, pids: tuple[int, ...]) -> None:
-        """From now on the run's processes are these, and what they start."""
+        """Set the process ids of the run's workers, which the sources tell from other processes."""
         self._pids = pids
 
     def stop(self) -> None:
-        """End with one last sample, after all windows. An error met while sampling is raised here."""
+        """End the thread and take one last full sample; an error that the thread met is raised here
+        instead.
+        """
         self._ended.set()
         self._thread.join()
         if self._error is not None:
@@ -61,12 +72,15 @@ class Sampler:
         self._sample(whole=True)
 
     def take(self) -> tuple[float, list[Rows]]:
-        """The period, and the rows of each source since the last call."""
+        """Return the current period in seconds and, for each source, the rows since the last call,
+        as columns; they are forgotten here.
+        """
         with self._lock:
             new, self._new = self._new, [{} for _ in self.sources]
             return self.period_s, new
 
     def _loop(self) -> None:
+        """Sample once a period until `stop`; an error ends the thread and is stored for `stop`."""
         try:
             while not self._ended.wait(self.period_s):
                 self._sample()
@@ -74,6 +88,9 @@ class Sampler:
             self._error = error
 
     def _sample(self, whole: bool = False) -> None:
+        """Read every source once and append the rows; double the period when there are too many.
+        `with_slow_columns`: also read the slow columns, which are None in most rows.
+        """
         reads = [one.whole if whole and one.whole is not None else one.read for one in self.sources]
         rows: list[Reading] = [
             {"t_s": self._clock() - self._origin_s, **read(self._pids)} for read in reads
@@ -89,16 +106,17 @@ class Sampler:
 
 
 class DeviceReadings:
-    """The readings of one device as they arrive."""
+    """The telemetry of one device, as the parent receives it."""
 
     def __init__(self, host: str, device: str, severity: dict[str, str]) -> None:
+        """Begin without readings; `severity` says how much each slowdown reason matters."""
         self.host, self.device, self.severity = host, device, severity
         self.period_s = 0.0
         self.columns: Rows = {}
 
     def add(self, period_s: float, columns: Rows) -> None:
-        """Rows of a longer period than before come after every second row was dropped, these among
-        them.
+        """Append rows, given as columns; if their period is longer than before, drop every second
+        row of all, these included, once for each doubling.
         """
         for name, values in columns.items():
             self.columns.setdefault(name, []).extend(values)
@@ -108,6 +126,9 @@ class DeviceReadings:
         self.period_s = period_s
 
     def series(self, shift: Callable[[float], float] = lambda t_s: t_s) -> Series:
+        """Return the readings as a record states them; `to_parent_clock` converts each time since
+        the start of the run to the parent's clock.
+        """
         columns = {**self.columns, "t_s": [shift(t_s) for t_s in self.columns.get("t_s", [])]}
         return Series(
             device=self.device,
@@ -120,20 +141,23 @@ class DeviceReadings:
 
 
 def _first(a: Any, b: Any) -> Any:
+    """Return the value of the row that stays."""
     return a
 
 
 def _largest(a: Any, b: Any) -> Any:
+    """Return the larger of two values, of which either may be None; None if both are."""
     return max((value for value in (a, b) if value is not None), default=None)
 
 
 def _union(a: Any, b: Any) -> Any:
+    """Return the sorted union of two lists, of which either may be None."""
     return a if b is None else b if a is None else sorted({*a, *b})
 
 
-# What a dropped row leaves in the one before it: a peak, another's process or a slowdown must not
-# vanish because a run is long. The share of samples with a reason is therefore an upper bound once
-# rows were dropped.
+# How a dropped row is merged into the one before it: a peak, another run's process or a slowdown
+# must not vanish because a run is long. The share of samples with a reason is therefore an upper
+# bound once rows were dropped.
 _KEPT: dict[str, Callable[[Any, Any], Any]] = {
     "memory_bytes": _largest,
     "processes": _largest,
@@ -142,7 +166,9 @@ _KEPT: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def halve(columns: Rows) -> Rows:
-    """Return the columns without every second row; the last row may have no second one."""
+    """Return the columns without every second row; peaks, process counts and slowdown reasons of a
+    dropped row are merged into the row before it. A last row without a second one stays.
+    """
     pairs = {name: zip_longest(values[::2], values[1::2]) for name, values in columns.items()}
     return {
         name: [_KEPT.get(name, _first)(first, second) for first, second in rows]

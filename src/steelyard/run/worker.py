@@ -1,9 +1,10 @@
-"""A worker: one device's share of a run. One spec in, one rank file out, whatever happens in
-between.
+"""A worker: one rank of a run, on one device. It reads a spec and leaves a rank file, whatever
+happens in between.
 
-Started by its host's agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and
-WORLD_SIZE in its environment. It ends when its stdin is closed: then its agent is gone. It imports
-no framework itself: its engine's row names one.
+Started by the node agent as `python -m steelyard.run.worker SPEC`, with RANK, LOCAL_RANK and
+WORLD_SIZE in its environment. It ends when its stdin is closed, because then its agent is gone. It
+imports no framework itself: its engine's row names one. `RankProcess` is the part that the worker
+of `steelyard spec` shares (run/ceilings_worker.py).
 """
 
 import faulthandler
@@ -45,17 +46,21 @@ from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Before, CheckpointRun, State
 
 PROGRESS_S = 0.1
-CHILDREN_S = 1.0  # for a compiler to take its temporary files away
+CHILDREN_S = 1.0  # for a compiler to delete its temporary files
 EXCHANGES = 3
 
 
 def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
-    """Carry out what a rank is to do, and end with it. `place` is the folder that it shares with
-    its agent.
+    """Create the rank's process object with `make_process(rank)`, run it, write its final rank file
+    and exit this process: code 0 if it is done, else 1, or 74 if the disk is full.
+
+    Errors go into the rank file as a status and a text, and to stderr. `folder` is the folder that
+    is shared with the agent. Installs a SIGTERM handler, writes stack traces on SIGUSR1, and ends
+    the process when stdin is closed. Libraries are not shut down, because some of them abort in it.
     """
     rank = int(os.environ.get("RANK", "0"))
     try:
-        # for an agent that wants to know where this hangs
+        # read by the agent if the run hangs
         stacks = (place / messages.stack_name(rank)).open("w")
     except OSError as failure:
         _end_without_result(failure)
@@ -82,18 +87,23 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
         _end_without_result(failure)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
-    # Its work is done and told: what libraries do while they are taken down, and now and then abort
-    # in, is no part of a run.
+    # The results are written: libraries are not shut down, because some of them abort in it now and
+    # then.
     os._exit(0 if status == "done" else 1)
 
 
 def _end_without_result(failure: OSError) -> NoReturn:
-    """Where nothing can be written, the exit code says what there is to say."""
+    """Print the traceback and exit the process where no rank file can be written: code 74 for a
+    full disk, else 1.
+    """
     traceback.print_exc()
     os._exit(DISK_FULL if failure.errno in files.FULL else 1)
 
 
 def _kind(failure: BaseException) -> RankStatus:
+    """Return the status for the rank file that names an error: `out_of_memory`, `disk_full`,
+    `network`, else `raised`.
+    """
     if lacks_memory(failure):
         return "out_of_memory"
     if isinstance(failure, OSError) and failure.errno in files.FULL:
@@ -102,8 +112,8 @@ def _kind(failure: BaseException) -> RankStatus:
 
 
 def _end_with_agent() -> None:
-    """A worker outlives nobody: without its agent there is no one to tell. What it started ends
-    with it.
+    """Wait until stdin is closed, which means that the agent is gone; then end all descendants of
+    this process and exit with code 3.
     """
     while os.read(0, 1 << 10):
         pass
@@ -112,11 +122,14 @@ def _end_with_agent() -> None:
 
 
 class RankProcess(ABC):
-    """What every kind of worker has: its rank file, which grows, and how far it is. Each brings
-    `run`.
+    """The common part of all workers: the rank file, which grows and is written repeatedly, the
+    time budget and the progress file. Subclasses implement `run`.
     """
 
     def __init__(self, rank: int, accelerator: str, host: HostSpec) -> None:
+        """Read world size and local rank from WORLD_SIZE and LOCAL_RANK, start the budget, and
+        begin a rank file with status `running`, which is not written yet.
+        """
         self.rank, self.host = rank, host
         self.world = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -130,13 +143,19 @@ class RankProcess(ABC):
         self._clocks = every()
 
     @abstractmethod
-    def run(self) -> None: ...
+    def run(self) -> None:
+        """Do the work of this rank; results go into the rank file. A raised error becomes its
+        status.
+        """
 
     def _add(self, **facts: Any) -> None:
+        """Replace these fields of the rank file in memory; nothing is written."""
         self.file = self.file.model_copy(update=facts)
 
     def tell(self, phase: str, done: int, total: int) -> None:
-        """How far this is, for whoever watches: rank 0 alone, and not too often."""
+        """Write the progress file, on rank 0 alone: at the beginning and end of a phase, else at
+        most every `PROGRESS_S` seconds.
+        """
         at = now()
         if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
             self._told = at
@@ -144,12 +163,17 @@ class RankProcess(ABC):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Enter a part of the budget and show it as progress: loading and compiling take minutes."""
+        """Count the time of a `with` block as a part of the budget, and report it as progress:
+        loading and compiling take minutes.
+        """
         self.tell(name.replace("_", " "), 0, 0)
         with self.budget.part(name):
             yield
 
     def write(self, status: RankStatus, error: str | None) -> None:
+        """Write the rank file with this status and error, the time, the budget and the clocks so
+        far, replacing the one before.
+        """
         clocks = {
             name: at - self._clocks[name] for name, at in every().items() if name in self._clocks
         }
@@ -163,8 +187,10 @@ class RankProcess(ABC):
         self._replace(messages.rank_name(self.rank), self.file)
 
     def leave(self, status: RankStatus, error: str | None) -> RankStatus:
-        """The last rank file. What an engine or a plug-in said may not fit into one: then it says
-        so, and no more.
+        """Write the final rank file and return its status.
+
+        If what an engine or a plug-in reported cannot be written as JSON, write one that says only
+        that, with status `raised`.
         """
         try:
             self.write(status, error)
@@ -183,37 +209,51 @@ class RankProcess(ABC):
         return status
 
     def _replace(self, name: str, table: Frozen) -> None:
-        """Readers see the old file or the new one, never half of one; none outlives the machine."""
+        """Write a file into the shared folder so that readers see the old or the new content, never
+        a part; it is not synced to disk.
+        """
         files.write(
             self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False
         )
 
     def ended(self, number: int, frame: Any) -> None:
-        """Told to end: leave what there is, then go the way the signal says."""
+        """Handle SIGTERM: write the rank file with status `ended`, then die by the same signal."""
         self.write("ended", None)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
 
 def main() -> None:
+    """Read the spec file named in the first argument, run it as one rank, and exit the process."""
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
     serve(partial(Worker, spec), spec.host.folder)
 
 
 class Worker(RankProcess):
+    """One rank of a case's run: loads engine and framework, runs the passes, and collects what is
+    measured in the rank file.
+    """
+
     def __init__(self, spec: WorkerSpec, rank: int) -> None:
+        """Take case, task and kind from the spec, and this rank's coordinates in the plan."""
         super().__init__(rank, spec.run.accelerator, spec.host)
         self.spec = spec.run
         self.case = spec.run.case
         self.task = self.case.question.row
         self.kind = self.task.kind_row
         self.place = degrees.place(spec.run.plan, rank)
-        self.outputs: Frozen | None = None  # the part that no pass changes
+        self.outputs: Frozen | None = None  # the part of the outputs that no pass changes
         self._counter: Counter | None = None
 
     def run(self) -> None:
+        """Load, join the other ranks, prepare the data, and run all passes, then the calibration
+        after them and the profile.
+
+        Data are read in a thread while engine and framework are imported. The rank file is written
+        after each pass.
+        """
         self.tell("imports", 0, 0)
-        # needs no framework, and tokenizers run on cores of their own
+        # reading needs no framework, and tokenizers use other cores
         reading = ThreadPoolExecutor(1).submit(self._read)
         framework, make_engine = self._load()
         self.framework = framework
@@ -238,7 +278,9 @@ class Worker(RankProcess):
         self._add(details=details, weights=Weights(**plain("weights", dict(engine.weights))))
 
     def _load(self) -> tuple[Framework, Any]:
-        """The framework on this rank's device, and what makes the engine."""
+        """Return the framework, set up on this rank's device, and the function that creates the
+        engine; adds device, versions and threads to the rank file.
+        """
         with self.budget.part("imports"):
             row = engine_rows.row(self.spec.engine)
             make_engine = engine_rows.load(row.name, self.task.work)
@@ -257,6 +299,9 @@ class Worker(RankProcess):
         return framework, make_engine
 
     def _join(self, framework: Framework) -> Any:
+        """Join the other ranks and return the process group of those that hold one model with this
+        one; with several ranks, also test and time an all-reduce.
+        """
         if self.world == 1:
             return framework.join(self.spec.plan, self.rank, self.world, None)
         with self._phase("join"):
@@ -265,9 +310,11 @@ class Worker(RankProcess):
         return group
 
     def _try_exchange(self, framework: Framework) -> float:
-        """A small all-reduce before anything depends on one: its sum is checked, and its rate kept."""
+        """Check a small all-reduce before anything depends on one, and return its rate in bytes per
+        second; raise ExchangeError if its sum is wrong.
+        """
         work, size_bytes, check = framework.all_reduce()
-        time_calls(work, framework, 1)  # the first connects
+        time_calls(work, framework, 1)  # the first call sets up connections
         time_s = time_calls(work, framework, EXCHANGES) / EXCHANGES
         wrong = check()
         if wrong is not None:
@@ -275,7 +322,7 @@ class Worker(RankProcess):
         return size_bytes / time_s
 
     def _read(self) -> tuple[Prepared, float]:
-        """The data, and the time that they took."""
+        """Read and tokenize the task's data, and return them with the seconds that it took."""
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         scope, case = self.spec.scope, self.case
@@ -286,8 +333,11 @@ class Worker(RankProcess):
         )
 
     def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
+        """Keep outputs and counter of the data for later, add their facts and reading time to the
+        rank file, and return the data unchanged.
+        """
         self.outputs = prepared.outputs
-        window = getattr(self.case.question.model, "window", None)  # of the families that have one
+        window = getattr(self.case.question.model, "window", None)  # some families have it
         self._counter = plugins.load(self.kind.works[self.task.work])(
             prepared.inputs, self.case.question.division, window
         )
@@ -296,8 +346,11 @@ class Worker(RankProcess):
         return prepared
 
     def _keep_checkpoints(self, fingerprint: str) -> Keep | None:
-        """Where checkpoints go; the data, known only now, must be those of the checkpoint that is
-        gone on from.
+        """Return where and how often checkpoints are saved, or None if none are; rank 0 creates the
+        folder and describes the run in it.
+
+        Raises RequestError if the run resumes from a checkpoint with other data, which is known
+        only now.
         """
         spec, key = self.spec, self.case.key(fingerprint)
         if (
@@ -324,6 +377,7 @@ class Worker(RankProcess):
         return Keep(spec.checkpoints, self.case.tune.checkpoint_every)
 
     def _job(self, inputs: Any, framework: Framework, group: Any, keep: Keep | None) -> Job:
+        """Return all that the engine is told."""
         return Job(
             case=self.case,
             work=self.task.work,
@@ -344,18 +398,20 @@ class Worker(RankProcess):
         )
 
     def _calibrate(self, framework: Framework) -> dict[str, Any]:
-        """Rates of matmuls on random numbers, at the case's precision: of the shapes that its
-        batches really have.
+        """Return the measured rates of matmuls on random numbers, in the case's precision and the
+        shapes of its real batches, as fields of the rank file.
         """
         steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
-        # by the pass, or its first step
+        # counts of the whole pass, or of its first step
         held = None if self._counter is None else self._counter.wanted(steps)[0]
         shapes_of = partial(matmuls.of_case, self.case, self.spec.plan.tp, held)
         return calibrate(framework, self.case.question.precision.matmul, shapes_of)
 
     def _calibrate_after(self, framework: Framework) -> None:
-        """Time the square matmul again and add its rates to the rank file: a host that was busy
-        before the passes may be quiet after them."""
+        """Time the square matmul again after the passes and add its rates to the rank file, if it
+        was timed over CPU time before: a host that was busy before the passes may be idle after
+        them.
+        """
         rates, rate = self.file.matmul_cpu_rates, self.file.matmul_flops_per_s
         if rates and rate:
             with self._phase("calibrate"):
@@ -363,6 +419,13 @@ class Worker(RankProcess):
             self._add(matmul_cpu_rates={**rates, "after": after})
 
     def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
+        """Run one pass in the measured loop, and add its window, samples and answers to the rank
+        file, which is written at the end.
+
+        A bare pass has no samples and no answers. Only the first rank of each replica asks the
+        engine for answers, which the task checks; those of an initial pass are also saved beside
+        the checkpoints.
+        """
         framework.barrier()
         framework.reset_memory()
         with self.budget.part(f"total_{name}"):
@@ -370,7 +433,10 @@ class Worker(RankProcess):
             framework.synchronize()
 
         def step_done(done: int) -> None:
-            # the last is told below: what follows its mark is time that no step accounts for
+            """Report the progress after a step but the last: what follows the last mark is time
+            that no step accounts for.
+            """
+            # the last is reported below: after its mark comes time that no step accounts for
             if done < total:
                 self.tell(name, done, total)
 
@@ -389,7 +455,7 @@ class Worker(RankProcess):
                 samples = trace.samples(name, self.rank, partial(self._count, name))
         self._keep(name, trace, samples, framework)
         self._draw(name, trace, samples)
-        # ranks that hold one model have one answer
+        # ranks that hold one model have the same answers
         if name not in self.kind.bare and self.place.tp == self.place.pp == 0:
             with self.budget.part(f"outputs_{name}"):
                 told = engine.outputs(name)
@@ -399,10 +465,13 @@ class Worker(RankProcess):
             if name in self.kind.initial and self.spec.checkpoints is not None:
                 path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
                 checkpoints.write(path, Before(table=answers))
-        self.write("running", None)  # whoever is killed later leaves this much
+        self.write("running", None)  # remains if the worker is killed later
 
     def _explain(self, engine: Engine, framework: Framework) -> None:
-        """One rank of every stage watches."""
+        """Profile some more steps of the headline pass and add the profile to the rank file; the
+        first tensor- and data-parallel rank of every pipeline stage profiles, all ranks run the
+        steps. Does nothing if the run has no headline pass.
+        """
         name = next((one for one in self.kind.headline if one in self.spec.passes), None)
         if name is None:
             return
@@ -416,21 +485,26 @@ class Worker(RankProcess):
             )
 
     def _count(self, name: str, item: Work) -> dict[str, int]:
-        """What a step counts: of rows that the engine names, what the data say; its own padding."""
+        """Return the counts of a step: for rows that the engine names, what the data say, with the
+        engine's own padding; else what the engine counts.
+        """
         if item.rows is None or self._counter is None:
             return item.counts
         counted = self._counter.of(item.rows, item.prefixes, held_out=name not in self.kind.stepped)
         return counted | {"padded": item.counts.get("padded", 0)}
 
     def _draw(self, name: str, trace: Trace, samples: list[Sample]) -> None:
-        """What the rows of a pass count, whatever the engine said. Of a pass that is cut short
-        nobody knows which rows.
+        """Add to the rank file what the rows of a pass must count by the data alone, whatever the
+        engine said.
+
+        Only rank 0 does it, and not for bare passes, for programs that do not say what they drew,
+        or where `--steps` cuts a pass short, as it is unknown which rows were used.
         """
         if (
             self._counter is None
             or self.rank
             or name in self.kind.bare
-            or trace.clock == "reported"  # a program that does not say what it drew
+            or trace.clock == "reported"  # an external program does not report its rows
             or (self.spec.scope.steps is not None and self.kind.cut_by_steps)
         ):
             return
@@ -446,6 +520,9 @@ class Worker(RankProcess):
             self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
 
     def _keep(self, name: str, trace: Trace, samples: list[Sample], framework: Framework) -> None:
+        """Add the window of a pass (start, wall time, memory peaks) and its samples to the rank
+        file in memory.
+        """
         memory = framework.memory()
         window = Window(
             pass_name=name,

@@ -1,9 +1,9 @@
-"""Answers: what is read off the model's last hidden states, the same for every scoring engine. One
-reader a kind of work.
+"""Answers: what is read off the model's last hidden states, the same for every scoring engine, with
+one reader per kind of work.
 
-A reader is told, for every item of a batch, where its last token stands. It says at which tokens
-logits are needed, and makes the answers of them on the device, where they stay until the pass is
-over.
+For every batch a reader is told where the last token of each item is. It says at which tokens
+logits are needed, and computes the answers from them on the device, where they stay until the pass
+is over. `ScoringLoop` (loop.py) calls it.
 """
 
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from steelyard.kernels.token_loss import read_logits, triton_read_logits
 from steelyard.models.placements import Shard
 
 Ids = NDArray[np.int64]
-Head = Callable[[Tensor], Tensor]  # hidden states to logits: those of this share of the vocabulary
+Head = Callable[[Tensor], Tensor]  # hidden states to logits of this vocabulary shard
 Send = Callable[[Ids], Tensor]
-Gather = Callable[[Tensor], Tensor]  # what every share of a model has, stacked in their order
+Gather = Callable[[Tensor], Tensor]  # the tensors of all shards of a model, stacked
 
-CHUNK = 4096  # tokens whose logits are there at one time
-# tokens of a last word: of longer ones, which no language has, the likeliest tokens are not kept
+CHUNK = 4096  # tokens whose logits are in memory at one time
+# tokens of a last word: for longer ones, which no language has, no likeliest tokens are recorded
 MOST_WORD = 64
 
 
 @dataclass(frozen=True)
 class Picked:
-    """What is asked of a batch, on the device: where logits are needed, and what the answers are
-    made with.
+    """Where in a batch logits are needed, and what the answers are computed with; all on the
+    device. `pick` are indices of tokens; `reader_inputs` is for the reader that made the request.
     """
 
     pick: Tensor
@@ -41,19 +41,30 @@ class Picked:
 
 
 class Reader(Protocol):
+    """Computes the answers to a kind of work from hidden states. An `item` is the index of a prompt
+    or passage.
+    """
+
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
-        """The question to a batch in which the last token of each item stands at `ends`."""
+        """Return where logits are needed in a batch in which the last token of each item is at
+        index `ends`. `send` copies an array to the device.
+        """
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
-        """One row an item, made of the hidden states at the picked tokens."""
+        """Return the answers, one row per item, on the device. `hidden` are the hidden states at
+        the picked tokens, `compute_logits` turns them into logits of this rank's part of the
+        vocabulary. All ranks that hold one model call it together.
+        """
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
-        """The answers of a pass as plain lists."""
+        """Return the answers of a pass as lists by column name, as they stand in the record;
+        `answers` is on the host.
+        """
 
 
 class ChoiceReader:
-    """Multiple choice: the likeliest token of all, the likeliest of the four answers, and whether
-    every logit is finite.
+    """Reads multiple choice: the likeliest token of the vocabulary, the likeliest of the four
+    answer letters, and whether all logits are finite.
     """
 
     def __init__(
@@ -64,9 +75,13 @@ class ChoiceReader:
         self.gather = gather
 
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+        """Ask for the logits of each item's last token."""
         return Picked(send(ends))
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+        """Return int64 [items, 3]: likeliest token, likeliest letter (0 to 3), 1 if all logits are
+        finite. Logits are gathered from all shards of the vocabulary.
+        """
         logits = torch.cat(self.gather(head(hidden)).unbind(0), dim=-1)[:, : self.vocab]
         best = logits.argmax(-1)
         choice = logits[:, self.letters].argmax(-1)
@@ -74,6 +89,7 @@ class ChoiceReader:
         return torch.stack((best, choice, finite.to(best.dtype)), dim=1)
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        """Return the columns `items`, `best`, `choice` and `finite`."""
         best, choice, finite = answers.reshape(-1, 3).long().unbind(1)
         return {
             "items": items,
@@ -84,13 +100,18 @@ class ChoiceReader:
 
 
 class LossReader:
-    """Passages: the negative log-likelihood of every token after the first, of the last word's
-    among them, whether each of these is the likeliest, and which tokens are. Logits stay divided
-    over the shares of a model; only four numbers a token are gathered."""
+    """Reads passages: the negative log-likelihood of all tokens after the first, and of the last
+    word; whether each token of the last word is the likeliest; and which tokens are.
+
+    Logits stay divided over the shards of a model; only four numbers a token are gathered.
+    """
 
     def __init__(
         self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device
     ) -> None:
+        """The likeliest tokens of last words are returned only if none of these words has more than
+        `MAX_WORD_TOKENS` tokens.
+        """
         self.texts = texts
         self.vocab = vocab
         self.share, self.gather = share, gather
@@ -99,6 +120,11 @@ class LossReader:
         self.fast: Callable[..., Tensor] | None = None
 
     def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+        """Ask for the logits of all tokens of each passage but the last, with their targets, which
+        targets belong to the last word, the number of targets of each passage, and the positions of
+        last words among the targets. The last target, which ends the text, is no part of the last
+        word.
+        """
         rows = [self.texts.rows[i] for i in items]
         sizes = np.array([len(row) - 1 for row in rows], dtype=np.int64)
         pick = np.concatenate(
@@ -113,8 +139,8 @@ class LossReader:
             ]
         ).astype(np.int64)
         word[np.cumsum(sizes) - 1] = 0
-        # Where the tokens of the last words stand among the targets; a word that is shorter ends
-        # with its first again.
+        # Indices of the last words' tokens among the targets; a shorter word repeats its first
+        # token at the end.
         last = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
         begins = (np.cumsum(sizes) - 1)[:, None] - last
         places = np.arange(self.kept, dtype=np.int64)[None, :]
@@ -129,6 +155,11 @@ class LossReader:
         )
 
     def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+        """Return fp64 [items, 3 + columns]: negative log-likelihood in nats of all targets, of the
+        last word's; 1 if every token of the last word is the likeliest, else 0; and the likeliest
+        tokens at the last word's places. Logits are computed for at most `CHUNK_TOKENS` tokens at a
+        time; with `compiled` they are reduced by a kernel.
+        """
         targets, word, sizes, places = asked.extra
         local = self._fast(hidden.device) if compiled else read_logits
         parts = []
@@ -150,8 +181,10 @@ class LossReader:
         return torch.cat((torch.stack(made, dim=1), best[places]), dim=1)
 
     def _fast(self, device: torch.device) -> Callable[..., Tensor]:
-        """A kernel where the device runs one. Compiled where it is first used: loading a compiler
-        takes seconds, and they belong to compiling."""
+        """Return the fast form of `reduce_logits`: the Triton kernel if it runs on the device, else
+        torch.compile's. Made when first used, since loading a compiler takes seconds that belong to
+        the time of compiling.
+        """
         if self.fast is None:
             self.fast = (
                 triton_read_logits
@@ -161,6 +194,9 @@ class LossReader:
         return self.fast
 
     def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+        """Return the columns `items`, `nll`, `last_nll`, `hit` and, unless a last word is too long,
+        `argmax`: the likeliest tokens at the places of each last word.
+        """
         table = answers.reshape(-1, 3 + self.kept)
         nll, last, hit = table[:, :3].unbind(1)
         out = {
@@ -178,18 +214,22 @@ class LossReader:
 
 
 def _nothing(targets: Tensor) -> Tensor:
-    """The part of a share that holds padding alone."""
+    """Return the four numbers a token, [4, tokens], of a shard whose part of the vocabulary is
+    padding only: -inf.
+    """
     return torch.full((4, len(targets)), -torch.inf, device=targets.device)
 
 
 def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, hit and likeliest token of every token from all shares' parts, [shares, 4, tokens], in
-    fp64. Of equal logits the first wins."""
+    """Return, for every target token and in fp64, its negative log-likelihood, whether it is the
+    likeliest (1.0 or 0.0), and the likeliest token, from all shards' numbers [shards, 4, tokens].
+    Of equal logits the first in the vocabulary wins.
+    """
     total, target, top, distance = parts.double().unbind(1)
     nll = total.logsumexp(0) - target.max(0).values
-    winner = top.argmax(0)  # the first of equal ones: shares stand in the order of the vocabulary
+    winner = top.argmax(0)  # the first of equal ones: shards are in the vocabulary's order
     apart = distance.gather(0, winner[None])[0]
-    # where no share has a highest logit there is none
+    # if no shard has a finite highest logit, there is none
     best = torch.where(torch.isfinite(apart), targets + apart, 0.0)
     return nll, (apart == 0).double(), best
 
@@ -201,8 +241,8 @@ READERS: dict[str, Callable[..., Reader]] = {
 
 
 class Answers:
-    """Answers of one pass. They stay on the device until the pass is over, so that reading them
-    stops nothing.
+    """The answers of one pass. They stay on the device until the pass is over, so that reading them
+    delays nothing.
     """
 
     def __init__(self) -> None:
@@ -211,15 +251,17 @@ class Answers:
         self._read: Tensor | None = None
 
     def add(self, items: list[int], answers: Tensor) -> None:
+        """Append the answers of a batch, one row per item."""
         self.items += items
         self._parts.append(answers)
 
     def read(self) -> None:
-        """Copy to the host; waits for the device."""
+        """Copy all answers to the host; waits for the device."""
         self._read = torch.cat(self._parts).cpu() if self._parts else torch.zeros(0)
         self._parts = []
 
     def table(self, reader: Reader) -> dict[str, Any]:
+        """Return the answers as lists by column name; RuntimeError before `read`."""
         if self._read is None:
             raise RuntimeError("answers were not read; the pass did not end")
         return reader.table(self.items, self._read)

@@ -1,7 +1,8 @@
-"""The batches that a replica scores in a pass: prompts packed end to end, or padded to one length.
+"""Plan the batches that a replica scores in a pass: prompts packed end to end, or padded to one
+length.
 
-A batch is planned before the pass and its arrays are made inside it, where making them is timed as
-phase `data`.
+A batch is planned before the pass, and its arrays are made inside of it, where making them is timed
+as phase `data`.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Prompts as rows of one length, padded on the right. The fields are those of `Batch` of the
-    same names.
+    """Prompts as rows of one length, padded on the right. The fields are those of `PromptBatch` of
+    the same names.
     """
 
     tokens: Ids  # [prompts, length]
@@ -45,16 +46,21 @@ Make = Callable[[], Batch | PaddedBatch]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a pass on this replica, each as a function that makes its arrays."""
+    """The batches of this replica, each as a function that makes its arrays: `in_pass` are those of
+    the timed pass.
+    """
 
     every: list[Make]
-    warmup: list[Make]  # those that a model computes before a pass
-    compile: list[Make]  # the same for a model that is compiled when it first sees a shape
+    warmup: list[Make]  # computed before a pass that is not compiled
+    compile: list[Make]  # computed before a compiled pass, so that kernels are compiled
     prefix_rows: int = 0  # division open: tokens of the longest prefix that prompts share
 
 
 def packed(job: Job, engine: str) -> Batches:
-    """Plan batches of about `tune.batch_tokens` tokens without padding, for either division."""
+    """Plan this replica's batches of about `tune.batch_tokens` tokens without padding, for either
+    division, at most `job.steps`. Raises RequestError if `tune.batching` asks for padding;
+    `engine_name` is for that message.
+    """
     tune, rows = job.case.tune, job.inputs.rows
     if tune.batching not in ("auto", "packed"):
         raise RequestError(
@@ -71,15 +77,19 @@ def packed(job: Job, engine: str) -> Batches:
         shared = prefixes(rows, groups)
         prefix_rows = max(shared, default=0)
         pieces = open_bins(rows, groups, tune.batch_tokens, tune.order, job.plan.dp)[job.place.dp]
-        following = [*pieces[1:], None]  # one too many on a rank that got nothing
+        following = [*pieces[1:], None]  # longer than `pieces` on a rank without pieces
         pairs = list(zip(pieces, following, strict=False))[: job.steps]
         every = [partial(open_batch, rows, one, after, shared, prefix_rows) for one, after in pairs]
     return Batches(every, every[: tune.warmup], every[: max(tune.warmup, 1)], prefix_rows)
 
 
 def padded(job: Job, engine: str) -> Batches:
-    """Plan batches of prompts of like length, padded to a multiple of `tune.pad_to`; or of one
-    prompt each, unpadded.
+    """Plan this replica's batches of prompts of similar length, padded to a multiple of
+    `tune.pad_to`; with `tune.batching=single` of one prompt each, unpadded.
+
+    Before a compiled pass also the batches of extreme size are computed: fewest and most prompts,
+    shortest and longest. Raises RequestError for division open, or if `tune.batching` is `packed`;
+    `engine_name` is for that message.
     """
     tune, rows = job.case.tune, job.inputs.rows
     if job.case.question.division != "closed":
@@ -93,7 +103,7 @@ def padded(job: Job, engine: str) -> Batches:
     budget, pad_to = (1, 1) if tune.batching == "single" else (tune.batch_tokens, tune.pad_to)
     bins = _share(job, sorted_batches([len(row) for row in rows], budget, pad_to, tune.order))
     every: list[Make] = [partial(padded_batch, rows, items, pad_to) for items in bins]
-    # A compiler meets the extreme shapes before the pass, not in it.
+    # Extreme shapes are compiled before the pass, not in it.
     keys = (lambda i: len(bins[i]), lambda i: max(len(rows[item]) for item in bins[i]))
     extremes = (
         [every[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)]
@@ -105,12 +115,15 @@ def padded(job: Job, engine: str) -> Batches:
 
 
 def _share(job: Job, bins: list[T]) -> list[T]:
-    """Return this replica's part of all bins, at most as many as the run has steps."""
+    """Return this replica's bins (every dp-th), at most as many as the run has steps."""
     return bins[job.place.dp :: job.plan.dp][: job.steps]
 
 
 def padded_batch(rows: list[list[int]], items: list[int], pad_to: int) -> PaddedBatch:
-    """Return the prompts `items` as rows of one length, a multiple of `pad_to`."""
+    """Return the prompts `items` (indices into `rows`) as rows of one length, a multiple of
+    `pad_to`, filled with token 0. `pick` has the index of each prompt's last token in the rows laid
+    end to end.
+    """
     lens = [len(rows[i]) for i in items]
     width = -(-max(lens) // pad_to) * pad_to
     table = np.zeros((len(items), width), dtype=np.int64)

@@ -1,7 +1,7 @@
 """The scoring loop of every engine: warm-up, the pass over the batches with its phases, and the
 answers.
 
-An engine brings a `Scorer`: it loads a model, copies a batch to the device and computes hidden
+An engine supplies a `Scorer`: it loads a model, copies a batch to the device and computes hidden
 states. The loop decides what is computed and in which order, and reads the answers, which are the
 same for every engine. It never waits for the device inside a pass: answers stay there until phase
 `score`.
@@ -23,20 +23,20 @@ from steelyard.scoring.batches import Batches, Make
 
 
 class Scorer(ABC):
-    """A model on this rank's device, as an engine brings it to the loop."""
+    """A model on this rank's device, which an engine supplies to the loop."""
 
     # whether it has a compiled form, which all passes but `val` use if `tune.compile` is set
     compiles = False
 
     @abstractmethod
     def load(self) -> dict[str, Any]:
-        """Build the model and fill in its weights. Return the source of the weights, for the
-        record.
-        """
+        """Build the model, load its weights and return their source, for the record."""
 
     def use(self, compiled: bool) -> None:
         """Compute in the compiled form, or as the model is written, from the next batch on. The
-        compiled form is made when it is first used. Called only if `compiles` is true."""
+        compiled form is made when it is first used. Called only if `compiles` is true; raises
+        NotImplementedError unless overridden.
+        """
         raise NotImplementedError(f"{type(self).__name__} compiles, and has no way to use it")
 
     @abstractmethod
@@ -65,7 +65,9 @@ class Scorer(ABC):
 
 
 class ScoringLoop:
-    """An engine that scores: any passes, of which `val` is the reference and never compiled."""
+    """The engine interface (engine/job.py) for scoring, which engines subclass: passes of any
+    names, of which `val` is the reference and never compiled.
+    """
 
     def __init__(self, job: Job, scorer: Scorer, batches: Batches) -> None:
         self.job, self.scorer, self.batches = job, scorer, batches
@@ -77,6 +79,10 @@ class ScoringLoop:
         self.loaded = self.compiled = False
 
     def prepare(self, name: str, part: Part) -> None:
+        """Load the model before the first pass, switch it to the form of this pass, and compute its
+        warm-up batches. Time is booked as `weights`, and as `compile_NAME` when the compiled form
+        is used for the first time, else `warmup_NAME`.
+        """
         if not self.loaded:
             with part("weights"):
                 self.weights = self.scorer.load()
@@ -94,12 +100,19 @@ class ScoringLoop:
             self.job.device.synchronize()
 
     def _compiled(self, name: str) -> bool:
+        """Return whether a pass uses the compiled form: `tune.compile` is set, the scorer has one,
+        and the pass is not `val`.
+        """
         return self.job.case.tune.compile and self.scorer.compiles and name != "val"
 
     def total(self, name: str) -> int:
+        """Return the number of batches plus one for phase `score`."""
         return len(self.batches.every) + 1
 
     def work(self, name: str) -> Iterator[Phase | Work]:
+        """Run the pass: phases `data` and `compute` and one `Work` per batch, then phase `score`,
+        which copies the answers to the host.
+        """
         answers, compiled = Answers(), self._compiled(name)
         self.answers[name] = answers
         with torch.inference_mode():
@@ -116,6 +129,9 @@ class ScoringLoop:
             yield Work({})
 
     def _to_device(self, make: Make) -> tuple[Any, Any, Picked]:
+        """Make a batch and copy it to the device. Return the batch, the model's inputs, and where
+        logits are needed.
+        """
         batch = make()
         inputs = self.scorer.to_device(batch)
         return (
@@ -125,13 +141,20 @@ class ScoringLoop:
         )
 
     def _answer(self, inputs: Any, asked: Picked, compiled: bool) -> Tensor:
+        """Return the answers of a batch, one row per item, on the device."""
         hidden = self.scorer.hidden(inputs, asked.pick)
         return self.reader.answer(self.scorer.logits, hidden, asked, compiled)
 
     def outputs(self, name: str) -> dict[str, Any]:
+        """Return the answers of a pass as lists by column name. Raises RuntimeError if the pass did
+        not end.
+        """
         return self.answers[name].table(self.reader)
 
     def details(self) -> dict[str, Any]:
+        """Return what the scorer chose, the number of batches, and the number and dtypes of the
+        parameters on this rank.
+        """
         held = list(self.scorer.tensors())
         counts = {
             "parameters": sum(one.numel() for one in held),

@@ -1,3 +1,3 @@
-"""Where data and weights come from: a table of sources, their download, and the folder of what is
-here.
+"""Where data and weights come from: a catalog of published sources, their download, and the folder
+where they are stored.
 """

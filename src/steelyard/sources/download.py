@@ -1,9 +1,10 @@
-"""One file from one of its addresses: resumed where a transfer broke, checked, and only then given
-its name.
+"""Download one file from one of its addresses: resume where a transfer broke, check the result, and
+only then give the file its name.
 
-What has arrived is in `NAME.part`, and beside it in `NAME.part.json` from which address and of
-which version it is. A part is continued only from that address, and only as that version
-(If-Range); the server sends the whole file otherwise.
+The bytes received so far are in `NAME.part`; `NAME.part.json` beside it says from which address and
+of which version they are. A partial file is continued only from that address and only as that
+version (HTTP If-Range); otherwise the server sends the whole file. Called by `sources/fetch.py`;
+requests go through `sources/http.py`.
 """
 
 import hashlib
@@ -20,22 +21,24 @@ from steelyard.schema import Frozen
 from steelyard.sources.http import BrokenError, RangeError, RefusedError, Reply, Web, is_loopback
 from steelyard.sources.store import CheckedBy, Downloaded
 
-TRIES = 4  # in a row that bring nothing, of one address
-PROGRESS_BYTES = 64 << 10  # what counts as something
-PAUSE_S = 1.0  # before the second try, and twice as long before each further one
-SPARE_BYTES = 64 << 20  # of the disk, which stay free
+TRIES = 4  # in a row without progress, per address
+PROGRESS_BYTES = 64 << 10  # the least that counts as progress
+PAUSE_S = 1.0  # before the second try, doubled before each further one
+SPARE_BYTES = 64 << 20  # reserve that stays free on the disk
 NOTE_BYTES = 64 << 10
 
-Watch = Callable[[int, int], None]  # bytes that have arrived, of how many; 0: unknown
+Watch = Callable[[int, int], None]  # bytes received, and total (0: unknown)
 Say = Callable[[str], None]
 
 
 class DownloadError(Exception):
-    """One line: no address gave the file, and why not."""
+    """A file could not be downloaded from any address, or is not the right one; the text is one
+    line with the reasons.
+    """
 
 
 class MismatchError(Exception):
-    """A file is not the one that was expected."""
+    """A file is not the expected one: its size, hash or content is wrong."""
 
 
 class NoSpaceError(RequestError):
@@ -44,8 +47,11 @@ class NoSpaceError(RequestError):
 
 @dataclass(frozen=True)
 class Expected:
-    """What is known of a file before it is here. `origin` says in words who knows its hash, for
-    errors.
+    """What is known of a file before it is downloaded.
+
+    None means unknown. `git_blob` is git's object id (SHA-1). `most_bytes` limits the size if it is
+    unknown. `origin` names, for error messages, who says so; `checked_by` is what the manifest will
+    say the file was checked by.
     """
 
     name: str
@@ -58,8 +64,8 @@ class Expected:
 
 
 class Part(Frozen):
-    """What is known of a part, and later of the whole file. Without a validator it cannot be
-    continued.
+    """The JSON beside a partial file: its address, the server's version of it (ETag or
+    Last-Modified) and its full size. Without a validator the file cannot be resumed.
     """
 
     url: str
@@ -68,34 +74,41 @@ class Part(Frozen):
 
 
 class Meter:
-    """Bytes that this command transfers, over all its files: what an earlier one left is no part of
-    its rate.
+    """Adds up the bytes that this command transfers over all its files, and reports them to
+    `watch(done, total)`; total is 0 while unknown. Bytes left by an earlier command are not
+    counted.
     """
 
     def __init__(self, watch: Watch) -> None:
+        """Begin at 0 bytes; `watch` is called with (bytes so far, total or 0)."""
         self._watch, self._done, self._ahead = watch, 0, 0
         self._end: int | None = None
 
     def expect(self, size_bytes: int) -> None:
-        """So many bytes are ahead, as far as is known."""
+        """Set the number of bytes of files that have not begun yet, as far as known."""
         self._ahead = size_bytes
 
     def begin(self, size_bytes: int | None) -> None:
-        """A transfer of so many bytes begins."""
+        """Note that a transfer of `size_bytes` begins; None if the size is unknown, and then the
+        total is unknown too.
+        """
         self._end = None if size_bytes is None else self._done + size_bytes
 
     def add(self, count: int) -> None:
+        """Count received bytes and report progress."""
         self._done += count
         self._watch(self._done, 0 if self._end is None else self._end + self._ahead)
 
     def passed(self, size_bytes: int) -> None:
-        """A file of those ahead has its turn."""
+        """Take a file that is about to begin off the bytes ahead; `begin` then counts it."""
         self._ahead -= size_bytes
 
 
 @dataclass(frozen=True)
 class Tools:
-    """What a download is done with; a test brings its own."""
+    """What a download uses of the outside world, so that tests can replace it: HTTP, sleeping
+    (seconds), messages to the user, and the progress meter.
+    """
 
     web: Web
     sleep: Callable[[float], None]
@@ -104,12 +117,16 @@ class Tools:
 
 
 def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools) -> Downloaded:
-    """Put the file into `folder`, from the first address that gives the right one; DownloadError
-    where none does.
+    """Download a file into `folder` and check it, trying the addresses in order; return its size,
+    SHA-256 and the address it came from.
+
+    An address from which a partial file exists is tried first. A partial file survives a broken
+    transfer but is deleted if the complete file is wrong. Reports each failed address with
+    `tools.say`. Raises DownloadError if no address works, NoSpaceError if the disk is full.
     """
     target, reasons = folder / wanted.name, []
     earlier = from_url(target)
-    if earlier in urls:  # go on where a part is from
+    if earlier in urls:  # a partial file continues only from its own address
         urls = (earlier, *(url for url in urls if url != earlier))
     for url in urls:
         try:
@@ -135,7 +152,13 @@ def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools
 
 
 def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
-    """Bring the part to its full length. Tries that bring nothing have a limit, others have none."""
+    """Complete the partial file from one address, resuming as often as needed.
+
+    Gives up with TransferError after four tries in a row that bring less than 64 KiB, or four
+    replies whose ranges do not fit; sleeps between tries, doubling from one second. Raises
+    RefusedAddressError for plain http of a file without known SHA-256, unless it is from this
+    machine.
+    """
     if url.startswith("http:") and wanted.sha256 is None and not is_loopback(url):
         raise RefusedError(
             "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
@@ -162,6 +185,12 @@ def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
 
 
 def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
+    """Make one request and append what arrives to the partial file, or begin it anew if the server
+    sends the whole file; return at once if it is already complete.
+
+    Writes the JSON beside it, flushes after each chunk and syncs at the end. Raises TransferError,
+    RangeError, RefusedAddressError, NoSpaceError, or MismatchError beyond the size limit.
+    """
     part, note = _part(target), _note(target)
     usable = note is not None and note.url == url and note.validator is not None
     start = size_of(part) if usable else 0
@@ -191,14 +220,16 @@ def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
                             f"more than {most_bytes} bytes, the limit for this file"
                         )
                     out.write(chunk)
-                    out.flush()  # what is counted survives a kill
+                    out.flush()  # counted bytes survive a kill of this process
                     tools.meter.add(len(chunk))
             finally:
                 files.synced(out)
 
 
 def _check_length(wanted: Expected, reply: Reply) -> None:
-    """Before the transfer of gigabytes that cannot be right."""
+    """Raise RefusedAddressError before the transfer if the announced size is not the expected one
+    or too large, or if neither size nor hash would reveal a truncated file.
+    """
     total = reply.total
     if not reply.ends and (wanted.size_bytes, wanted.sha256, wanted.git_blob) == (None, None, None):
         raise RefusedError(
@@ -213,13 +244,14 @@ def _check_length(wanted: Expected, reply: Reply) -> None:
 
 
 def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
-    """Return what a file from an address is, with its size and SHA-256; MismatchError if it is not
-    the right one.
+    """Read a file and return its name, size, SHA-256 and where it came from (`url`). Raises
+    MismatchError if its size, SHA-256 or git object id is not the expected one, FileNotFoundError
+    if it does not exist.
     """
     size_bytes = path.stat().st_size
     if wanted.size_bytes is not None and size_bytes != wanted.size_bytes:
         raise MismatchError(f"{size_bytes} bytes; {wanted.origin} says {wanted.size_bytes}")
-    # as git names a file
+    # git's object id of a file
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
     with files.open_regular(path) as file:
         while chunk := file.read(files.CHUNK_BYTES):
@@ -240,6 +272,9 @@ def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
 
 
 def check_space(folder: Path, needed_bytes: int | None) -> None:
+    """Raise NoSpaceError if the disk of `folder` has less than `needed_bytes` and a reserve of 64
+    MiB free. None checks nothing.
+    """
     free = shutil.disk_usage(folder).free
     if needed_bytes is not None and needed_bytes > free - SPARE_BYTES:
         raise NoSpaceError(
@@ -250,18 +285,19 @@ def check_space(folder: Path, needed_bytes: int | None) -> None:
 
 
 def discard(target: Path) -> None:
-    """Forget what has arrived."""
+    """Delete the partial file of `target` and the JSON beside it, if they exist."""
     _part(target).unlink(missing_ok=True)
     _note_path(target).unlink(missing_ok=True)
 
 
 def from_url(target: Path) -> str:
-    """The address that a file, or its part, is from; empty where nobody knows."""
+    """Return the address that a file or its partial file came from; "" if unknown."""
     note = _note(target)
     return "" if note is None else note.url
 
 
 def size_of(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -269,15 +305,17 @@ def size_of(path: Path) -> int:
 
 
 def _part(target: Path) -> Path:
+    """Return the path of the partial file of `target`."""
     return target.with_name(f"{target.name}{files.PART}")
 
 
 def _note_path(target: Path) -> Path:
+    """Return the path of the JSON that describes the partial file of `target`."""
     return target.with_name(f"{target.name}{files.PART}.json")
 
 
 def _note(target: Path) -> Part | None:
-    """What is known of a part; None where there is none, or nothing sound is known of it."""
+    """Read the JSON that describes the partial file of `target`; None if missing or invalid."""
     with suppress(OSError, ValueError, files.TooLargeError):
         return Part.model_validate(files.parse(files.read(_note_path(target), NOTE_BYTES)))
     return None

@@ -1,5 +1,9 @@
-"""A source from its publisher, from a mirror or from a folder: downloaded, checked, unpacked, and
-only then in its place.
+"""Fetch a source of the catalog from its publisher, a mirror or a local folder: download, check,
+unpack, and only then put it in its place.
+
+`cli/get.py` calls `fetch_source` for sources with addresses, and `sources/huggingface.py` for
+models of the hub. Files arrive in the store's working folder; the source's own folder appears
+complete or not at all.
 """
 
 import os
@@ -26,24 +30,31 @@ from steelyard.sources.store import CheckedBy, Downloaded, Here, Pin, Store
 from steelyard.sources.table import File, Source
 from steelyard.sources.unpack import unpack
 
-TREE = "tree"  # where a source's folder is put together
+TREE = "tree"  # subfolder in which a source's folder is built
 
 
 @dataclass(frozen=True)
 class Wish:
-    """How a source is to be had."""
+    """How the user wants a source to be fetched."""
 
-    # asked before the table's: each an address that has SOURCE/FILE below it
+    # base addresses tried before the catalog's; each has SOURCE/FILE below it
     mirrors: tuple[str, ...] = ()
-    offline: Path | None = None  # a folder that has the files: nothing is downloaded
-    again: bool = False  # although it is here
-    repin: bool = False  # whatever was pinned
+    offline: Path | None = None  # folder with the files; nothing is downloaded
+    again: bool = False  # fetch even if it is in the store
+    repin: bool = False  # ignore existing pins, and pin anew
 
 
 def get(
     store: Store, source: Source, wish: Wish, tools: Tools, today: Callable[[], str]
 ) -> tuple[Here, bool]:
-    """Return a source that is here, and whether it was before."""
+    """Fetch a source into the store; return it, and whether it was already there (then nothing is
+    downloaded, unless `options` say again or repin).
+
+    Other processes that fetch the same source wait. Files without a known hash are pinned in the
+    lock file. `today` returns the current time as text. Raises DownloadError if a file cannot be
+    had or is wrong, RequestError if a file is not in the `--from` folder, NoSpaceError if the disk
+    is full.
+    """
     with store.locked(
         source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
     ):
@@ -77,7 +88,9 @@ def get(
 
 
 def _expect(file: File, pin: Pin | None) -> Expected:
-    """Return what a file must be: as the table says, else as it was at first use."""
+    """Return what a file must be: by the catalog if that knows its SHA-256 or nothing was pinned,
+    else by the pin of its first download.
+    """
     if file.sha256 is not None or pin is None:
         by: CheckedBy = "first use" if file.sha256 is None else "table"
         known = (file.size_bytes, file.sha256, file.git_blob, file.most_bytes)
@@ -89,7 +102,7 @@ def _expect(file: File, pin: Pin | None) -> Expected:
 
 
 def _left(working: Path, wanted: Expected) -> int:
-    """Return how many bytes are still to come of a file whose size is known."""
+    """Return how many bytes of a file are still to be downloaded; 0 if its size is unknown."""
     had = size_of(working / wanted.name) or size_of(working / f"{wanted.name}{files.PART}")
     return max(0, (wanted.size_bytes or 0) - had)
 
@@ -97,8 +110,8 @@ def _left(working: Path, wanted: Expected) -> int:
 def _one(
     source: Source, file: File, wanted: Expected, wish: Wish, working: Path, tools: Tools
 ) -> Downloaded:
-    """Put one file into the working folder. One that came whole in an earlier try is taken, if it
-    is the right one.
+    """Bring one file into the working folder and return what it is: copied from the `--from`
+    folder, left from an earlier command if it is right, or downloaded (mirrors first).
     """
     target = working / file.name
     if wish.offline is not None:
@@ -117,6 +130,9 @@ def _one(
 
 
 def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: Path) -> Downloaded:
+    """Copy a file from a local folder (or its subfolder named like the source) to `target` and
+    check it. Raises RequestError if it is not there, DownloadError if it is not the expected file.
+    """
     places = [
         place for place in (folder / file.name, folder / source.name / file.name) if place.is_file()
     ]
@@ -136,7 +152,10 @@ def _copied(source: Source, file: File, wanted: Expected, folder: Path, target: 
 
 
 def _tree(working: Path, wanted: tuple[File, ...], arrived: list[Downloaded]) -> Path:
-    """Make the folder as it will be: archives unpacked, files beside what was in them."""
+    """Build the source's future folder in the working folder and return it: the archive, if there
+    is one, unpacked, and the other files moved beside it. An archive that cannot be unpacked is
+    deleted, and DownloadError raised. An earlier tree is replaced.
+    """
     tree = working / TREE
     shutil.rmtree(tree, ignore_errors=True)
     packed = [(file, one) for file, one in zip(wanted, arrived, strict=True) if file.top]

@@ -1,8 +1,8 @@
-"""One request over HTTP, as strict as a download of large files needs it.
+"""Make HTTP requests as strictly as downloads of large files need.
 
-Certificates are those the system trusts, proxies those the environment names. Redirects are
-followed within a limit, and never from https to anything weaker. No other scheme is ever opened: an
-address can come from a server's answer.
+Certificates are those that the system trusts, proxies those of the environment. Redirects are
+followed up to a limit, and never from https to anything weaker. Other schemes are never opened,
+because an address may come from a server's answer.
 """
 
 import http.client
@@ -32,45 +32,52 @@ from steelyard import __version__
 
 SCHEMES = ("https", "http")
 MOST_REDIRECTS = 8
-TIMEOUT_S = 30.0  # without a byte
-LATER = (408, 425, 429, 500, 502, 503, 504)  # statuses that may be another a little later
-MOST_WAIT_S = 60.0  # of what a server asks for with Retry-After
+TIMEOUT_S = 30.0  # of silence
+LATER = (408, 425, 429, 500, 502, 503, 504)  # statuses that may pass
+MOST_WAIT_S = 60.0  # the longest Retry-After that is obeyed
 RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 LENGTH = re.compile(r"[0-9]{1,18}")
 
 
 class RefusedError(Exception):
-    """This address does not give the file, however often it is asked."""
+    """This address does not give the file, and asking again will not help."""
 
 
 class BrokenError(Exception):
-    """The transfer broke; asking again may help, after so many seconds where the server says so."""
+    """The transfer broke, and asking again may help; `wait_s` is how many seconds the server asks
+    to wait, 0 if it does not say.
+    """
 
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
+        """Keep the text and the seconds that the server asks to wait."""
         super().__init__(text)
         self.wait_s = wait_s
 
 
 class RangeError(Exception):
-    """The server has no such range: what is here is not the beginning of what it has."""
+    """The server cannot continue at this offset: the partial file is not the beginning of the file
+    it has.
+    """
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The bytes of a file from `start` on."""
+    """A server's answer: the bytes of a file from offset `start` on."""
 
     body: http.client.HTTPResponse
     start: int
-    total: int | None  # bytes of the whole file; None: the server does not say
-    ends: bool  # whether a cut can be told from the end of the file
-    # what names this version of the file: a strong ETag, else the time of its last change
+    total: int | None  # bytes of the whole file; None: unknown
+    ends: bool  # whether a truncated body would be noticed
+    # names this version of the file: a strong ETag, else Last-Modified
     validator: str | None
 
     def chunks(self, size: int) -> Iterator[bytes]:
-        """The body piece by piece; BrokenError where it ends early or stalls."""
+        """Yield the body in pieces of at most `size` bytes. Raises TransferError if it stalls or
+        ends early.
+        """
         left = None if self.total is None else self.total - self.start
         try:
-            # What has come so far, not all that was asked for: a stall must not lose it.
+            # read1 returns what has arrived, without waiting for all: a stall must not lose it.
             while chunk := self.body.read1(size if left is None else min(size, left)):
                 left = None if left is None else left - len(chunk)
                 yield chunk
@@ -81,6 +88,8 @@ class Reply:
 
 
 class _Redirects(HTTPRedirectHandler):
+    """Follows redirects to http and https only, and never from https to http."""
+
     max_redirections = MOST_REDIRECTS
 
     def redirect_request(
@@ -92,6 +101,9 @@ class _Redirects(HTTPRedirectHandler):
         headers: http.client.HTTPMessage,
         newurl: str,
     ) -> Request | None:
+        """Return the request to follow. Raises RefusedAddressError if the new address is of another
+        scheme, or http after https.
+        """
         new = urlsplit(newurl).scheme
         if new not in SCHEMES or (urlsplit(req.full_url).scheme == "https" and new != "https"):
             raise RefusedError(f"redirects to {newurl[:200]}, which is not https")
@@ -99,12 +111,15 @@ class _Redirects(HTTPRedirectHandler):
 
 
 class Web:
-    """What requests have in common."""
+    """An HTTP client with system certificates and proxies; `timeout_s` is how long a connection may
+    be silent.
+    """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        """Build the opener, for http and https only; loads the system's certificates."""
         self._timeout_s = timeout_s
         self._opener = OpenerDirector()
-        # Not build_opener: that one also opens file: and ftp:.
+        # build_opener would also open file: and ftp:.
         for handler in (
             ProxyHandler(),
             UnknownHandler(),
@@ -118,8 +133,11 @@ class Web:
 
     @contextmanager
     def get(self, url: str, start: int = 0, validator: str | None = None) -> Iterator[Reply]:
-        """A file from `start` on, if it is still the version that `validator` names; otherwise from
-        its beginning.
+        """Request a file from offset `start` on, if it is still the version that `validator` names,
+        else from its beginning; yield the reply and close it afterwards.
+
+        Without a validator the whole file is requested. Raises RefusedAddressError, TransferError
+        or RangeError.
         """
         if urlsplit(url).scheme not in SCHEMES:
             raise RefusedError("is neither https nor http")
@@ -142,6 +160,7 @@ class Web:
 
 
 def is_loopback(url: str) -> bool:
+    """Return whether an address is on this machine: localhost, or a loopback IP."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -150,6 +169,10 @@ def is_loopback(url: str) -> bool:
 
 
 def _reply(response: Any, start: int, validator: str | None) -> Reply:
+    """Check a response's headers and return it as a reply. Raises RefusedAddressError for a web
+    page, a content encoding or another status; RangeError if a partial reply is not the requested
+    rest of the same version.
+    """
     headers: Message = response.headers
     if headers.get_content_type() == "text/html":
         raise RefusedError("answers with a web page, not with the file")
@@ -161,7 +184,7 @@ def _reply(response: Any, start: int, validator: str | None) -> Reply:
         if found is None or int(found[1]) != start or int(found[2]) + 1 != int(found[3]):
             raise RangeError
         if now is not None and now != validator:
-            raise RangeError  # another version, whatever If-Range said
+            raise RangeError  # another version, despite If-Range
         return Reply(response, start, int(found[3]), True, validator)
     if response.status != http.client.OK:
         raise RefusedError(f"answers with status {response.status}")
@@ -171,6 +194,7 @@ def _reply(response: Any, start: int, validator: str | None) -> Reply:
 
 
 def _validator(headers: Message) -> str | None:
+    """Return what names this version of a file: a strong ETag, else Last-Modified, else None."""
     tag = headers.get("ETag")
     if tag is not None and tag.startswith('"'):
         return str(tag)
@@ -179,6 +203,10 @@ def _validator(headers: Message) -> str | None:
 
 
 def _refusal(error: HTTPError) -> Exception:
+    """Return (not raise) the exception for an HTTP error status: RangeError for 416, TransferError
+    for statuses that may pass, with the seconds of Retry-After (at most 60), RefusedAddressError
+    for all others.
+    """
     if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
         return RangeError()
     text = f"status {error.code} ({' '.join(str(error.reason).split())[:200]})"
@@ -189,6 +217,9 @@ def _refusal(error: HTTPError) -> Exception:
 
 
 def _failure(error: Exception) -> Exception:
+    """Return (not raise) the exception for a failed request: RefusedAddressError for an untrusted
+    certificate or an invalid address, else TransferError.
+    """
     inner = (
         error.reason
         if isinstance(error, URLError) and isinstance(error.reason, Exception)
@@ -202,6 +233,7 @@ def _failure(error: Exception) -> Exception:
 
 
 def _reason(error: Exception) -> str:
+    """Describe an error in one line of at most 200 characters."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,8 +1,9 @@
-"""A model of the Hugging Face hub, through huggingface_hub: its files at one revision, each checked
-by what the hub says of it.
+"""Fetch a model of the Hugging Face hub with huggingface_hub: its files at one revision, each
+checked by what the hub lists.
 
-Code of a model (`*.py`) is never taken. Weights are taken once: safetensors, or `.bin` where there
-are none.
+Python code of a model is never downloaded. Weights are downloaded in one form: safetensors, or
+`.bin` if there are none. Called by `cli/get.py`; the result lies in the store like any other
+source.
 """
 
 import shutil
@@ -28,7 +29,7 @@ from steelyard.sources.table import Source
 
 TEXTS = (".json", ".txt", ".model", ".md", ".jinja", ".tiktoken")
 LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-MOST_BYTES = 1 << 40  # of a file
+MOST_BYTES = 1 << 40  # of one file
 NOT_STATED = "not stated"
 NO_WEIGHTS = (
     "neither safetensors nor pytorch_model.bin at its top; take a model that has one of these"
@@ -41,7 +42,7 @@ INSTALL = (
 
 @dataclass(frozen=True)
 class Model:
-    """A model at one revision."""
+    """The files of a hub model at one revision (commit hash), and its licence."""
 
     revision: str
     licence: str
@@ -57,8 +58,15 @@ def get(
     today: Callable[[], str],
     endpoint: str | None = None,
 ) -> tuple[Here, bool]:
-    """Return a model that is here, and whether it was before. The hub is `endpoint`, or the one
-    that $HF_ENDPOINT names."""
+    """Fetch a model into the store; return it, and whether it was already there at that revision
+    (then nothing is downloaded, unless `options` say again or repin).
+
+    `revision` is a branch, tag or commit; None: the pinned one, else main, which is then pinned.
+    With `options.offline` the model is copied from that folder. `endpoint` is the hub's address,
+    None: the one that $HF_ENDPOINT names. `today` returns the current time as text. Other processes
+    that fetch the same model wait. Raises RequestError if huggingface_hub is missing or the model
+    is unknown, gated or unsuitable, DownloadError if a download fails.
+    """
     with store.locked(
         source.name, lambda: tools.say(f"{source.name}: another process is getting it; waiting")
     ):
@@ -97,13 +105,16 @@ def get(
 
 
 def chosen(names: Iterable[str]) -> list[str]:
-    """The files of a model that are taken: those at its top that hold texts, its licence, and its
-    weights, in one form.
+    """Return the names of the model files to download, sorted: text files, the licence and the
+    weights in one form, at the top of the repository only.
+
+    Of weights, safetensors are preferred to pytorch_model*.bin, and files named consolidated* are
+    taken only if there are no other safetensors.
     """
     top = sorted(name for name in names if "/" not in name)
     texts = [name for name in top if name.endswith(TEXTS) or name.upper().startswith(LICENCES)]
     tensors = [name for name in top if name.endswith(".safetensors")]
-    # the same weights in another layout
+    # consolidated* are the same weights in another layout
     plain = [name for name in tensors if not name.startswith("consolidated")]
     weights = (
         plain
@@ -115,10 +126,14 @@ def chosen(names: Iterable[str]) -> list[str]:
 
 
 def has_weights(names: Iterable[str]) -> bool:
+    """Return whether one of these names is a safetensors or .bin file."""
     return any(name.endswith((".safetensors", ".bin")) for name in names)
 
 
 def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
+    """Ask the hub for the files of a model at a revision (None: main). Raises RequestError if there
+    is no config.json or no weights at its top.
+    """
     from huggingface_hub import HfApi
 
     info = HfApi(endpoint, library_name="steelyard").model_info(
@@ -137,8 +152,8 @@ def _listed(hub: str, revision: str | None, endpoint: str | None) -> Model:
 
 
 def _expected(listed: Any) -> Expected:
-    """Return what a file must be as the hub lists it: a large one by its SHA-256, a small one as
-    git names it.
+    """Return what a file must be, from the hub's listing: a large file (Git LFS) is checked by its
+    SHA-256, a small one by its git object id.
     """
     sha256, git_blob = (None, listed.blob_id) if listed.lfs is None else (listed.lfs.sha256, None)
     return Expected(listed.rfilename, listed.size, sha256, git_blob, MOST_BYTES, "the hub", "hub")
@@ -147,15 +162,20 @@ def _expected(listed: Any) -> Expected:
 def _downloaded(
     hub: str, model: Model, tree: Path, tools: Tools, endpoint: str | None
 ) -> list[Downloaded]:
-    """Download every file of a model. One that is here and right is not asked for again."""
+    """Download all files of a model into `tree` and return what each is; files that are there and
+    right are not downloaded again, files of another revision are deleted.
+
+    Raises MismatchError if a file is not as listed, NoSpaceError if the disk is full, and the hub
+    library's errors.
+    """
     from huggingface_hub import hf_hub_download, hf_hub_url
 
     names = {one.name for one in model.files}
-    # parts that a killed command left: the library uses none again
+    # partial files of a killed command, which the library never resumes
     shutil.rmtree(tree / ".cache", ignore_errors=True)
     for path in tree.iterdir():
         if path.is_file() and path.name not in names:
-            path.unlink()  # of another revision, which an earlier command began with
+            path.unlink()  # of another revision that an earlier command began
     missing = [one for one in model.files if not _is_whole(tree, one)]
     check_space(tree, sum(one.size_bytes or 0 for one in missing))
     tools.meter.begin(sum(one.size_bytes or 0 for one in missing))
@@ -177,7 +197,7 @@ def _downloaded(
 
 
 def _is_whole(tree: Path, one: Expected) -> bool:
-    """Return whether a file is here, and remove one that is not the right one."""
+    """Return whether a file of `tree` is the expected one; a wrong one is deleted."""
     try:
         check(tree / one.name, one)
     except FileNotFoundError:
@@ -189,34 +209,46 @@ def _is_whole(tree: Path, one: Expected) -> bool:
 
 
 def _bar(meter: Meter) -> type[Any]:
-    """What the hub's library counts bytes with."""
+    """Return a tqdm class for the hub's library that shows nothing and adds the bytes received to
+    `meter`.
+    """
     from huggingface_hub import utils
 
     tqdm: Any = getattr(utils, "tqdm")  # noqa: B009  exported, though not in the way that a type checker knows
 
     class Bar(tqdm):  # type: ignore[misc]
+        """A progress bar that is never drawn and counts bytes."""
+
         def __init__(self, *arguments: Any, **settings: Any) -> None:
+            """Create a disabled tqdm bar, whatever the caller asks for."""
             super().__init__(*arguments, **{**settings, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
+            """Add received bytes to the meter."""
             meter.add(int(n or 0))
             return None
 
         def update_transfer(self, *arguments: Any, **settings: Any) -> None:
-            """What a store of chunks sends; a bar without this gets a second one beside it, and
-            bytes count twice.
+            """Ignore bytes that the chunk store (Xet) sends. Without this method the library makes
+            a second bar, and bytes count twice.
             """
 
-        def set_transfer_postfix_str(self, *arguments: Any, **settings: Any) -> None: ...
+        def set_transfer_postfix_str(self, *arguments: Any, **settings: Any) -> None:
+            """Ignore the transfer's status text."""
 
     return Bar
 
 
 def _asked(source: Source, ask: Callable[[], Any]) -> Any:
-    """What the hub's library answers; its errors as one line."""
+    """Call a function that uses the hub's library and return its result; turn the library's errors
+    into one line.
+
+    RequestError for what the user can mend (gated model, unknown model or revision, bad id),
+    DownloadError for a wrong file or a failed transfer.
+    """
     from huggingface_hub import errors
 
-    # The base of all that its HTTP library raises, whichever that is in this version.
+    # The base class of its HTTP library's errors (requests or httpx, depending on the version).
     network: type[Exception] = next(
         base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
     )
@@ -240,7 +272,7 @@ def _asked(source: Source, ask: Callable[[], Any]) -> Any:
         raise RequestError(f"{source.hub!r} is no id of a model: {error}") from error
     except MismatchError as error:
         raise DownloadError(f"{source.hub}: {error}; run the same command again") from error
-    except (network, OSError, RuntimeError) as error:  # the last of hf_xet
+    except (network, OSError, RuntimeError) as error:  # RuntimeError comes from hf_xet
         first = " ".join(str(error).split())[:300] or type(error).__name__
         raise DownloadError(
             f"{source.hub}: {first}; run the same command again: files that are whole stay"
@@ -248,7 +280,10 @@ def _asked(source: Source, ask: Callable[[], Any]) -> Any:
 
 
 def _copied(store: Store, source: Source, folder: Path, tree: Path, time: str) -> Here:
-    """A model from a folder that somebody brought. Nobody says what its files must be."""
+    """Copy a model from a local folder (or its subfolder named like the model) into the store. Its
+    files are not checked against anything. Raises RequestError if there is no config.json or no
+    weights.
+    """
     places = (
         folder / source.hub.replace("/", "--"),
         folder / PurePosixPath(source.hub).name,

@@ -1,9 +1,9 @@
-"""The folder of what was got: a folder for each source, and a lock file with the hashes of what was
-pinned at first use.
+"""The folder of fetched sources: one subfolder per source, and a lock file with the hashes of files
+that were pinned at first use.
 
-A source's folder appears whole, with its manifest in it, or not at all. What is on its way is in
-`.NAME.part` beside it. Each source has a lock, so that of several processes one gets it and the
-others wait.
+A source's folder appears complete with its manifest, or not at all; while it is fetched, its files
+are in `.NAME.part` beside it. Each source has a lock, so that one process fetches it and others
+wait.
 """
 
 import fcntl
@@ -21,26 +21,26 @@ from steelyard import files
 from steelyard.errors import RequestError
 from steelyard.schema import Frozen
 
-MANIFEST = ".steelyard"  # no .json: a task takes the only .json of a folder for its data
+MANIFEST = ".steelyard"  # not .json: a task reads the only .json of a folder as its data
 PINS = "pins.json"
-MOST_BYTES = 16 << 20  # of a manifest
+MOST_BYTES = 16 << 20  # of a manifest or lock file
 Table = TypeVar("Table", bound=Frozen)
 
 
 class Piece(Frozen):
-    """A file of a source, as it is here."""
+    """A file in a source's folder, by its path relative to the folder."""
 
     path: str
     size_bytes: int
 
 
-# What a file was checked by: the table of sources, the lock file, or what the hub lists; or by
-# nothing, at its first use, which pins it, or where somebody brought it and nobody is asked.
+# What a file was checked by: the catalog, the lock file, or the hub's listing. Not checked: "first
+# use" (it was pinned), and "nothing" (a model copied from a local folder).
 CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
 
 
 class Downloaded(Frozen):
-    """A file as it was published."""
+    """A file as it was downloaded (an archive before unpacking), and what it was checked by."""
 
     name: str
     url: str
@@ -50,23 +50,28 @@ class Downloaded(Frozen):
 
 
 class Manifest(Frozen):
-    """What a source's folder holds, and where that is from."""
+    """The JSON file `.steelyard` in a source's folder: what the folder holds, and where that came
+    from.
+    """
 
     version: int = 1
     name: str
     licence: str
     time: str
-    revision: str | None = None  # of a model of the hub
+    revision: str | None = None  # commit of a hub model
     downloads: tuple[Downloaded, ...]
     files: tuple[Piece, ...]
 
     @property
     def size_bytes(self) -> int:
+        """The size of all files of the source."""
         return sum(piece.size_bytes for piece in self.files)
 
 
 class Pin(Frozen):
-    """What a file, or the revision of a model, was at its first use."""
+    """The hash of a file, or the revision of a hub model, as it was at its first download; later
+    downloads must equal it.
+    """
 
     url: str
     size_bytes: int | None = None
@@ -76,7 +81,7 @@ class Pin(Frozen):
 
 
 class Pins(Frozen):
-    """The lock file: pins by `SOURCE/FILE`, or by the id of a model."""
+    """The lock file `pins.json`: pins by `SOURCE/FILE`, or by the id of a hub model."""
 
     version: int = 1
     pins: dict[str, Pin] = Field(default_factory=dict)
@@ -84,7 +89,7 @@ class Pins(Frozen):
 
 @dataclass(frozen=True)
 class Here:
-    """A source that is here."""
+    """A source that is complete in the store: its folder and its manifest."""
 
     path: Path
     manifest: Manifest
@@ -92,19 +97,26 @@ class Here:
 
 @dataclass(frozen=True)
 class Store:
-    """All sources of a kind."""
+    """The folder of all fetched sources of one kind, data or weights."""
 
     folder: Path
 
     def place(self, name: str) -> Path:
+        """Return the folder of a source, whether it exists or not. Raises RequestError if the name
+        is invalid.
+        """
         return self.folder / slug(name)
 
     def working(self, name: str) -> Path:
-        """Where a source is while it is on its way."""
+        """Return the hidden folder in which a source is while it is fetched, whether it exists or
+        not.
+        """
         return self.folder / f".{slug(name)}{files.PART}"
 
     def find(self, name: str) -> Here | None:
-        """A source that is here with all its files, each as large as it was."""
+        """Return a source if it is in the store with all files of its manifest at their sizes
+        (contents are not read); else None.
+        """
         path = self.place(name)
         manifest = _read(path / MANIFEST, Manifest)
         if manifest is None:
@@ -117,7 +129,7 @@ class Store:
         return Here(path, manifest)
 
     def names(self) -> list[str]:
-        """Of what is here, whole or not."""
+        """Return the names of all sources with a readable manifest, complete or not."""
         if not self.folder.is_dir():
             return []
         found = (
@@ -128,7 +140,7 @@ class Store:
         return [manifest.name for manifest in found if manifest is not None]
 
     def partial_bytes(self, name: str) -> int:
-        """What of a source is on its way."""
+        """Return how many bytes of a source's unfinished download are on disk, 0 if none."""
         working = self.working(name)
         return (
             sum(path.stat().st_size for path in working.rglob("*") if path.is_file())
@@ -138,8 +150,8 @@ class Store:
 
     @contextmanager
     def locked(self, name: str, waiting: Callable[[], None]) -> Iterator[None]:
-        """One process at a time; the others wait, and are told so once. The kernel ends a lock with
-        its process.
+        """Hold the lock of a source (a file lock, which the kernel releases when the process ends).
+        If another process holds it, call `on_wait` once and wait.
         """
         with (self.folder / f".{slug(name)}.lock").open("w") as file:
             try:
@@ -158,8 +170,11 @@ class Store:
         downloads: Iterable[Downloaded],
         revision: str | None = None,
     ) -> Here:
-        """Give a folder that is complete its manifest and its place, instead of one that may be
-        there.
+        """Write the manifest into a complete folder and rename it to the source's place, replacing
+        an older one; delete the working folder and return the source.
+
+        `tree` must be on the same disk; `time` is written into the manifest, and `revision` for
+        models of the hub.
         """
         found = sorted(one for one in tree.rglob("*") if one.is_file() and one.name != MANIFEST)
         pieces = tuple(
@@ -186,9 +201,13 @@ class Store:
 
     @property
     def pins_path(self) -> Path:
+        """The path of the lock file."""
         return self.folder / PINS
 
     def pins(self) -> dict[str, Pin]:
+        """Return the pins of the lock file; none if there is no file. Raises RequestError if it is
+        malformed.
+        """
         if not self.pins_path.exists():
             return {}
         found = _read(self.pins_path, Pins)
@@ -200,7 +219,9 @@ class Store:
         return found.pins
 
     def pin(self, found: dict[str, Pin]) -> None:
-        """Add to the lock file, which other processes may add to as well."""
+        """Add pins to the lock file, under a lock because other processes may add too. No pins, no
+        write.
+        """
         if found:
             with self.locked("pins", lambda: None):
                 table = Pins(pins={**self.pins(), **found})
@@ -210,7 +231,10 @@ class Store:
 
 
 def slug(name: str) -> str:
-    """The name of a folder. The id of a model has a slash."""
+    """Return the folder name of a source; the slash of a model's id becomes "--". Raises
+    RequestError if it has other characters than letters, digits, '.', '_' and '-', begins with '.',
+    or is empty.
+    """
     text = name.replace("/", "--")
     if (
         text.startswith(".")
@@ -225,6 +249,7 @@ def slug(name: str) -> str:
 
 
 def _read(path: Path, kind: type[Table]) -> Table | None:
+    """Read a JSON file as a model; None if it is missing, too large or invalid."""
     try:
         return kind.model_validate(files.parse(files.read(path, MOST_BYTES)))
     except (OSError, ValueError, files.TooLargeError):

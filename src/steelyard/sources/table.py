@@ -1,8 +1,8 @@
-"""The sources: what they are called here, who publishes them where, how large they are and under
-which licence.
+"""The catalog of sources that `data get` and `weights get` know: name, publisher, addresses, size,
+hash and licence.
 
-A file is checked by its SHA-256 where that is known from somebody who had the very file; where it
-is not, the first download is pinned in a lock file, and all later ones are checked by that.
+A file is checked by its SHA-256 where somebody who had that very file published it. Where it is
+unknown, the first download is pinned in the store's lock file and later ones are checked by that.
 """
 
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class File:
-    """A file, or an archive to unpack."""
+    """A file to download, or an archive to unpack."""
 
     name: str
     urls: tuple[str, ...]  # tried in this order; all have the same bytes
     size_bytes: int | None = None
     sha256: str | None = None
     git_blob: str | None = None  # its object id in the repository that publishes it
-    top: str = ""  # of an archive: a file at the top of the folder in it that is wanted
-    most_bytes: int = MOST_BYTES  # of the file, and of what is unpacked from it
+    top: str = ""  # archives only: a file in the directory of it that is wanted
+    most_bytes: int = MOST_BYTES  # limit of the file, and of its unpacked content
 
 
 @dataclass(frozen=True)
 class Source:
-    """What one name gets: files by address, or a model of the Hugging Face hub."""
+    """What one name of the catalog fetches: files by address, or a Hugging Face model."""
 
     name: str
     title: str
     licence: str
-    page: str  # who publishes it, and its terms
+    page: str  # web page with publisher and terms
     files: tuple[File, ...] = ()
-    hub: str = ""  # the id of a model
+    hub: str = ""  # id of a Hugging Face model; "": files by address
     gated: bool = False  # its terms must be accepted on its page first
-    task: str = ""  # the task whose data it is
+    task: str = ""  # name of the task whose data it is
     note: str = ""
 
 
@@ -57,7 +57,7 @@ DATA = (
             File(
                 "data.tar",
                 (
-                    # The hub's Git LFS digest of it is the SHA-256 below, which is also known of
+                    # The hub's Git LFS digest is the SHA-256 below, which is also that of
                     # Berkeley's own copy.
                     f"{_HUB}/datasets/cais/mmlu/resolve/c30699e8356da336a370243923dbaf21066bb9fe/data.tar",
                     "https://people.eecs.berkeley.edu/~hendrycks/data.tar",
@@ -123,7 +123,7 @@ DATA = (
                         "examples/Aquila/Aquila-chat/data/alpaca_data_train.jsonl"
                     ),
                 ),
-                # what the tree of that commit names
+                # from the git tree of that commit
                 git_blob="7984c494a9fabcca0d1a4c399ef573cc92c83842",
             ),
         ),
@@ -139,7 +139,7 @@ DATA = (
                 (
                     f"{_GITHUB}/tatsu-lab/stanford_alpaca/761dc5bfbdeeffa89b8bff5d038781a4055f796a/alpaca_data.json",
                 ),
-                # Several programs that download this commit's file check it by this.
+                # Several programs check their download of this commit's file by this hash.
                 sha256="2eddafc6b977608d778aaab8dfc7e50e547b3af9826dfb9e909d9fc362e4a419",
             ),
         ),
@@ -154,12 +154,12 @@ DATA = (
             File(
                 "ReCoRD.zip",
                 ("https://dl.fbaipublicfiles.com/glue/superglue/data/v2/ReCoRD.zip",),
-                # AllenAI's rainbow checks this address by it.
+                # AllenAI's rainbow checks its download from this address by this hash.
                 sha256="30c7b651ab21b8bf8fab986495cd1084333010e040548f861b839eec0044ac18",
                 top="train.jsonl",
             ),
             File(
-                "vocab.txt",  # the uncased vocabularies of BERT base and large are one file
+                "vocab.txt",  # the same file for uncased BERT base and large
                 (
                     f"{_HUB}/google-bert/bert-base-uncased/resolve/86b5e0934494bd15c9632b12f734a8a67f723594/vocab.txt",
                 ),
@@ -221,7 +221,9 @@ TABLE: dict[Kind, tuple[Source, ...]] = {"data": DATA, "weights": WEIGHTS}
 
 
 def row(kind: Kind, name: str) -> Source:
-    """A source by its name; of weights also any model of the hub, by its id."""
+    """Return a source of the catalog by its name or hub id; of weights also any other hub model by
+    its id (`owner/name`). Raises RequestError with suggestions if there is none.
+    """
     found = next((one for one in TABLE[kind] if name in (one.name, one.hub)), None)
     if found is not None:
         return found
@@ -236,13 +238,13 @@ def row(kind: Kind, name: str) -> Source:
 
 
 def unlisted(name: str) -> Source:
-    """What the table does not have: a model of the hub by its id, or something that an older
-    version got.
+    """Return a source that is not in the catalog: a hub model by its id, or something in the store
+    that an older version fetched.
     """
     hub = name if "/" in name else ""
     return Source(name=name, title=name, licence="", page=f"{_HUB}/{name}" if hub else "", hub=hub)
 
 
 def of_task(task: str) -> Source | None:
-    """The source of a task's data."""
+    """Return the source of a task's data, or None if the catalog has none."""
     return next((one for one in DATA if one.task == task), None)

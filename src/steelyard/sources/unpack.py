@@ -1,5 +1,5 @@
-"""An archive into a folder of its own: regular files only, under names that stay in it, within
-limits.
+"""Unpack an untrusted tar or zip into a new folder: only regular files, under names that stay
+inside it, within limits of size and number.
 """
 
 import lzma
@@ -34,8 +34,11 @@ BROKEN = (
 
 
 def unpack(source: Path, folder: Path, top: str, most_bytes: int) -> None:
-    """All files of an archive that lie beside `top` or below it, in a new folder. MismatchError
-    says what is wrong.
+    """Unpack an archive, and keep as `folder` the directory in it that holds the file `top` (the
+    least deep one).
+
+    Unpacks into a temporary folder beside it, which is deleted. Raises MismatchError if the archive
+    is malformed, unsafe, too large or has no `top`; NoSpaceError if the disk is full.
     """
     whole = folder.with_name(f"{folder.name}.whole")
     shutil.rmtree(whole, ignore_errors=True)
@@ -53,6 +56,9 @@ def unpack(source: Path, folder: Path, top: str, most_bytes: int) -> None:
 
 
 def _all(source: Path, folder: Path, most_bytes: int) -> None:
+    """Write all files of an archive into `folder`. Raises MismatchError for an unsafe or repeated
+    name (ignoring case), or more than `most_bytes` in all.
+    """
     left, names = most_bytes, set()
     with _opened(source, most_bytes) as members:
         for name, size, content in members:
@@ -71,7 +77,9 @@ def _all(source: Path, folder: Path, most_bytes: int) -> None:
 
 
 def _write(content: IO[bytes], path: Path, left: int, most_bytes: int) -> int:
-    """What a header says of a size is not believed."""
+    """Write one member to a new file, sync it and return its size. Raises MismatchError beyond
+    `left_bytes`, whatever size the archive's header says; `most_bytes` is only for the message.
+    """
     size = 0
     with path.open("xb") as out:
         while chunk := content.read(files.CHUNK_BYTES):
@@ -84,7 +92,9 @@ def _write(content: IO[bytes], path: Path, left: int, most_bytes: int) -> int:
 
 
 def _inside(name: str) -> PurePosixPath:
-    """A member's name, if it stays below the folder on any system."""
+    """Return a member's name as a relative path. Raises MismatchError if it could leave the folder
+    on any operating system, is unprintable, too long or too deep.
+    """
     parts = name.removeprefix("./").split("/")
     odd = any(
         part in ("", ".", "..") or "\\" in part or ":" in part or not part.isprintable()
@@ -97,6 +107,9 @@ def _inside(name: str) -> PurePosixPath:
 
 @contextmanager
 def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
+    """Open a tar or zip and yield an iterator over (name, size, content) of its files. Errors of
+    the archive become MismatchError; errors of the disk stay OSError or NoSpaceError.
+    """
     try:
         with files.open_regular(source) as file:
             zipped = file.read(len(ZIP)) == ZIP  # not is_zipfile: a tar that ends in a zip is a tar
@@ -108,22 +121,27 @@ def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, 
                 yield _tarred(tar)
     except NoSpaceError:
         raise
-    except RequestError as error:  # a limit of the tar's reader
+    except RequestError as error:  # raised by the bounded stream
         raise MismatchError(str(error).removeprefix(f"{source}: ")) from error
     except (*BROKEN, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk, not of the archive
+            raise  # an error of the disk, not of the archive
         first = str(error).partition("\n")[0].rstrip(":")
         raise MismatchError(f"not a readable tar or zip: {first}") from error
 
 
 def _count(number: int) -> None:
-    """Folders too: each of them costs memory."""
+    """Raise MismatchError if an archive has too many entries; folders count too, because each costs
+    memory.
+    """
     if number > MOST_FILES:
         raise MismatchError(f"more than {MOST_FILES} files and folders")
 
 
 def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+    """Yield (name, size, content) of each file in a zip. Raises MismatchError for links, devices,
+    unsafe folder names, and too many entries.
+    """
     _count(len(opened.infolist()))
     for info in opened.infolist():
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -137,6 +155,9 @@ def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
 
 
 def _tarred(tar: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+    """Yield (name, size, content) of each file in a tar. Raises MismatchError for links, devices,
+    unsafe folder names, and too many entries.
+    """
     for number, member in enumerate(tar, 1):
         _count(number)
         if member.isdir():

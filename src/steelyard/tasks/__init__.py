@@ -1,7 +1,7 @@
-"""Tasks: what is asked of a model, from reading data to scoring answers. One folder and one row
-each.
+"""Tasks: what is asked of a model, from reading data to scoring answers. One folder and one `Task`
+row each.
 
-Other packages add rows through the entry-point group `steelyard.tasks`: each entry point names a
+Other packages add tasks through the entry-point group `steelyard.tasks`; each entry point names a
 `Task`.
 """
 
@@ -19,12 +19,16 @@ SHIPPED = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
 
 
 def table() -> dict[str, Task]:
-    """All rows by name."""
+    """Return all tasks by name, those of other packages included. Raises RequestError if a
+    package's entry point cannot be loaded or a name is taken twice.
+    """
     return plugins.table(SHIPPED, GROUP, Task, "task")
 
 
 def row(name: str) -> Task:
-    """The row of a task, by its name or by the spelling it has in questions."""
+    """Return a task by its name, or by its spelling in questions (`record` for `superglue_record`).
+    Raises RequestError if there is none.
+    """
     rows = table()
     found = rows.get(name) or next((one for one in rows.values() if one.key == name), None)
     if found is None:

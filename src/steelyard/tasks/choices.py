@@ -1,5 +1,7 @@
-"""Tasks of four-way questions: what a record keeps of the answers, the scores made of them, and the
-row of such a task.
+"""Multiple-choice tasks with four answers: what a record keeps of the answers, how they are
+checked, merged and scored, and the `Task` row of such a task.
+
+`tasks/questions.py` makes the prompts. MMLU uses both, and other packages can.
 """
 
 from collections import Counter
@@ -24,16 +26,18 @@ from steelyard.words import meaning, pair
 LETTERS = "ABCD"
 ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
 UNANSWERED = "?"
-OTHER = "*"  # a token that is none of the letters'
-MOST_TOKENS = 1 << 31  # of a vocabulary
+OTHER = "*"  # a token that is not one of the letters
+MOST_TOKENS = 1 << 31  # limit of a vocabulary
 
 
 class ChoiceAnswers(GrownTable):
-    """One character a question, `?` where it was not answered: whether the likeliest token of the
-    whole vocabulary was the right answer (`hits`, the headline), and which of the four letters was
-    likeliest (`choices`). `argmax` is that likeliest token: a letter where it is the token of one,
-    else `*`, and then its number is the next of `others`. A model that answers at all mostly
-    answers with a letter, so this takes a byte a question."""
+    """The answers of one pass, one character per question, `?` where it was not answered.
+
+    `choices` is the likeliest of the four letters. `hits` says whether the likeliest token of the
+    whole vocabulary is the right answer (1 or 0); the headline accuracy comes from it. `argmax` is
+    that likeliest token: a letter, or `*` for any other token, whose id is then the next of
+    `others` (most models answer with a letter, so this takes one byte per question).
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax", "others")
 
@@ -46,8 +50,11 @@ class ChoiceAnswers(GrownTable):
 
 
 class ChoiceOutputs(GrownTable):
-    """`gold` says which letter is right, `subject_of` which subject a question is of, `index` its
-    place in the whole set. Answers of version 1 have no `argmax`."""
+    """What a record keeps of a multiple-choice task: per question the right letter (`gold`), its
+    subject (`subject_of`, an index into `subjects`) and its position in the whole set (`index`);
+    the four letters' token ids; and the answers of each pass. Answers of version 1 have no
+    `argmax`.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
 
@@ -61,6 +68,9 @@ class ChoiceOutputs(GrownTable):
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
+        """Raise ValueError if the lengths of answers and subjects do not fit the number of
+        questions, or a subject does not exist.
+        """
         count = len(self.gold)
         lengths = {
             len(column) for one in self.passes.values() for column in (one.choices, one.hits)
@@ -74,6 +84,9 @@ class ChoiceOutputs(GrownTable):
         return self
 
     def _fit_argmax(self, one: ChoiceAnswers) -> None:
+        """Raise ValueError if a pass's `argmax`, `others` and `hits` contradict each other. A pass
+        without `argmax` and `others` is fine.
+        """
         if one.argmax is None and one.others is None:
             return
         if one.argmax is None or one.others is None or len(one.argmax) != len(self.gold):
@@ -90,12 +103,15 @@ class ChoiceOutputs(GrownTable):
 
 
 def _hit(best: str, gold: str) -> str:
+    """Return "1" or "0", whether the likeliest token is the right letter, or "?" if the question
+    was not answered.
+    """
     return UNANSWERED if best == UNANSWERED else str(int(best == gold))
 
 
 def argmax(outputs: ChoiceOutputs, name: str) -> list[int | None] | None:
-    """The likeliest token of each question, None where it was not answered; None where the pass
-    does not keep them.
+    """Return the likeliest token id of each question, None where it was not answered; or None if
+    the pass did not keep them. Raises KeyError if there is no such pass.
     """
     found = outputs.passes[name]
     if found.argmax is None or found.others is None:
@@ -115,7 +131,9 @@ def outputs(
     index: list[int],
     letters: list[int],
 ) -> ChoiceOutputs:
-    """The part that does not depend on a pass."""
+    """Return outputs without any pass. `gold` holds the index (0 to 3) of the right answer of each
+    question.
+    """
     right = "".join(LETTERS[i] for i in gold)
     return ChoiceOutputs(
         version=2,
@@ -129,8 +147,11 @@ def outputs(
 
 
 def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
-    """An engine's answers, if a record can be made of them: that happens where the engine is no
-    longer there to blame.
+    """Return an engine's answers of a pass if a record can be made of them: lists `items`, `best`
+    (token id), `choice` (0 to 3) and `finite`, of one length.
+
+    Raises TypeError or ValueError otherwise. This runs in the worker, where the engine can still be
+    blamed.
     """
     questions = len(outputs.gold)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
@@ -152,7 +173,9 @@ def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
 
 
 def merge(outputs: ChoiceOutputs, name: str, tables: list[dict[str, Any]]) -> ChoiceOutputs:
-    """With a pass's answers of all ranks, in the order of the questions."""
+    """Return the outputs with one more pass, from the checked answers of all ranks. A question
+    answered twice counts as repeated, and the later answer stays.
+    """
     count = len(outputs.gold)
     choices, argmax, tokens = [UNANSWERED] * count, [UNANSWERED] * count, [0] * count
     letter_of = dict(zip(outputs.letters, LETTERS, strict=True))
@@ -176,8 +199,9 @@ def merge(outputs: ChoiceOutputs, name: str, tables: list[dict[str, Any]]) -> Ch
 
 
 def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
-    """Over the answered questions: acc and its standard error, the mean over subjects, and the
-    four-letter accuracy.
+    """Score a pass over its answered questions: `acc` (likeliest token of the vocabulary is right)
+    with standard error `se`, `macro` (mean accuracy over subjects) and `choice` (likeliest of the
+    four letters is right). Empty if the pass is missing or nothing was answered.
     """
     answers = outputs.passes.get(name)
     asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
@@ -194,7 +218,7 @@ def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
 
 
 def subject_accuracy(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
-    """Accuracy by subject, of the subjects that were asked."""
+    """Return the accuracy (0 to 1) of a pass in each subject that has answered questions."""
     counts: dict[str, list[int]] = {}
     for subject, hit in zip(outputs.subject_of, outputs.passes[name].hits, strict=True):
         if hit != UNANSWERED:
@@ -203,7 +227,9 @@ def subject_accuracy(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
 
 
 def agreement(outputs: ChoiceOutputs, one: str, other: str) -> float | None:
-    """Share of the questions, answered in both passes, that got the same letter."""
+    """Return the share of questions, answered in both passes, for which both chose the same letter;
+    None if a pass is missing or no question was answered in both.
+    """
     if one not in outputs.passes or other not in outputs.passes:
         return None
     both = zip(outputs.passes[one].choices, outputs.passes[other].choices, strict=True)
@@ -212,7 +238,9 @@ def agreement(outputs: ChoiceOutputs, one: str, other: str) -> float | None:
 
 
 def differences(one: ChoiceOutputs, other: ChoiceOutputs, name: str) -> Differences | None:
-    """The letters that two runs chose, and the likeliest tokens."""
+    """Compare two runs' letters and likeliest tokens in a pass; None if it is missing in either, or
+    the runs asked different questions.
+    """
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
     both = zip(one.passes[name].choices, other.passes[name].choices, strict=True)
@@ -224,13 +252,15 @@ def differences(one: ChoiceOutputs, other: ChoiceOutputs, name: str) -> Differen
 
 
 def off_scope(outputs: ChoiceOutputs, selected: Selected) -> str | None:
-    """Why these are not the answers to what was named."""
+    """Return why outputs do not answer what the user selected (wrong subjects or rows), or None if
+    they do. With a sample, selected subjects may be missing.
+    """
     asked = {outputs.subjects[subject] for subject in outputs.subject_of}
     wanted = set(selected.subjects or asked)
     if asked - wanted or (selected.sample is None and wanted - asked):
         return f"subjects {', '.join(sorted(asked ^ wanted)[:5])}"
     found = dict(Counter(outputs.subjects[subject] for subject in outputs.subject_of))
-    # first: what is counted is then not too much to write down
+    # checked first: it bounds the size of the lists that are compared next
     right = selected.row_count in (None, len(outputs.gold))
     if not (
         right
@@ -242,6 +272,7 @@ def off_scope(outputs: ChoiceOutputs, selected: Selected) -> str | None:
 
 
 def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
+    """Return how a pass's answers cover the questions; None if there is no such pass."""
     answers = outputs.passes.get(name)
     if answers is None:
         return None
@@ -254,7 +285,9 @@ def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
 
 
 def breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
-    """Accuracy by subject, in every pass that has answers."""
+    """Return one table for the page, accuracy by subject in passes val and infer; none if nothing
+    was answered.
+    """
     passes = [name for name in ("val", "infer") if name in outputs.passes]
     found = {name: subject_accuracy(outputs, name) for name in passes}
     subjects = [
@@ -276,8 +309,9 @@ SCORES = (
 
 
 def choice_task(name: str, data: type[Frozen], reader: str, data_check: str = "") -> Task:
-    """Return the row of a task whose questions `tasks.questions` turns into prompts: what it adds
-    is how data are read.
+    """Return the `Task` row of a multiple-choice task, which only adds how its data are read:
+    `data` is the model of `question.data`, `reader` and `data_check` are "module:function". Its
+    reader calls `questions.prepare_questions`.
     """
     return Task(
         name=name,

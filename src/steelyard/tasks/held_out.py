@@ -1,5 +1,8 @@
-"""What a record keeps of training on rows, beside its samples: the loss of held-out rows before and
-after, and why it stopped early. Shared by the tasks that train on rows."""
+"""Tasks that train on rows of tokens: what a record keeps beside its samples, which is the loss of
+held-out rows before and after and why training stopped early; and the `Task` row of such a task.
+
+Used by `tasks/openwebtext` and `tasks/alpaca`.
+"""
 
 from typing import Any
 
@@ -10,14 +13,14 @@ from steelyard.words import meaning
 
 
 class Steps(Frozen):
-    """The pass that trains."""
+    """The outputs of the training pass: why it ended early, or None if it ran to its last step."""
 
     stopped: Stopped | None
 
 
 class RowsLoss(Frozen):
-    """A pass over held-out rows: the summed loss in nats, None where it is not finite, and the
-    tokens it is of.
+    """The outputs of a pass over held-out rows: the summed loss in nats, None if it is not finite,
+    and the number of target tokens.
     """
 
     nll: float | None
@@ -25,17 +28,23 @@ class RowsLoss(Frozen):
 
 
 class HeldOutOutputs(Frozen):
-    held_out: int  # rows
+    """What a record keeps of training on rows: the number of held-out rows, and the outputs of each
+    pass.
+    """
+
+    held_out: int  # number of held-out rows
     passes: dict[str, Steps | RowsLoss]
 
 
 def outputs(held_out: int) -> HeldOutOutputs:
-    """The part that does not depend on a pass."""
+    """Return outputs without any pass. `held_out` is the number of held-out rows."""
     return HeldOutOutputs(held_out=held_out, passes={})
 
 
 def check(table: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
-    """An engine's outputs of a pass, if a record can be made of them."""
+    """Return an engine's outputs of a pass if a record can be made of them: `stopped`, or `nll`
+    (float or None) and `targets` (int). Raises TypeError otherwise.
+    """
     if not isinstance(table, dict) or set(table) not in ({"stopped"}, {"nll", "targets"}):
         raise TypeError(
             "the engine's outputs must be `stopped` of the steps, or `nll` and `targets` of"
@@ -49,7 +58,9 @@ def check(table: Any, outputs: HeldOutOutputs) -> dict[str, Any]:
 
 
 def merge(outputs: HeldOutOutputs, name: str, tables: list[dict[str, Any]]) -> HeldOutOutputs:
-    """With a pass's outputs of all replicas."""
+    """Return the outputs with one more pass, from the outputs of all replicas: the earliest stop,
+    or the losses added up (None if one is None).
+    """
     found: Steps | RowsLoss
     if name in TRAIN.stepped:
         found = Steps(stopped=first_stop(tables))
@@ -61,14 +72,14 @@ def merge(outputs: HeldOutOutputs, name: str, tables: list[dict[str, Any]]) -> H
 
 
 def first_stop(tables: list[dict[str, Any]]) -> Stopped | None:
-    """The earliest of the replicas' reasons to stop."""
+    """Return the earliest stop that a replica reported, or None."""
     stopped = [Stopped.model_validate(table["stopped"]) for table in tables if table.get("stopped")]
     return min(stopped, key=lambda one: one.step) if stopped else None
 
 
 def score(outputs: HeldOutOutputs, name: str) -> dict[str, float]:
-    """The mean loss of the held-out rows, each target counted the same, of a pass that looked at
-    them.
+    """Return `loss`, the mean loss in nats per target token of the held-out rows; empty if the pass
+    has none, it is not finite, or there are no targets.
     """
     found = outputs.passes.get(name)
     known = isinstance(found, RowsLoss) and found.nll is not None and found.targets
@@ -76,17 +87,19 @@ def score(outputs: HeldOutOutputs, name: str) -> dict[str, float]:
 
 
 def stopped(outputs: HeldOutOutputs) -> Stopped | None:
+    """Return why the pass `train` ended early; None if it did not, or is missing."""
     found = outputs.passes.get("train")
     return found.stopped if isinstance(found, Steps) else None
 
 
 def finite(outputs: HeldOutOutputs, name: str) -> bool | None:
+    """Return whether a pass's held-out loss is finite; None if the pass has no held-out loss."""
     found = outputs.passes.get(name)
     return found.nll is not None if isinstance(found, RowsLoss) else None
 
 
 def tally(outputs: HeldOutOutputs, name: str) -> None:
-    """Steps are covered by samples, which the record has: nothing to count here."""
+    """Return None: steps are covered by the record's samples, so there are no items to count."""
 
 
 SCORES = (
@@ -121,7 +134,9 @@ def rows_task(
     starts_trained: bool = False,
     packs: bool = False,
 ) -> Task:
-    """Return the row of a task that trains on rows of tokens: what it adds is how data are read."""
+    """Return the `Task` row of a task that trains on rows of tokens and only adds how its data are
+    read: `data` is the model of `question.data`, `reader` and `data_check` are "module:function".
+    """
     return Task(
         name=name,
         kind=TRAIN.name,

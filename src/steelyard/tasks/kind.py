@@ -1,9 +1,8 @@
-"""Kinds of work: one row each, with everything that differs between scoring, training and what
-other packages add.
+"""Kinds of work (score, train): one row each, with everything that differs between them.
 
-Other packages add rows through the entry-point group `steelyard.kinds`: each entry point names a
-`Kind`. A string with a colon is a reference, `module:attribute`, for `plugins.load`: rows stand
-below the rooms that use them.
+Other packages add kinds through the entry-point group `steelyard.kinds`; each entry point names a
+`Kind`. A string with a colon refers to `module:attribute` and is loaded with `plugins.load`,
+because rooms above this one must not be imported here.
 """
 
 from collections.abc import Mapping
@@ -18,49 +17,49 @@ GROUP = "steelyard.kinds"
 
 @dataclass(frozen=True)
 class Kind:
-    """A row. The defaults are those of a kind that computes forwards of a model and changes no
-    weights.
+    """One kind of work, as a row. The defaults are those of a kind that runs forwards of a model
+    and changes no weights.
     """
 
     name: str  # in questions, records and keys
-    noun: str  # in messages: what such a run does
-    # what engines must be able to do → reference to what makes a `data.counting.Counter`
+    noun: str  # what such a run does, for messages
+    # what an engine must support → `module:function` that makes its `data.counting.StepCounter`
     works: Mapping[str, str]
 
     # Passes.
-    passes: tuple[str, ...]  # all there are
-    headline: tuple[str, ...]  # those that rates and quality are taken from, best first
-    judged: tuple[str, ...]  # those in which times and devices are judged
-    required: tuple[str, ...] = ()  # those that every run has
-    ordered: bool = False  # whether they run in the order of `passes` only
-    # those whose steps take a global batch each, drawn and counted step by step
+    passes: tuple[str, ...]  # all passes of the kind
+    headline: tuple[str, ...]  # headline passes, best first: rates and quality come from one
+    judged: tuple[str, ...]  # passes whose times and devices are checked for validity
+    required: tuple[str, ...] = ()  # passes that every run has
+    ordered: bool = False  # whether passes must run in the order of `passes`
+    # passes whose steps take one global batch each
     stepped: tuple[str, ...] = ()
-    initial: tuple[str, ...] = ()  # those before the first step, which a resumed run has behind it
-    # those that are not measured → what each is compared with
+    initial: tuple[str, ...] = ()  # passes before the first step; a resumed run skips them
+    # passes without instrumentation → the instrumented pass each is compared with
     bare: Mapping[str, str] = field(default_factory=dict)
-    cut_by_steps: bool = False  # whether --steps leaves items of a pass unanswered
+    cut_by_steps: bool = False  # whether --steps leaves items unanswered
 
-    # Work and how it is divided.
-    # whether weights change: a question has a table `train`, a run may keep checkpoints
+    # What is computed, and how it is divided over devices.
+    # whether weights change: questions have a table `train`, runs may write checkpoints
     trains: bool = False
-    # matmuls that each matrix takes part in, of equal FLOPs; the forward is `nt`
+    # layouts of the matmuls that use each weight, of equal FLOPs; the forward is `nt`
     products: tuple[Layout, ...] = ("nt",)
     pipeline: bool = False  # whether a model may be divided into pipeline stages
-    shares: bool = False  # whether prompts share what they begin with in division open
-    # whether all ranks wait for one another in every step, not only after a pass
+    shares: bool = False  # whether division open computes shared prefixes once
+    # whether all ranks synchronize in every step, not only after a pass
     ranks_meet: bool = False
-    precisions: str = "steelyard.case.precision:SCORE"  # its presets by name
+    precisions: str = "steelyard.case.precision:SCORE"  # precision presets by name
 
     # What is measured.
     loop: str = "steelyard.run.measure:measure"  # drives an engine's pass, and times its steps
-    step_values: tuple[str, ...] = ()  # numbers that every step has, beside its counts and times
-    # metrics of these that a gate may name; the first is the quality of a run without one
+    step_values: tuple[str, ...] = ()  # values of every step beside counts and times
+    # metrics of step values that a gate may name; the first is the quality without a gate
     step_metrics: tuple[str, ...] = ()
-    # whether rates are taken over the steady window of the steps, not over the whole pass
+    # whether rates are those of the steady window, not of the whole pass
     steady: bool = False
 
-    # What makes a result valid: rules from a record to findings, and what a gate needs to be
-    # applied.
+    # What makes a result valid: functions from a record to check results, and the conditions
+    # under which a gate applies.
     rules: tuple[str, ...] = (
         "steelyard.metrics.validity:finite_answers",
         "steelyard.metrics.validity:finite_values",
@@ -71,21 +70,21 @@ class Kind:
 
     # Pages.
     columns: str = "steelyard.report.columns:SCORE"  # a `report.columns.TableLayout`
-    # those shown first
+    # keys of the data facts shown first
     data_facts: tuple[str, ...] = ("source", "rows", "tokens", "tokenizer", "fingerprint")
-    data_heading: str = "data.score"  # a key of the words of pages, or the heading itself
+    data_heading: str = "data.score"  # a key of the page texts, or the heading itself
     tool_heading: str = "tool.score"
 
     @property
     def forwards(self) -> int:
-        """The number of forwards that a step is worth. What is computed again to save memory is no
-        work of the model.
+        """The model FLOPs of a step as a multiple of one forward's: 1 for scoring, 3 for training
+        (forward and backward). Recomputation to save memory is not counted.
         """
         return len(self.products)
 
     def forwards_of(self, name: str) -> int:
-        """Return the number of forwards that a step of a pass is worth: passes beside the headline
-        only look at the model.
+        """Return the model FLOPs of a step of this pass as a multiple of one forward's. Passes that
+        are not headline passes only run forwards: 1.
         """
         return self.forwards if name in self.headline else 1
 
@@ -120,7 +119,7 @@ TRAIN = Kind(
     stepped=("train",),
     initial=("before",),
     trains=True,
-    products=("nt", "nn", "tn"),  # the forward, and in its backward one product for each side
+    products=("nt", "nn", "tn"),  # forward, gradient of the input, gradient of the weight
     pipeline=True,
     ranks_meet=True,
     precisions="steelyard.case.precision:TRAIN",
@@ -143,12 +142,14 @@ SHIPPED = [SCORE, TRAIN]
 
 
 def table() -> dict[str, Kind]:
-    """Return all rows by name."""
+    """Return all kinds of work by name, those of other packages included. Raises RequestError if a
+    package's entry point cannot be loaded or a name is taken twice.
+    """
     return plugins.table(SHIPPED, GROUP, Kind, "kind of work")
 
 
 def row(name: str) -> Kind:
-    """Return the row of a kind of work; raise RequestError if there is none of that name."""
+    """Return a kind of work by its name; raise RequestError if there is none."""
     rows = table()
     if name not in rows:
         raise RequestError(f"no kind of work {name!r}; known: {', '.join(rows)}")

@@ -1,8 +1,8 @@
-"""Four-way questions of subjects, asked after answered examples: from rows to prompts, and made
-ones.
+"""Turn multiple-choice questions with four answers into prompts after answered examples, or
+generate such questions.
 
-A task of such questions says how its rows are read; `prepare` does the rest. `tasks.choices` has
-what a record keeps.
+A task of such questions reads its rows and calls `prepare_questions`, which does the rest in the
+worker. `tasks/choices.py` has what a record keeps of the answers.
 """
 
 import random
@@ -31,6 +31,8 @@ McqRow = tuple[str, str, str, str, str, str]  # question, four choices, the answ
 
 @dataclass(frozen=True)
 class Subject:
+    """A subject's answered examples (`dev`) and the questions to ask (`test`)."""
+
     name: str
     dev: tuple[McqRow, ...]
     test: tuple[McqRow, ...]
@@ -38,20 +40,22 @@ class Subject:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Tokenised questions. Prompts of one group begin with the same tokens."""
+    """Tokenized prompts of multiple-choice questions; implements `ChoicePrompts`. Prompts of one
+    group begin with the same tokens.
+    """
 
     rows: list[list[int]]
     groups: list[int]
-    index: list[int]  # which question of the whole set each is
+    index: list[int]  # position of each question in the whole set
     gold: list[int]
     subject_of: list[int]
     subjects: list[str]
-    letters: list[int]  # the four answers' tokens
+    letters: list[int]  # token ids of the four answers
     shortened: int
 
 
 class MadeQuestions(Frozen):
-    """Questions that the package makes itself, from a seed."""
+    """How many questions to generate (`questions` in each of `subjects`), and from which seed."""
 
     subjects: int = Field(ge=1)
     questions: int = Field(ge=1)
@@ -59,19 +63,26 @@ class MadeQuestions(Frozen):
 
 
 class QuestionFields(Frozen):
-    """What a case says of the data of such a task; a task adds its `kind`."""
+    """The fields of `question.data` of a multiple-choice task; a task adds the literal of its
+    `kind`. `context` is the most tokens that a prompt may have, `shots` the number of answered
+    examples before a question.
+    """
 
     kind: str
     shots: int = Field(5, ge=0, le=5)
     context: int = Field(2048, ge=16)
-    subjects: int | None = Field(None, ge=1)  # how many there must be; None: any number
+    subjects: int | None = Field(None, ge=1)  # required number of subjects; None: any
     fingerprint: str | None = None
     made: MadeQuestions | None = None
 
 
 def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}") -> Prepared:
-    """Make prompts of what is asked of the questions. `label` names where they came from; `place`
-    says where those of a subject stand."""
+    """Make prompts of the questions that the request selects, with the facts for the record.
+
+    `label` names where the subjects came from; `location` is a format string with one `{}` for the
+    subject, which names a subject's file in errors. Raises RequestError if the context is longer
+    than the model's positions, the selection does not exist, or a prompt does not fit.
+    """
     fields: QuestionFields = asked.data
     if fields.context > asked.positions:
         raise RequestError(
@@ -100,12 +111,12 @@ def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}"
 
 
 def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
-    """The hash of all rows and of the vocabulary they are read with."""
+    """Return the SHA-256 (hex) of all subjects' rows and of the tokenizer's vocabulary."""
     return fingerprint_of(tokenizer, (canonical([one.name, one.dev, one.test]) for one in subjects))
 
 
 def text(row: McqRow) -> str:
-    """A question with its choices, up to the place of the answer."""
+    """Return a question with its four choices, up to "Answer:"."""
     choices = "".join(
         f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True)
     )
@@ -113,13 +124,16 @@ def text(row: McqRow) -> str:
 
 
 def header(subject: str) -> str:
+    """Return the first line of a prompt, which names the subject, with an empty line behind it."""
     # Each word has a space before it, the first one too: two spaces, as in the published prompts.
     words = "".join(f" {word}" for word in subject.split("_"))
     return f"The following are multiple choice questions (with answers) about {words}.\n\n"
 
 
 def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
-    """A question after its examples, the first `dropped` of them left out."""
+    """Return a prompt: header, the subject's first `shots` examples with answers, without the first
+    `dropped` of them, and the question.
+    """
     examples = "".join(
         f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots]
     )
@@ -129,7 +143,9 @@ def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
 def select(
     subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None
 ) -> list[int] | None:
-    """The questions that were named, by their places in the whole set; None: all."""
+    """Return the positions, in the whole set, of the questions named by row ids, or else by
+    subjects; None if neither is given, which means all. Raises RequestError for unknown names.
+    """
     places, begin = {}, 0
     for subject in subjects:
         places[subject.name] = range(begin, begin + len(subject.test))
@@ -148,9 +164,12 @@ def encode(
     pool: list[int] | None = None,
     place: str = "{}",
 ) -> Prompts:
-    """Prompts of all questions (of `pool`, where it is given), or of a seeded sample; leading
-    examples are dropped until a prompt fits the context. `place` says where the questions of a
-    subject stand."""
+    """Tokenize the prompts of all questions, or of those in `pool`, or of a seeded sample of these.
+
+    If a prompt is longer than the context, its leading examples are dropped one by one. Raises
+    RequestError if a question does not fit even without examples (`location` formats its subject's
+    file), or if an answer is not one token.
+    """
     every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
     index = chosen(len(every), sample, seed, pool=pool)
     pairs = [every[i] for i in index]
@@ -191,12 +210,17 @@ def encode(
 
 
 def _number(keys: list[tuple[int, int]]) -> list[int]:
+    """Replace each key by a number, equal keys by equal ones, counted from 0 in order of
+    appearance.
+    """
     numbers: dict[tuple[int, int], int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def answer_tokens(tokenizer: Tokenizer) -> list[int]:
-    """The one token each answer is, as it follows "Answer:"."""
+    """Return the token ids of " A" to " D" as they follow "Answer:". Raises RequestError if one of
+    them is not exactly one token.
+    """
     before, *after = tokenizer.encode(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)])
     out = []
     for letter, ids in zip(LETTERS, after, strict=True):
@@ -228,7 +252,9 @@ _MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns"
 
 
 def make(task: str, made: MadeQuestions, shots: int) -> list[Subject]:
-    """Questions of the package's own making: which thing stands in which relation to another."""
+    """Generate subjects of questions about which thing stands in which relation to another, from a
+    seed and the task's name; each subject has `shots` examples.
+    """
     rng = random.Random(f"{task}:{made.seed}")
     out = []
     for i in range(made.subjects):
@@ -239,6 +265,7 @@ def make(task: str, made: MadeQuestions, shots: int) -> list[Subject]:
 
 
 def _made_row(rng: random.Random) -> McqRow:
+    """Generate one question with four shuffled choices and the right letter."""
     things = rng.sample(_NOUNS, 5)
     verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))
     question = (

@@ -1,8 +1,9 @@
-"""What a task is: one row that says how data are read, asked, answered and scored.
+"""What a task is: one row that says how data are read, how a model is asked, and how its answers
+are checked and scored.
 
-A worker prepares a task's inputs and checks the answers that an engine gives; the parent merges the
-ranks' answers into outputs and scores them, again on every verification. Nothing here needs a
-framework.
+A worker prepares a task's inputs and checks the answers that the engine gives. The parent merges
+the ranks' answers into outputs, which the record keeps, and scores them; verification scores them
+again. Nothing here needs a framework.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
 from steelyard.words import meaning
 
-Many = Annotated[int, Field(ge=0, le=10**18)]  # a count of outputs: no formula overflows
-Meaning = tuple[str, str]  # a title, and what it means
-Selector = Literal["subjects", "rows"]  # an option of `run` that names what is asked
+Many = Annotated[int, Field(ge=0, le=10**18)]  # bounded so that no formula overflows
+Meaning = tuple[str, str]  # title and meaning, or English and Chinese
+Selector = Literal["subjects", "rows"]  # options of `run` that select items
 BatchUnit = Literal["rows", "samples"]
 GroupName = Annotated[str, Field(min_length=1, max_length=200)]
 RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.checked)]
@@ -34,15 +35,15 @@ RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.che
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a task's data may lie."""
+    """The paths that the user gave for data, tokenizer and weights; None where he gave none."""
 
     data: Path | None
     tokenizer: Path | None
     weights: Path | None
 
     def tokenizer_places(self) -> list[Path]:
-        """Where a tokenizer is looked for: where it was named, else beside the weights and beside
-        the data.
+        """Return where to look for a tokenizer: only at `--tokenizer` if that was given, else in
+        the weights' folder and then in the data's.
         """
         if self.tokenizer is not None:
             return [self.tokenizer]
@@ -52,7 +53,9 @@ class Sources:
 
 @dataclass(frozen=True)
 class Selected:
-    """What a user named of a task's data; None: all."""
+    """What the user selected of a task's data: subject names, row ids, a sample size; None where he
+    did not.
+    """
 
     subjects: tuple[str, ...] | None = None
     rows: tuple[str, ...] | None = None
@@ -60,12 +63,14 @@ class Selected:
 
     @property
     def row_count(self) -> int | None:
-        """How many rows were named."""
+        """The number of rows that the ids name; None if no ids were given."""
         return None if self.rows is None else selection.size(self.rows)
 
     @property
     def group_counts(self) -> dict[str, int] | None:
-        """How many rows were named of each group; None where an id names none."""
+        """The number of named rows in each group; None if no ids were given or one of them names no
+        group.
+        """
         spans = [] if self.rows is None else selection.spans(self.rows)
         if not spans or not all(span.group for span in spans):
             return None
@@ -76,8 +81,8 @@ class Selected:
 
     @property
     def places(self) -> list[int] | None:
-        """Where the named rows stand in the whole set; None where an id names a group, of which the
-        data alone know.
+        """The positions of the named rows in the whole set; None if no ids were given, or one is
+        relative to a group, whose position only the data tell.
         """
         spans = [] if self.rows is None else selection.spans(self.rows)
         if not spans or any(span.group for span in spans):
@@ -87,11 +92,14 @@ class Selected:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a task is told of a question. `length` and `batch` (the global batch) are those of
-    training.
+    """What a task's reader gets: the parts of the question that concern data, the user's selection
+    and paths.
+
+    `vocab` and `positions` are the model's sizes. `length` (tokens of a row) and `batch` (the
+    global batch) are for training.
     """
 
-    data: Any  # the task's own fields
+    data: Any  # `question.data`, of the task's own type
     vocab: int
     positions: int
     division: Division
@@ -100,15 +108,16 @@ class Asked:
     batch: int
     sample: int | None
     sources: Sources
-    pack: bool = True  # several samples to a row, where a task has rows
-    # what is known of the published data set
+    pack: bool = True  # whether a training row may hold several samples
+    # the case's facts on the published data set, by name
     published: Mapping[str, int] = field(default_factory=dict)
-    subjects: tuple[str, ...] | None = None  # of tasks that select by them: see Task.selects
-    rows: tuple[str, ...] | None = None  # ids, as data.selection spells them
+    subjects: tuple[str, ...] | None = None  # --subjects; only if Task.selects has it
+    rows: tuple[str, ...] | None = None  # --rows: ids as data.selection spells them
 
     def tokenizer(self) -> Tokenizer:
-        """The named tokenizer, or the one beside the weights or the data; made data come with their
-        own.
+        """Load the tokenizer that the user named, or the one beside the weights or data. Raises
+        RequestError if there is none or its size does not fit the model. Generated data (no data
+        path) have a tokenizer of their own.
         """
         if self.sources.data is None:
             return tokenizers.MadeTokenizer(self.vocab)
@@ -117,7 +126,9 @@ class Asked:
         return found
 
     def step_batch(self) -> int:
-        """How much of a global batch a step takes: all, or the sample that was asked for."""
+        """Return how many items of the global batch a step takes: all, or `--sample` of them.
+        Raises RequestError if that is more than the batch.
+        """
         if self.sample is not None and self.sample > self.batch:
             raise RequestError(
                 f"--sample {self.sample}: the global batch is {self.batch}; allowed: 1 to"
@@ -127,18 +138,24 @@ class Asked:
 
 
 class TokenizerFacts(OpenTable):
+    """What a record says of the tokenizer: its file name, number of tokens, and the hash of its
+    vocabulary.
+    """
+
     source: str
     vocab: int
     sha256: str
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
+        """Return the facts of a tokenizer."""
         return cls(source=tokenizer.source, vocab=tokenizer.vocab, sha256=tokenizer.sha256)
 
 
 class DataFacts(OpenTable):
-    """What a record says of the data that were read; a task adds its own counts. `published`:
-    whether they are the published set, None where nobody has told what that is."""
+    """What a record says of the data that were read; a task adds its own counts. `published` says
+    whether they are the published data set; None if the case does not say which that is.
+    """
 
     source: str
     rows: int
@@ -148,7 +165,7 @@ class DataFacts(OpenTable):
 
 
 def fingerprint_of(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
-    """Return the hash of a vocabulary and of the parts of the data that are read with it."""
+    """Return the SHA-256 (hex) of a tokenizer's vocabulary followed by these parts of the data."""
     digest = hashlib.sha256(tokenizer.sha256.encode())
     for part in parts:
         digest.update(part.encode())
@@ -156,11 +173,14 @@ def fingerprint_of(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
 
 
 def is_published(fingerprint: str, published: str | None) -> bool | None:
+    """Return whether data have the published set's fingerprint; None if the case gives none."""
     return None if published is None else fingerprint == published
 
 
 class Stopped(OpenTable):
-    """Why training ended before its last step: `nan`, `bound` or `target`."""
+    """Why training ended before its last step: `nan` (the loss is not finite), `bound` (the loss,
+    kept in `value`, is above the case's limit) or `target` (an evaluation reached its goal).
+    """
 
     step: int
     why: str
@@ -169,18 +189,20 @@ class Stopped(OpenTable):
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs for an engine, facts on the data for the record, and the part of the outputs that no
-    pass changes.
+    """What a task's reader returns: inputs for the engine, facts on the data for the record, and
+    outputs that have no passes yet.
     """
 
-    inputs: Any  # what the kind of work takes: data.texts, data.rows or data.cloze
+    inputs: Any  # what the engine's work takes: texts, training rows or a cloze data set
     facts: DataFacts
     outputs: Frozen
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How a pass's answers cover the items in scope."""
+    """How the answers of a pass cover the items in scope: how many items there are, were not
+    answered, were answered more than once, and have answers that are not finite.
+    """
 
     items: int
     missing: int
@@ -190,9 +212,12 @@ class Tally:
 
 @dataclass(frozen=True)
 class Differences:
-    """Two runs' answers to the same items: how many both answered, of how many of these the answers
-    differ, the largest difference of a number that is kept of every item, and of how many the
-    likeliest tokens of the whole vocabulary differ. None where that is not kept of both."""
+    """How two runs' answers to the same items differ.
+
+    `items` were answered by both; the answers to `other` of these differ. `largest` is the largest
+    difference of a number kept for every item (a loss), `tokens` the number of items whose
+    likeliest tokens differ; None if not kept by both runs.
+    """
 
     items: int
     other: int
@@ -202,8 +227,11 @@ class Differences:
 
 @dataclass(frozen=True)
 class Score:
-    """A quality metric of a task: which value of `Task.score`, of which pass (None: the headline
-    one), and what it means.
+    """A quality metric of a task: the metric's name, which value of `Task.score` it is, and the
+    pass it is of (`of`; None: the headline pass).
+
+    `en` and `zh` are its title and meaning in English and Chinese. `better` is "higher", "lower" or
+    "" (neither); `form` is "percent" or "number".
     """
 
     name: str
@@ -218,75 +246,85 @@ class Score:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A table of a record's outputs for its page. A cell is text, a count (int) or a share (float);
-    None is unknown.
+    """A table of a record's outputs for the report page, such as accuracy by subject. A cell is
+    text, a count (int), a share (float) or None if unknown. Title and columns are pairs of English
+    and Chinese.
     """
 
-    title: Meaning  # in English and in Chinese, as all words here
+    title: Meaning  # English and Chinese
     columns: tuple[Meaning, ...]
     rows: tuple[tuple[str | int | float | None, ...], ...]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A row. Functions on outputs take the task's own `outputs` type."""
+    """One task, as a row of data and functions. Its functions on outputs take an object of the
+    row's own `outputs` type.
+    """
 
-    name: str  # its folder's, and a user's word for it
-    kind: str  # of work: the name of a row of tasks.kind
-    work: str  # what an engine must be able to do: see docs/engines.md
-    noun: str  # what one item is called
+    name: str  # its folder's name, which users write too
+    kind: str  # name of a kind of work, see tasks.kind
+    work: str  # what an engine must support: see docs/engines.md
+    noun: str  # what one item is called in messages
     data: type[Frozen]  # the fields of `question.data`
     outputs: type[Frozen]  # what a record keeps of the answers
-    reader: str  # `module:function` from Asked to Prepared; loaded by workers only
-    check: Callable[[Any, Any], dict[str, Any]]  # an engine's answers, if they fit the outputs
-    # outputs, pass, every rank's answers → outputs
+    reader: str  # `module:function` from TaskRequest to PreparedData; only workers load it
+    # engine's answers, outputs → the answers; TypeError or ValueError if they do not fit
+    check: Callable[[Any, Any], dict[str, Any]]
+    # outputs, pass, answers of all ranks → outputs with that pass
     merge: Callable[[Any, str, list[dict[str, Any]]], Any]
     score: Callable[[Any, str], dict[str, float]]  # outputs, pass → values by name
     tally: Callable[[Any, str], Tally | None]  # None: the pass has no items to cover
     scores: tuple[Score, ...]
-    quality: str  # the metric that stands for quality where a case has no gate
-    passes: tuple[str, ...]  # of a run that names none
-    agreement: Callable[[Any, str, str], float | None] | None = None  # of two passes
-    # of two runs' outputs, in a pass
+    quality: str  # the quality metric of a case without gate
+    passes: tuple[str, ...]  # default passes
+    # outputs, two passes → share of equal answers
+    agreement: Callable[[Any, str, str], float | None] | None = None
+    # two runs' outputs, pass → how they differ
     differences: Callable[[Any, Any, str], Differences | None] | None = None
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
     stopped: Callable[[Any], Stopped | None] = lambda outputs: None
-    # None: the pass has no such loss
+    # whether a pass's held-out loss is finite; None: it has none
     held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None
     batch_unit: BatchUnit = "samples"  # what the global batch counts
-    packs: bool = False  # several samples to a row, unless a tune says otherwise
-    # also where every token is computed: how the published rows count
+    packs: bool = False  # several samples per row by default
+    # headline rate in samples/s even in division closed, as in the published rows
     rates_in_samples: bool = False
-    starts_trained: bool = False  # training begins with a trained model
-    # published rows count every sample as long as the model has positions
+    starts_trained: bool = False  # training begins with trained weights
+    # published rates count every sample as if padded to the model's positions
     padded_rates: bool = False
-    published_facts: tuple[str, ...] = ()  # names of a case's `published` table
-    selects: tuple[Selector, ...] = ()  # what a user may name of its data, beside a sample
-    # why outputs are not of a selection
+    published_facts: tuple[str, ...] = ()  # allowed keys of a case's `published` table
+    selects: tuple[Selector, ...] = ()  # selecting options it accepts, beside --sample
+    # outputs, selection → why they do not belong together, or None
     off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None
-    spelling: str = ""  # in questions, records and keys, where that is another
-    data_check: str = ""  # `module:function` of a path: see check_data
+    spelling: str = ""  # in questions, records and keys; "": its name
+    data_check: str = ""  # `module:function` that takes a path: see check_data
 
     def prepare(self, asked: Asked) -> Prepared:
-        """Read the data, and make inputs of them."""
+        """Read the task's data and return inputs for the engine; loads the reader's module. Raises
+        RequestError if the data are missing or wrong.
+        """
         prepared: Prepared = plugins.load(self.reader)(asked)
         return prepared
 
     def check_data(self, source: Path) -> None:
-        """Raise RequestError if a file or folder is not this task's data, as far as names and first
-        bytes show. The parent calls it before it starts anything; a worker reads all of the
-        data."""
+        """Raise RequestError if a path does not hold this task's data, as far as names and first
+        bytes show; do nothing if the task has no `data_check`. The parent calls it before it starts
+        processes; a worker later reads all data.
+        """
         if self.data_check:
             plugins.load(self.data_check)(source)
 
     @property
     def key(self) -> str:
-        """How questions spell it."""
+        """The task's spelling in questions, records and keys."""
         return self.spelling or self.name
 
     @property
     def kind_row(self) -> Kind:
-        """The row of its kind of work; RequestError if no package brings one of that name."""
+        """The task's kind of work. Raises RequestError if no installed package has a kind of that
+        name.
+        """
         return kinds.row(self.kind)
 
 

@@ -1,9 +1,10 @@
-"""Micro-batches of a cloze filled up to a few sizes, so that what is recorded for one of them
-serves many.
+"""Pad micro-batches of a cloze up to a few sizes, so that one recorded CUDA graph serves many of
+them.
 
-What fills up a micro-batch is a context of its own that no candidate sees and no loss reads: its
-gradients are exactly zero. It is counted as padding. Rows of no tokens, and logits of a token that
-no candidate has, fill up the rest.
+The padding tokens form contexts of their own that no candidate attends to and no loss reads, so
+their gradients are exactly zero. They are counted as padding. The remaining capacity is filled with
+rows of no tokens, and with logits that belong to no candidate. Used by `ClozeBatches`
+(cloze_training.py); graph_replay.py records and replays.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,32 +16,36 @@ from steelyard.data.cloze import ClozeRows, Pack
 from steelyard.models.glm_attention import Room
 
 GRAIN = 128  # tokens: matmul kernels work in tiles
-# tokens of a micro-batch, beyond which a device takes much longer than the host needs to launch:
-# about 0.1 s
+# tokens of a micro-batch beyond which the device takes much longer than the host needs to launch
+# its kernels (about 0.1 s), so that graphs gain nothing
 LARGE = 49152
-MOST = 40  # numbers of tokens that a pass is recorded for, each some tenths of a second
-ROW = 128  # tokens of a context that is padding, at most
+MOST = 40  # graphs are recorded for each bucket, which takes some tenths of a second
+ROW = 128  # at most, of a context that is padding
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of one or more samples."""
+    """How large one or several cloze samples are when computed in one micro-batch: the counts of
+    tokens, logits (tokens of spans), contexts, spans and samples, and the longest rows.
+    """
 
     tokens: int
     logits: int
     contexts: int
     spans: int
     samples: int
-    candidates: int  # of a sample, at most
-    longest: tuple[int, int, int]  # a context, all spans of a context, a span
-    row: int  # the longest context with its spans
+    candidates: int  # most of one sample
+    longest: tuple[int, int, int]  # tokens of: a context, all spans of a context, a span
+    row: int  # tokens of the longest context with its spans
 
 
 def size_of(rows: ClozeRows, key: int) -> Size:
-    """Of a sample to train on."""
+    """Return the size of one training sample. In division closed every candidate has a copy of the
+    context; in division open all candidates share one.
+    """
     one = rows.sample(key, held=False)
     spans = [len(piece) + 1 for piece in one.candidates]
-    alone = rows.division == "closed"  # a candidate has its context
+    alone = rows.division == "closed"  # each candidate has a copy of the context
     beside, contexts = (max(spans), len(spans)) if alone else (sum(spans), 1)
     longest = len(one.context), beside, max(spans)
     return Size(
@@ -56,8 +61,9 @@ def size_of(rows: ClozeRows, key: int) -> Size:
 
 
 def together(sizes: Iterable[Size], of: Callable[[Iterable[int]], int] = sum) -> Size:
-    """Return the size of all these samples in one micro-batch; with `of=max`, the most of each that
-    any of them has.
+    """Return the size of all these samples in one micro-batch: counts are added up, longest lengths
+    are maxima. With `combine=max` counts are maxima too, which gives a size that has room for any
+    of them. Raises ValueError if there are no sizes.
     """
     every = list(sizes)
     context, beside, span = (
@@ -77,7 +83,9 @@ def together(sizes: Iterable[Size], of: Callable[[Iterable[int]], int] = sum) ->
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sizes that a micro-batch is filled up to."""
+    """The size that a micro-batch is padded to. Micro-batches of one bucket have tensors of equal
+    shapes.
+    """
 
     tokens: int
     samples: int
@@ -87,22 +95,29 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FilledPack:
-    """Samples computed at once, and what they were filled up to, if they were."""
+    """The arrays of a micro-batch, and the bucket that they were padded to; `bucket` is None if
+    they were not padded.
+    """
 
     pack: Pack
     bucket: Bucket | None
 
     @property
     def counts(self) -> dict[str, int]:
+        """Return the counts of the pack: tokens, samples, padded, logits, pairs and square."""
         return self.pack.counts
 
 
 class Buckets:
-    """Of the micro-batches of a pass. They have everything in common but the numbers of tokens and
-    of samples.
+    """The buckets of all micro-batches of a pass. Buckets differ in their number of tokens and of
+    samples only; their capacity for logits, contexts, spans and candidates is the same.
     """
 
     def __init__(self, sizes: Iterable[Size]) -> None:
+        """Choose the buckets from the sizes of all micro-batches of the pass: token counts are
+        rounded up to a multiple of 128, doubled until there are at most `MAX_BUCKETS` different
+        buckets.
+        """
         every = list(sizes)
         self.grain = GRAIN
         while len({(one.samples, self._tokens(one)) for one in every}) > MOST:
@@ -119,15 +134,22 @@ class Buckets:
         self.candidates = most.candidates
 
     def _tokens(self, size: Size) -> int:
+        """Return the tokens of a size, rounded up to `token_multiple`."""
         return -(-size.tokens // self.grain) * self.grain
 
     def of(self, size: Size) -> Bucket:
-        """The bucket of a micro-batch of the pass."""
+        """Return the bucket of a micro-batch of the pass."""
         return Bucket(self._tokens(size), size.samples, self.candidates, self.room)
 
 
 def fill(pack: Pack, bucket: Bucket) -> Pack:
-    """Up to all that a bucket has, but for targets and candidates."""
+    """Return the pack padded to the bucket: padding tokens (id 0) stand after the contexts, as
+    contexts of at most 128 tokens, and rows of length 0 fill up contexts and spans. Targets and
+    candidates are not padded here; `send_cloze_batch` does that.
+
+    `counts["padded"]` becomes the number of padding tokens. Raises ValueError if the pack does not
+    fit into the bucket.
+    """
     room, n = bucket.room, sum(pack.contexts)
     missing, free = bucket.tokens - len(pack.tokens), room.contexts - len(pack.contexts)
     row = min(ROW, room.longest[0])

@@ -1,8 +1,10 @@
-"""Where PyTorch's distributed checkpoint puts its tensors: plain bytes, and one JSON table of what
-lies where.
+"""Storage for PyTorch's distributed checkpoint (DCP): tensors as plain bytes in one file per rank,
+and one JSON index of what lies where.
 
-Its own storage keeps that table as a pickle, and reading one calls whatever the file names. The
-planner, which divides and reassembles tensors between any two plans, is PyTorch's.
+DCP's own storage keeps the index as a pickle, and reading a pickle runs whatever code the file
+names. The planner, which divides and reassembles tensors between any two parallel plans, is DCP's.
+`TorchLearner` (trainer.py) calls `save_checkpoint` and `load_checkpoint`; checkpoint_folders.py has
+the layout of the folder and the JSON models.
 """
 
 import os
@@ -56,17 +58,21 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Part(Tensor):
-    """What this rank holds of a tensor: the planner is told how large the whole is, and where in it
-    this begins.
+    """The part of a tensor that this rank holds, which tells DCP's planner the shape of the whole
+    tensor and where in it this part begins.
     """
 
     whole: torch.Size
     offset: torch.Size
 
     def size(self, *given: Any) -> Any:
+        """Return the shape of the whole tensor, or its size in the given dimension; `shape` remains
+        that of this part.
+        """
         return self.whole[given[0]] if given else self.whole
 
     def __create_write_items__(self, fqn: str, held: Tensor) -> list[WriteItem]:
+        """Return the items that DCP writes: one shard, or none if the part is empty."""
         return [
             WriteItem(
                 MetadataIndex(fqn, self.offset),
@@ -77,20 +83,31 @@ class Part(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return offset and shape of this part for DCP; an empty list if the part is empty."""
         return [ChunkStorageMetadata(self.offset, self.shape)] if self.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Return this part as a plain tensor that shares its memory."""
         return self.as_subclass(Tensor)
 
 
 def part(held: Tensor, whole: tuple[int, ...], offset: tuple[int, ...]) -> Part:
+    """Return the local tensor as part of a whole of shape `whole_shape` that begins at `offset`. It
+    is detached and shares memory with `tensor`.
+    """
     one = held.detach().as_subclass(Part)
     one.whole, one.offset = torch.Size(whole), torch.Size(offset)
     return one
 
 
 def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> None:
-    """Write a checkpoint, all ranks together. It has its name once it is whole."""
+    """Write a checkpoint into `folder`; all ranks must call it together. It is written as
+    `step-N.part` and renamed to `step-N` when it is complete; only the last two complete ones are
+    kept.
+
+    Raises OSError on every rank if one of them cannot write, with the errno of the first cause; the
+    partial folder is then deleted.
+    """
     place = folder / f"{checkpoints.name_of(state.step)}{checkpoints.PART}"
     if rank == 0:
         checkpoints.begin(folder, state.step)
@@ -101,7 +118,7 @@ def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> N
             dcp_save(tensors, storage_writer=CheckpointWriter(place))
     except CheckpointException as error:
         if rank == 0:
-            shutil.rmtree(place, ignore_errors=True)  # where a disk is full, the record wants room
+            shutil.rmtree(place, ignore_errors=True)  # if the disk is full, the record needs room
         raise _not_written(state.step, _cause(error)) from error
     _meet()
     if rank == 0:
@@ -109,7 +126,12 @@ def save(folder: Path, state: State, tensors: dict[str, Tensor], rank: int) -> N
 
 
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, whatever plan either has."""
+    """Fill `tensors` in place from the checkpoint folder `path`; all ranks must call it together.
+    The checkpoint may have been written under another parallel plan.
+
+    Raises RequestError if a tensor is missing, has another shape or dtype, or its bytes are
+    damaged.
+    """
     reader = CheckpointReader(path)
     reader.check(tensors)
     try:
@@ -126,13 +148,15 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong first, on the lowest rank."""
+    """Return the exception of the lowest rank that failed."""
     rank = min(error.failures)
     return error.failures[rank][0]
 
 
 def _not_written(step: int, cause: BaseException) -> OSError:
-    """With the number of the cause: a full disk is told by it."""
+    """Return an OSError that says that the checkpoint of this step was not written. It has the
+    errno of the cause, by which callers recognize a full disk.
+    """
     told = f"the checkpoint after step {step} was not written: "
     return (
         OSError(cause.errno, f"{told}{cause.strerror}")
@@ -142,20 +166,23 @@ def _not_written(step: int, cause: BaseException) -> OSError:
 
 
 def _meet() -> None:
+    """Wait until all ranks are here; do nothing without torch.distributed."""
     if dist.is_initialized():
         dist.barrier()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Of one process it warns that there is one process."""
+    """Ignore DCP's warning that torch.distributed is disabled (for one process)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 class CheckpointWriter(StorageWriter):
-    """One file a rank."""
+    """DCP's storage writer: each rank writes its tensors to `rank-N.bin` in the folder, and the
+    coordinator writes the index `tensors.json`.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -170,9 +197,15 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans of all ranks, each with the number of its rank as `storage_data`."""
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write all tensors of this rank's plan one after the other to `rank-N.bin`, sync the file,
+        and return one result per tensor, with a `TensorChunk` that says where its bytes lie and
+        their CRC-32. Raises FileExistsError if the file exists, and TypeError for an item that is
+        no tensor.
+        """
         name, results, at = f"rank-{plan.storage_data}.bin", [], 0
         with (self.place / name).open("xb") as file:
             for item in plan.items:
@@ -204,6 +237,9 @@ class CheckpointWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index `tensors.json` from the results of all ranks (called on the coordinator
+        only).
+        """
         chunks: dict[str, list[Chunk]] = {}
         files: dict[str, int] = {}
         for one in (one for of_rank in results for one in of_rank):
@@ -225,13 +261,20 @@ class CheckpointWriter(StorageWriter):
 
 
 class CheckpointReader(StorageReader):
+    """DCP's storage reader for a folder that `CheckpointWriter` wrote."""
+
     def __init__(self, path: Path) -> None:
+        """Read and check the index. Raises RequestError if it cannot be read, or a file is missing
+        or has another length.
+        """
         self.path = path
         self.table = checkpoints.check_files(path)
         self.found: dict[MetadataIndex, tuple[Chunk, torch.dtype]] = {}
 
     def check(self, tensors: dict[str, Tensor]) -> None:
-        """That what is wanted is there, in the same shape and precision."""
+        """Raise RequestError unless the checkpoint has all these tensors, with the same whole shape
+        and dtype.
+        """
         for name, tensor in tensors.items():
             stored = self.table.tensors.get(name)
             if (
@@ -249,6 +292,9 @@ class CheckpointReader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return DCP's metadata, made from the JSON index. Raises RequestError for a dtype that is
+        not in `DTYPES`, or if the length of a chunk does not match its shape.
+        """
         described: dict[str, Any] = {}
         for name, stored in self.table.tensors.items():
             dtype = DTYPES.get(stored.dtype)
@@ -276,6 +322,9 @@ class CheckpointReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        """Take over the chunks from the metadata, which DCP sends from the coordinator to all
+        ranks.
+        """
         self.found = metadata.storage_data
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -285,6 +334,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what this rank's plan asks for from the files into the planner's tensors."""
         for item in plan.items:
             part = self._part(*self.found[item.storage_index])
             for dim, (begin, length) in enumerate(
@@ -299,6 +349,9 @@ class CheckpointReader(StorageReader):
         return done
 
     def _part(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        """Read one chunk from its file as a CPU tensor. Raises RequestError if bytes are missing or
+        their CRC-32 is wrong.
+        """
         with files.open_regular(self.path / chunk.file) as file:
             file.seek(chunk.at)
             raw = bytearray(file.read(chunk.length))

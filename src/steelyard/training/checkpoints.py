@@ -1,13 +1,15 @@
-"""Checkpoints of a training run: what lies in their folder, which of them is whole, and what may go
-on from it.
+"""The folder of a training run's checkpoints: its layout, which checkpoints are complete, and
+whether a run may resume from one.
 
     FOLDER/run.json               the question that is being trained on
-    FOLDER/before-N.json          what replica N found on held-out data before the first step
-    FOLDER/step-00000050/         everything after 50 steps: `state.json`, `tensors.json`, `rank-N.bin`
+    FOLDER/before-N.json          outputs of pass `before` on replica N
+    FOLDER/step-00000050/         all after 50 steps: `state.json`, `tensors.json`, `rank-N.bin`
     FOLDER/step-00000100.part/    one that is being written, or was when its run died
 
-A checkpoint is written under its second name, brought to disk, and renamed: what has the first name
-is whole. Every number is in JSON and every tensor is plain bytes. Nothing here needs torch.
+A checkpoint is written as `.part`, synced to disk and then renamed, so that a folder without
+`.part` is complete. All numbers are in JSON and all tensors are plain bytes. Nothing here imports
+torch: the parent uses it for `--resume`, workers for writing (run/worker.py,
+checkpoint_storage.py).
 """
 
 import hashlib
@@ -26,21 +28,23 @@ from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
 from steelyard.schema import Frozen, canonical, first_problem
 
-# whole checkpoints of a run: should the last one turn out to be damaged, there is one before
+# complete checkpoints of a run: if the last one turns out to be damaged, there is one before it
 KEPT = 2
 MAX_JSON_BYTES = 256 << 20
-MAX_PARTS = 4096  # of a tensor
+MAX_PARTS = 4096  # of one tensor
 RUN, STATE, TENSORS = "run.json", "state.json", "tensors.json"
 BEFORE = "before-{}.json"
 STEP = re.compile(r"step-[0-9]{8}")
 PART = ".part"
-CHECKSUM = "sha256"  # of a table's other values
+CHECKSUM = "sha256"  # key of the checksum of all other values of a JSON file
 
 Read = TypeVar("Read", bound=Frozen)
 
 
 class CheckpointRun(Frozen):
-    """What a folder's checkpoints are of."""
+    """`run.json`: the case name, question, key, `--sample` and engine of the run whose checkpoints
+    the folder holds.
+    """
 
     name: str
     question: dict[str, Any]
@@ -50,8 +54,8 @@ class CheckpointRun(Frozen):
 
 
 class Numbers(Frozen):
-    """What an optimiser keeps beside tensors: its updates, and of scaled losses the scale and how
-    long it has held.
+    """What an optimizer stores beside tensors: its number of updates and, if losses are scaled
+    (fp16), the loss scale and how many steps it has stood without overflow (`growth`).
     """
 
     updates: float = Field(ge=0, le=2**53)
@@ -63,8 +67,9 @@ Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 
 
 class State(Frozen):
-    """Where a run stood: `step` steps were taken, with these losses, from these weights. `reached`
-    says that a target was.
+    """`state.json`: the state of a run after `step` steps, with the loss of each step (None: not
+    finite), the source of the initial weights, the plan, and whether the target accuracy was
+    reached.
     """
 
     step: int = Field(ge=1, le=10**8)
@@ -76,13 +81,17 @@ class State(Frozen):
 
 
 class Before(Frozen):
-    """What one replica found on held-out data before the first step."""
+    """`before-N.json`: the outputs of pass `before` on one replica, which a resumed run does not
+    compute again.
+    """
 
     table: dict[str, Any]
 
 
 class Chunk(Frozen):
-    """A box of a tensor, in a file."""
+    """A rectangular part of a tensor (`offset`, `sizes`), and the bytes that hold it: `length`
+    bytes from byte `at` of a file.
+    """
 
     offset: list[int]
     sizes: list[int]
@@ -93,24 +102,31 @@ class Chunk(Frozen):
 
 
 class StoredTensor(Frozen):
+    """A tensor of a checkpoint: its dtype, whole shape, and the chunks that make it up."""
+
     dtype: str
     size: list[int]
     chunks: list[Chunk]
 
 
 class Tensors(Frozen):
-    """What the files of a checkpoint hold, and how long they are."""
+    """`tensors.json`: the index of a checkpoint. `files` has the length of each file in bytes,
+    `tensors` the tensors by name.
+    """
 
     files: dict[str, int]
     tensors: dict[str, StoredTensor]
 
 
 def name_of(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps, such as `step-00000050`."""
     return f"step-{step:08d}"
 
 
 def whole(folder: Path) -> list[Path]:
-    """The checkpoints of a folder that were finished, the last one first."""
+    """Return the folders of all complete checkpoints, the last step first; none if `folder` does
+    not exist.
+    """
     found = (
         [path for path in folder.iterdir() if STEP.fullmatch(path.name) and path.is_dir()]
         if folder.is_dir()
@@ -120,8 +136,11 @@ def whole(folder: Path) -> list[Path]:
 
 
 def last(folder: Path) -> tuple[Path, State, list[str]]:
-    """The last checkpoint whose files are all there and as long as they were, and the names of
-    those that were passed over.
+    """Return the last checkpoint whose files are all present with their lengths, its state, and the
+    names of later checkpoints that were skipped because they are damaged.
+
+    Raises RequestError if `folder` has no `run.json`, or no usable checkpoint. Contents of tensor
+    files are not read here.
     """
     if not (folder / RUN).is_file():
         raise RequestError(
@@ -140,7 +159,10 @@ def last(folder: Path) -> tuple[Path, State, list[str]]:
 
 
 def check_files(path: Path) -> Tensors:
-    """The table of a checkpoint, if its files are what it says."""
+    """Return the index of a checkpoint. Raises RequestError if it cannot be read, a file is missing
+    or has another length, or the chunks of a tensor overlap, leave gaps or lie beyond the end of
+    their file.
+    """
     table = read(path / TENSORS, Tensors)
     for name, size in table.files.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -159,7 +181,9 @@ def check_files(path: Path) -> Tensors:
 
 
 def _check_boxes(table: Path, name: str, stored: StoredTensor) -> None:
-    """That the parts of a tensor lie inside of it, and have every number of it once."""
+    """Raise RequestError unless the chunks of a tensor lie inside of it and cover each element
+    exactly once, and are at most `MAX_CHUNKS`.
+    """
     boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
     shaped = all(
         len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks
@@ -171,6 +195,7 @@ def _check_boxes(table: Path, name: str, stored: StoredTensor) -> None:
 
 
 def _inside(box: list[tuple[int, int]], whole: list[int]) -> bool:
+    """Return whether a box, as (begin, size) per dimension, lies inside a tensor of this shape."""
     return all(
         begin >= 0 and size >= 0 and begin + size <= most
         for (begin, size), most in zip(box, whole, strict=True)
@@ -178,6 +203,7 @@ def _inside(box: list[tuple[int, int]], whole: list[int]) -> bool:
 
 
 def _overlap(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Return whether any two boxes, as (begin, size) per dimension, share an element."""
     return any(
         all(a < b + m and b < a + n for (a, n), (b, m) in zip(one, other, strict=True))
         for one, other in combinations(boxes, 2)
@@ -185,7 +211,10 @@ def _overlap(boxes: list[list[tuple[int, int]]]) -> bool:
 
 
 def read(path: Path, kind: type[Read]) -> Read:
-    """A table of a checkpoint, or one line on why not."""
+    """Read one of a checkpoint's JSON files as a pydantic model, and check its checksum if it has
+    one. Raises RequestError, in one line, if it is missing, larger than `MAX_JSON_BYTES`, damaged
+    or not of this model.
+    """
     try:
         if path.exists() and not path.is_file():
             raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
@@ -201,14 +230,14 @@ def read(path: Path, kind: type[Read]) -> Read:
 
 
 def write(path: Path, table: Frozen) -> None:
-    """On disk when this returns, with a checksum."""
+    """Write a model as JSON with its checksum; it is on disk when this returns."""
     told = json.loads(table.model_dump_json())
     files.write(path, json.dumps(told | {CHECKSUM: _checksum(told)}).encode())
 
 
 def _checked(path: Path, told: Any) -> Any:
-    """A table without its checksum, which must be right. Older checkpoints have none, and are read
-    as they are.
+    """Return the content without its checksum. Raises RequestError if the checksum is wrong; a
+    content without one, as older checkpoints have, is returned unchanged.
     """
     if not isinstance(told, dict) or CHECKSUM not in told:
         return told
@@ -219,11 +248,14 @@ def _checked(path: Path, told: Any) -> Any:
 
 
 def _checksum(told: dict[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON, as hex digits."""
     return hashlib.sha256(canonical(told).encode()).hexdigest()
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty place for a checkpoint. What a run that died left half done is taken away."""
+    """Create the empty folder `step-N.part` for a checkpoint and return it. Partial checkpoints
+    that an earlier run left in `folder` are deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.endswith(PART) and STEP.fullmatch(path.name.removesuffix(PART)):
@@ -234,7 +266,9 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def finish(place: Path) -> None:
-    """Give a checkpoint its name, and forget the oldest ones."""
+    """Rename a partial checkpoint to its final name, synced to disk, and delete all complete
+    checkpoints but the last two.
+    """
     files.sync(place)
     place.rename(place.with_name(place.name.removesuffix(PART)))
     files.sync(place.parent)
@@ -245,7 +279,9 @@ def finish(place: Path) -> None:
 def check_same(
     run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str
 ) -> None:
-    """Refuse to go on with another question: everything that decides a loss must be as it was."""
+    """Raise RequestError, with the first difference, unless the question, `--sample` and engine are
+    those of the run that wrote the checkpoints.
+    """
     here, there = _flat(question), _flat(run.question)
     differ = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
     if differ:
@@ -268,6 +304,7 @@ def check_same(
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys."""
     out: dict[str, Any] = {}
     for key, value in table.items():
         out |= (

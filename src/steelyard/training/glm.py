@@ -1,9 +1,11 @@
-"""A GLM that is trained on a cloze: candidates' scores from packed contexts and spans.
+"""A GLM trained on a cloze: scores of candidates from packed contexts and spans, their loss, and
+its trainer.
 
 A candidate's score is the sum of its tokens' log-probabilities; a sample's loss is the
 cross-entropy of its candidates' scores. The loss of a step is divided by the samples of the global
 batch, so gradients are summed over replicas, and one step is the same function of the same numbers
-whatever the number of replicas. Engines bring what computes the log-probabilities.
+for any number of replicas. Engines supply what computes the log-probabilities
+(`LogProbComputation`).
 """
 
 from collections.abc import Callable, Hashable
@@ -31,26 +33,30 @@ from steelyard.training.trainer import Trainer
 from steelyard.weights import glm as glm_checkpoint
 
 RECOMPUTE = ("none", "full")
-FASTEST = "packed"  # of the kernels for 16-bit types where Triton runs too, as measured
-NO_ANSWER = -1  # in `right`: such a sample is scored and not learned from
+FASTEST = "packed"  # as measured, for 16-bit types where Triton runs
+NO_ANSWER = -1  # value of `right` for samples that are scored and not trained on
 
 
 @dataclass(frozen=True)
 class ClozeMicroBatch:
-    """A micro-batch on the device."""
+    """The tensors of a micro-batch of cloze samples on the device. S is the number of tokens of all
+    spans.
+    """
 
     tokens: Tensor
     positions: Tensor
     blocks: Tensor
     layout: ClozeLayout
     targets: Tensor  # [S]
-    span_of_token: Tensor  # [S]; as many as there are spans where a token is of none
-    # [samples, most candidates]: number of the span; as many as there are where none is
+    span_of_token: Tensor  # [S]: number of the span; the number of spans for padding
+    # [samples, most candidates]: number of the span; the number of spans in slots without one
     spans_of_sample: Tensor
-    right: Tensor  # [samples]
+    right: Tensor  # [samples]: index of the right candidate, or NO_ANSWER
 
     def tensors(self, joint: bool) -> list[Tensor]:
-        """All that a forward pass reads."""
+        """Return all tensors that a forward pass reads, always in the same order; `interleaved`
+        selects which tensors of the layout the attention kernel reads.
+        """
         own = [
             self.tokens,
             self.positions,
@@ -64,30 +70,33 @@ class ClozeMicroBatch:
 
     @property
     def key(self) -> Hashable:
-        """The same where a forward pass is the same but for the values of these tensors; of those
-        that fill a bucket.
+        """Return a key that is equal for micro-batches whose forward passes differ only in the
+        values of these tensors. Valid only for micro-batches that were padded to a bucket.
         """
         return len(self.tokens), self.spans_of_sample.shape, self.layout.room
 
 
 @dataclass(frozen=True)
 class Computing:
-    """How an engine computes the log-probabilities of the spans' targets: [S], with so much
-    dropout.
+    """How an engine computes the log-probabilities of the spans' target tokens.
+
+    `log_probs(micro_batch, dropout)` returns them as [S].
     """
 
     log_probs: Callable[[ClozeMicroBatch, float], Tensor]
-    # new random numbers for its kernels, before every pass that drops some
+    # called before every forward with dropout: draws new random numbers for the kernels
     draw: Callable[[], None] | None = None
-    record: Record | None = None  # what records passes over micro-batches that fill a bucket
-    joint: bool = False  # which of a layout's tensors it reads
+    record: Record | None = None  # records graphs of padded micro-batches
+    joint: bool = False  # its kernel reads the interleaved layout
 
 
 MakeComputing = Callable[[glm.Glm, Gradient], Computing]
 
 
 def to_device(pack: Pack, device: torch.device, bucket: Bucket | None = None) -> ClozeMicroBatch:
-    """Of a pack, which fills the bucket if there is one."""
+    """Copy a pack to the device as a micro-batch, without waiting. With a bucket the pack must have
+    been padded to it (`fill_pack`); targets and candidates are padded here.
+    """
     counts = np.array(pack.candidates)
     slots = np.arange(bucket.candidates if bucket else counts.max())
     spans = np.where(
@@ -110,8 +119,8 @@ def to_device(pack: Pack, device: torch.device, bucket: Bucket | None = None) ->
 
 
 def scores_of(log_probs: Tensor, micro: ClozeMicroBatch) -> Tensor:
-    """Scores [samples, most candidates] from the log-probabilities [S] of the spans' tokens; -inf
-    where no candidate is.
+    """Return the candidates' scores [samples, most candidates] in nats: the sum of the
+    log-probabilities `log_probs` [S] of each span's tokens; -inf in slots without a candidate.
     """
     count = len(micro.layout.lengths[1])
     spans = log_probs.new_zeros(count + 1).index_add(0, micro.span_of_token, log_probs)[:count]
@@ -122,6 +131,7 @@ def scores_of(log_probs: Tensor, micro: ClozeMicroBatch) -> Tensor:
 
 
 def shape_of(job: Job) -> GlmModel:
+    """Return the shape of the job's model. Raises TypeError if it is no GLM."""
     model = job.case.question.model
     if not isinstance(model, GlmModel):
         raise TypeError(f"a model of family {model.family!r} is no GLM")
@@ -129,7 +139,10 @@ def shape_of(job: Job) -> GlmModel:
 
 
 def choose_kernel(job: Job) -> str:
-    """The kernel of attention that was asked for, or the one for the device."""
+    """Return the attention kernel `tune.attention`, or for `auto` the fastest one that runs on the
+    device (`packed`, `flash` or `padded`). Raises RequestError for an unknown kernel, or one that
+    cannot run with this model, precision or device.
+    """
     shape, asked = shape_of(job), job.case.tune.attention
     dim = shape.hidden // shape.heads
     fits = dim % 8 == 0 and dim <= 256  # flash attention's own limits
@@ -155,7 +168,9 @@ def choose_kernel(job: Job) -> str:
 
 
 def packs(job: Job) -> bool:
-    """Whether kernels/glm_attention.py computes this."""
+    """Return whether the Triton kernel `packed` (kernels/glm_packed_attention.py) can compute this
+    job: Triton, `tune.compile`, a 16-bit matmul precision and heads of at most 128 numbers.
+    """
     shape, question = shape_of(job), job.case.question
     narrow = compute_dtype(question.precision.matmul).itemsize == 2
     return (
@@ -167,6 +182,7 @@ def packs(job: Job) -> bool:
 
 
 def check_recompute(job: Job) -> None:
+    """Raise RequestError unless `tune.recompute` is `none` or `full`."""
     recompute = job.case.tune.recompute
     if recompute not in RECOMPUTE:
         raise RequestError(
@@ -176,13 +192,21 @@ def check_recompute(job: Job) -> None:
 
 
 class TrainedGlm(Model):
-    """A GLM on this rank's device, whole."""
+    """A whole GLM on this rank's device, as a trainer sees it.
+
+    `make_computation` chooses how the engine computes log-probabilities, once the module is built;
+    `details` are the engine's own choices, for the record.
+    """
 
     def __init__(self, job: Job, make: MakeComputing, details: dict[str, Any]) -> None:
         self.job, self.make, self.chosen = job, make, details
         self.shape = shape_of(job)
 
     def build(self) -> list[Tensor] | None:
+        """Build the module with random weights or those of a checkpoint, and cast it to the dtype
+        of the matmuls. Return the weights in the dtype that they are stored in if that is another
+        dtype (the master weights), else None. Sets `weights`.
+        """
         question, device = self.job.case.question, self.job.device.torch_device
         self.module = glm.build(self.shape, device, DTYPES[question.precision.weights])
         if self.job.weights is None:
@@ -195,9 +219,13 @@ class TrainedGlm(Model):
         return master if master[0].dtype != self.module.word_embeddings.weight.dtype else None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return all parameters of the model with their names."""
         return list(self.module.named_parameters())
 
     def compile(self, gradient: Gradient) -> None:
+        """Make the engine's computation of log-probabilities; if it can record graphs, losses of
+        padded micro-batches will be replayed from graphs.
+        """
         self.computing = made = self.make(self.module, gradient)
         self.recorded: Recorded[ClozeMicroBatch] | None = None
         if made.record is not None:
@@ -209,14 +237,15 @@ class TrainedGlm(Model):
             )
 
     def evaluate(self, micro: ClozeMicroBatch) -> Tensor:
-        """Scores of each sample's candidates, nothing dropped: [samples, most candidates], -inf
-        where there is none.
+        """Return the scores of each sample's candidates without dropout: [samples, most
+        candidates], -inf in slots without a candidate.
         """
         return scores_of(self.computing.log_probs(micro, 0.0), micro)
 
     def loss(self, micro: ClozeMicroBatch) -> Tensor:
-        """The summed cross-entropy of a micro-batch's samples, in nats, with dropout. Call its
-        `backward` before the next.
+        """Return the summed cross-entropy of a micro-batch's samples, in nats, with dropout;
+        samples without a right answer are left out. Its `backward` must be called before the next
+        `loss`: recorded graphs share their memory.
         """
         if self.computing.draw is not None:
             self.computing.draw()
@@ -225,10 +254,14 @@ class TrainedGlm(Model):
         return self.recorded(micro)
 
     def _loss(self, micro: ClozeMicroBatch) -> Tensor:
+        """Compute the summed loss of a micro-batch; this is the function that graphs record."""
         scores = scores_of(self.computing.log_probs(micro, self.shape.dropout), micro)
         return F.cross_entropy(scores, micro.right, reduction="sum", ignore_index=NO_ANSWER)
 
     def details(self) -> dict[str, Any]:
+        """Return the engine's choices, with `graphs`, the number of recorded sizes, if graphs are
+        used.
+        """
         return (
             self.chosen
             if self.recorded is None
@@ -237,7 +270,9 @@ class TrainedGlm(Model):
 
 
 def glm_trainer(job: Job, make: MakeComputing, details: dict[str, Any]) -> Trainer:
-    """Over replicas of the model. `details` are what an engine chose."""
+    """Return a trainer of a GLM that every replica holds whole. `details` are the engine's own
+    choices, for the record.
+    """
     placement = Replicated(
         job.plan.dp, compute_dtype(job.case.question.precision.matmul), job.device.torch_device
     )

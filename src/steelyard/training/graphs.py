@@ -1,11 +1,11 @@
-"""Forward and backward of a micro-batch, recorded once for every size and replayed from then on:
-the host then launches two graphs instead of some thousand kernels, and a device that computes a
-small model need not wait for it.
+"""Record forward and backward of a micro-batch as two graphs (such as CUDA graphs) once for every
+size, and replay them from then on.
 
-A recorded function reads its inputs where they were when it was recorded, so those of a new
-micro-batch are copied there. What it reads besides (weights, a seed) it finds as it is at the time
-of the replay. What it adds to without autograd, gradients, it adds again. Everything recorded
-shares one pool of memory: a backward pass is replayed before another forward pass is.
+The host then launches two graphs instead of some thousand kernels, so that a device that computes a
+small model need not wait for it. Inputs of a new micro-batch are copied to where the recorded ones
+lie. All else that the function reads (weights, a seed) is read as it is at the time of the replay,
+and gradients that it adds to without autograd are added to again. All graphs share one memory pool,
+so a backward pass must be replayed before the next forward pass.
 """
 
 from collections.abc import Callable, Hashable
@@ -19,56 +19,74 @@ Inputs = TypeVar("Inputs")
 
 
 class Graph(Protocol):
-    def replay(self) -> None: ...
+    """Recorded work of a device, such as a CUDA graph."""
+
+    def replay(self) -> None:
+        """Launch the recorded work again."""
 
 
-# what a function launches, in a graph; the function is called once
+# calls a function once, and returns what it launched as a graph
 Record = Callable[[Callable[[], None]], Graph]
 
 
 class _Pair(Generic[Inputs]):
-    """The two graphs of one size, with where they read their inputs and write their loss."""
+    """The forward and backward graph of one size, with the tensors that they read their inputs from
+    and write their loss to. `recorder` runs `function` while it records.
+    """
 
     def __init__(
         self, function: Callable[[Inputs], Tensor], inputs: Inputs, loss: Tensor, record: Record
     ) -> None:
+        """Copy the inputs, and record forward and backward of `function` on the copy. `loss` is an
+        earlier loss, for its dtype and device.
+        """
         self.inputs = inputs = deepcopy(inputs)
         self.loss, self.grad = torch.empty_like(loss), torch.zeros_like(loss)
         held: list[Tensor] = []
 
         def forward() -> None:
+            """Compute the loss from the copied inputs, and copy it to `self.loss`."""
             held[:] = [function(inputs)]
             self.loss.copy_(held[0].detach())
 
         def backward() -> None:
+            """Run backward of the loss from the gradient in `self.grad`."""
             held.pop().backward(self.grad)  # type: ignore[no-untyped-call]
 
         self.forward, self.backward = record(forward), record(backward)
 
 
 class _Replay(torch.autograd.Function):
-    """The loss of a forward pass that was replayed, and the replay of its backward."""
+    """The autograd function of a replayed loss: its backward replays the backward graph."""
 
     @staticmethod
     def forward(context: Any, anchor: Tensor, pair: _Pair[Any]) -> Tensor:
+        """Return a copy of the loss that the forward graph has written. `anchor` requires a
+        gradient, so that autograd calls `backward`.
+        """
         context.pair = pair
         return pair.loss.clone()
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, None]:
+        """Copy the gradient of the loss to where the backward graph reads it, and replay that
+        graph.
+        """
         context.pair.grad.copy_(grads[0])
         context.pair.backward.replay()
         return None, None
 
 
 class Recorded(Generic[Inputs]):
-    """A function of a micro-batch to its loss, whose `backward` adds to gradients. `tensors` are
-    what it reads of the inputs, and `key` says which inputs have tensors of the same sizes and are
-    the same in all else.
+    """A function from a micro-batch to its loss that is recorded as graphs for each size and then
+    replayed. The loss's `backward` adds to the gradients as usual.
 
-    The first micro-batch of a size is computed as it is: kernels are compiled and loaded then,
-    which a recording cannot do. The second is recorded. So let all sizes be met once before one is
-    met again: recordings keep their memory."""
+    `tensors` returns the tensors that the function reads of its inputs; `key` is equal for inputs
+    whose tensors have equal shapes and which are equal in all else. The first micro-batch of a size
+    is computed without graphs, because kernels are compiled and loaded then, which cannot be
+    recorded; the second is recorded. All sizes should be met once before one is met again, since
+    recordings keep their memory.
+    """
 
     def __init__(
         self,
@@ -78,11 +96,14 @@ class Recorded(Generic[Inputs]):
         key: Callable[[Inputs], Hashable],
     ) -> None:
         self.function, self.record, self.tensors, self.key = function, record, tensors, key
-        self.met: dict[Hashable, Tensor] = {}  # a loss of each size
+        self.met: dict[Hashable, Tensor] = {}  # the first loss of each size
         self.pairs: dict[Hashable, _Pair[Inputs]] = {}
-        self.anchor: Tensor | None = None  # what makes autograd call the backward of a replay
+        self.anchor: Tensor | None = None  # makes autograd call a replay's backward
 
     def __call__(self, inputs: Inputs) -> Tensor:
+        """Return the loss of the inputs: computed for the first of its size, else replayed from
+        graphs, which are recorded when first needed. The inputs are copied into the recorded ones.
+        """
         every, key = self.tensors(inputs), self.key(inputs)
         if key not in self.met:
             loss = self.function(inputs)

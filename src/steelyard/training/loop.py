@@ -1,10 +1,10 @@
-"""The training loop of every engine: batches, steps, the evaluation around and between them, and
-when to stop.
+"""The training loop of every engine: batches, steps, evaluations before, between and after them,
+checkpoints, and when to stop.
 
-An engine brings a `Learner`, and says how rows become micro-batches and what an evaluation is. The
-loop decides what is computed, never how: the global batch, its order and the normalisation of the
-loss are the same for every engine and plan. It needs no framework: tensors are what a learner says
-they are, and become numbers by `float`.
+An engine supplies a `Learner`, a `MicroBatchMaker` that says how rows become micro-batches, and a
+`TrainingEvaluation`. The loop decides what is computed, never how: the global batch, its order and
+the normalization of the loss are the same for every engine and plan. It needs no framework: tensors
+are what a learner says they are, and become numbers by `float`.
 """
 
 import math
@@ -22,14 +22,14 @@ from steelyard.errors import RequestError
 from steelyard.training import checkpoints
 from steelyard.training.checkpoints import Numbers, State
 
-SOON = 32  # steps
-LATE = 2  # steps
+SOON = 32  # steps whose sizes of micro-batches are warmed up
+LATE = 2  # steps after which a loss is checked
 COUNTS = ("tokens", "samples", "padded", "logits", "pairs", "square")
 
 Tensor = Any  # of the learner's framework
-# the micro-batches of a step, and the rows they are made of
+# row keys of a step's micro-batches, and the packed micro-batches, made in the background
 Batch = Future[tuple[list[list[Key]], list[Any]]]
-Late = Callable[[], float]  # waits for a number that is on its way from the device
+Late = Callable[[], float]  # waits for a loss that is being copied to the host
 
 
 class Trained(Protocol):
@@ -39,102 +39,127 @@ class Trained(Protocol):
 
 
 class Learner(Protocol):
-    """What is trained: a model on its devices, and an optimizer. `training/trainer.py` is torch's."""
+    """What is trained: a model on its devices, and an optimizer. `Trainer` (trainer.py) is the one
+    of most torch engines.
+    """
 
     @property
-    def model(self) -> Trained: ...
+    def model(self) -> Trained:
+        """Return the model; the loop reads and sets its `weights`."""
 
     @property
     def separate(self) -> bool:
-        """Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their
-        exchange.
+        """Return whether ranks exchange data only in `sum_over_replicas` and `reduce`, so that the
+        time of their exchange can be measured apart from compute.
         """
 
     def prepare(self, part: Part) -> None:
-        """Build, load, compile."""
+        """Build the model, load its weights and compile it. `part(label)` books the time inside it
+        under that label.
+        """
 
     def warm(self, micro: Any) -> None:
-        """Run everything but the update once. Weights and gradients stay."""
+        """Run all of a training step but the update, so that kernels are compiled. Weights do not
+        change, and gradients are zero afterwards.
+        """
 
     def evaluate(self, micro: Any) -> Tensor:
-        """What an evaluation reads of a micro-batch: its summed loss, or scores."""
+        """Return what an evaluation reads of a micro-batch: its summed loss in nats, or scores."""
 
     def total(self, number: int) -> Tensor:
-        """A count of this rank, summed over all replicas."""
+        """Return a count of this rank summed over all replicas, on the device."""
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
-        """Forward and backward of a step: gradients of Σ loss / targets. Returns this replica's
-        part of that mean loss.
+        """Run forward and backward of a step's micro-batches: gradients of Σ loss / targets are
+        added up, `targets` being those of all replicas. Return this replica's part of that mean
+        loss.
         """
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients over replicas, and the loss of a step."""
+        """Sum the gradients over replicas, and return the step's loss summed likewise."""
 
     def update(self, lr: float) -> Tensor:
-        """Clip, step, zero the gradients. Returns their norm before clipping."""
-
-    def fetch(self, loss: Tensor) -> "float | Late":
-        """A loss as a number: at once where nothing is asynchronous, else what waits for its copy,
-        which is under way.
+        """Clip the gradients, update the weights and zero the gradients. Return the gradients' norm
+        before clipping.
         """
 
-    def details(self) -> dict[str, Any]: ...
+    def fetch(self, loss: Tensor) -> "float | Late":
+        """Return a loss as a number if nothing is asynchronous, else start its copy to the host and
+        return a function that waits for it.
+        """
+
+    def details(self) -> dict[str, Any]:
+        """Return what the learner chose by itself, for the record."""
 
 
 @runtime_checkable
 class Keeps(Protocol):
-    """A learner that keeps checkpoints."""
+    """A learner that can write and load checkpoints."""
 
     def numbers(self) -> Numbers:
-        """What is kept beside tensors, the same on all ranks."""
+        """Return what the optimizer stores beside tensors; the same on all ranks."""
 
     def save(self, folder: Path, state: State) -> None:
-        """Write a checkpoint, all ranks together."""
+        """Write a checkpoint into `folder`; all ranks call it together."""
 
     def load(self, path: Path, numbers: Numbers) -> None:
-        """Go on from a checkpoint."""
+        """Load all tensors of the checkpoint `path` and continue from them and these scalars; all
+        ranks call it together.
+        """
 
 
 class Batches(Protocol):
-    """How the rows of a task become a replica's micro-batches. What a micro-batch is, is between
-    this and the model.
+    """Makes a replica's micro-batches from the keys of a task's rows. What a micro-batch is, is
+    between this and the model.
     """
 
     def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
-        """The keys of each micro-batch of this replica."""
+        """Return the row keys of each micro-batch of this replica; a key None stands for padding.
+        `size` is the number of rows of a micro-batch; None: from `tune.micro_batch`.
+        """
 
     def pack(self, keys: list[Key]) -> Any:
-        """A micro-batch as arrays, with its `counts`. Called from another thread."""
+        """Return a micro-batch as arrays on the host, with `counts`. Called from another thread."""
 
-    def to_device(self, pack: Any) -> Any: ...
+    def to_device(self, pack: Any) -> Any:
+        """Return a packed micro-batch on the device."""
 
     def targets(self, pack: Any) -> int:
-        """What the loss of a step is the mean over."""
+        """Return how many targets a packed micro-batch has: what the loss of a step is the mean
+        over.
+        """
 
     def seed(self, step: int) -> None:
-        """Random numbers of a step, the same for a run that goes on from another."""
+        """Seed the random numbers of a step, which depend on the step only, so that a resumed run
+        draws the same ones.
+        """
 
 
 class Evaluation(Protocol):
-    """What passes `before` and `after` do, and `train` between its steps. The weights do not
-    change.
+    """What passes `before` and `after` do, and pass `train` between its steps. It does not change
+    the weights. `name` is the name of the pass, `steps_taken` the number of steps that have been
+    trained.
     """
 
-    reached: bool  # a target that ends training
+    reached: bool  # the target that ends training was reached
 
     def due(self, taken: int) -> bool:
-        """Whether to evaluate after so many steps."""
+        """Return whether pass `train` evaluates after so many steps."""
 
     def total(self) -> int:
-        """How many `Work` items one evaluation yields."""
+        """Return how many `Work` items one evaluation yields."""
 
-    def work(self, name: str, taken: int) -> Iterator[Phase | Work]: ...
+    def work(self, name: str, taken: int) -> Iterator[Phase | Work]:
+        """Run one evaluation as a generator of marks: `Phase` and `Work`."""
 
-    def outputs(self, name: str) -> dict[str, Any]: ...
+    def outputs(self, name: str) -> dict[str, Any]:
+        """Return what the evaluations of a pass found, as JSON-able lists and dicts."""
 
 
 def rate(train: Train, step: int) -> float:
-    """The learning rate of a step, counted from 0."""
+    """Return the learning rate of a step, counted from 0: linear warm-up from lr / warmup_steps,
+    then cosine or linear decay to `min_lr` at `decay_steps`, constant after that.
+    """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
     span = max(1, train.decay_steps - train.warmup_steps)
@@ -144,9 +169,11 @@ def rate(train: Train, step: int) -> float:
 
 
 class LossWatch:
-    """Losses a few steps late, so that nothing waits for the device; the first that is not finite
-    or too high is kept. Late by a fixed number of steps: every rank sees the same and stops at the
-    same."""
+    """Checks losses a few steps late, so that the host does not wait for the device, and remembers
+    the first that is not finite or above `bound` (None: no bound).
+
+    It is late by a fixed number of steps, so that all ranks see the same and stop at the same step.
+    """
 
     def __init__(self, bound: float | None) -> None:
         self.bound = bound
@@ -154,19 +181,26 @@ class LossWatch:
         self._open: list[tuple[int, Late]] = []
 
     def add(self, step: int, loss: float | Late) -> None:
+        """Take the loss of a step: a number is checked at once, a pending one later by
+        `has_bad_loss`.
+        """
         if callable(loss):
             self._open.append((step, loss))
         else:
             self._look(step, loss)
 
     def seen(self, wait: bool = False) -> bool:
-        """Whether a loss was found that ends the run."""
+        """Check pending losses that are more than two steps old, or all of them with `wait`,
+        waiting for their copies. Return whether any loss so far was bad; `stop` then holds its
+        step, `why` ("bound" or "nan") and value.
+        """
         while self._open and (wait or len(self._open) > LATE):
             step, late = self._open.pop(0)
             self._look(step, late())
         return self.found is not None
 
     def _look(self, step: int, loss: float) -> None:
+        """Remember a loss in `stop` if it is the first that is not finite or above the bound."""
         finite = math.isfinite(loss)
         if self.found is None and (not finite or (self.bound is not None and loss > self.bound)):
             self.found = {
@@ -177,7 +211,7 @@ class LossWatch:
 
 
 class HeldOutLoss:
-    """The loss of held-out rows, before and after training alone."""
+    """The evaluation of row tasks: the loss of held-out rows, only in `before` and `after`."""
 
     reached = False
 
@@ -186,19 +220,24 @@ class HeldOutLoss:
         self.losses: dict[str, tuple[Tensor, int]] = {}
 
     def due(self, taken: int) -> bool:
+        """Return False: pass `train` does not evaluate."""
         return False
 
     def total(self) -> int:
+        """Return this replica's number of held-out micro-batches, plus one for `score`."""
         return len(self._held_out()) + 1
 
     def _held_out(self) -> list[list[Key]]:
-        """Held-out rows in micro-batches of the size of the first step's, which is known to a
-        compiler.
+        """Return the row keys of this replica's held-out micro-batches. They have the size of the
+        first step's micro-batches, for which kernels are already compiled.
         """
         groups = self.batches.groups
         return groups(self.texts.held_out(), len(groups(self.texts.batch(0))[0]))
 
     def work(self, name: str, taken: int) -> Iterator[Phase | Work]:
+        """Yield phases `data` and `evaluate` and one `Work` per micro-batch, then phase `score`.
+        The summed loss stays on the device until `outputs`.
+        """
         nll: Tensor = 0.0
         count = 0
         for keys in self._held_out():
@@ -214,6 +253,9 @@ class HeldOutLoss:
         yield Work({})
 
     def outputs(self, name: str) -> dict[str, Any]:
+        """Return `nll`, the summed loss of this replica in nats (None if not finite), and
+        `targets`, over how many tokens; empty for pass `train`. Waits for the device.
+        """
         if name == "train":
             return {}
         nll, count = self.losses[name]
@@ -222,21 +264,29 @@ class HeldOutLoss:
 
 
 class Loop:
-    """An engine that trains: passes `before`, `train` and `after`."""
+    """The engine interface (engine/job.py) for training, which engines subclass: passes `before`,
+    `train` and `after`.
+    """
 
     def __init__(
         self, job: Job, trainer: Learner, batches: Batches, evaluation: Evaluation
     ) -> None:
+        """Set up the loop; builds nothing. Starts a thread pool of one thread, which packs the rows
+        of the next step.
+        """
         self.job, self.trainer, self.train = job, trainer, job.train
         self.batches, self.evaluation = batches, evaluation
         self.steps = job.steps if job.steps is not None else self.train.steps
         self.watch = LossWatch(self.train.bound)
-        self.begin = 0  # steps that an earlier run has taken
+        self.begin = 0  # number of steps that the resumed checkpoint has taken
         self.curve: list[Tensor] = []  # the loss of every step
         self.ready = False
         self.executor = ThreadPoolExecutor(1, "rows")
 
     def prepare(self, name: str, part: Part) -> None:
+        """Build, compile and warm up the learner, and load the checkpoint `job.resume` if there is
+        one. Runs before the first pass only; later calls do nothing.
+        """
         if self.ready:
             return
         self.trainer.prepare(part)
@@ -250,6 +300,10 @@ class Loop:
         self.ready = True
 
     def _resume(self, path: Path) -> None:
+        """Continue from the checkpoint `path`: load its tensors and losses, and start after its
+        last step. Raises RequestError if `--weights` names other weights than those that the
+        checkpoint began with.
+        """
         state = checkpoints.read(path / checkpoints.STATE, State)
         model = self.trainer.model
         if self.job.weights is not None and model.weights != state.weights:
@@ -262,7 +316,9 @@ class Loop:
         self.begin, self.curve = state.step, [*state.losses]
 
     def _save(self, step: int, folder: Path) -> None:
-        """Everything after so many steps, as it is once the device has finished them."""
+        """Write a checkpoint of everything after `step` steps into `folder`. Waits for the device;
+        losses that are not finite are stored as None.
+        """
         losses = [_float(loss) for loss in self.curve]
         self.curve = [*losses]
         state = State(
@@ -276,23 +332,29 @@ class Loop:
         self._keeper().save(folder, state)
 
     def _keeper(self) -> Keeps:
-        """Runs that ask for checkpoints of an engine that has none are refused before they start."""
+        """Return the trainer as one that writes checkpoints. Raises TypeError if it cannot, which
+        is a defect: such runs are refused before they start.
+        """
         if not isinstance(self.trainer, Keeps):
             raise TypeError(f"{type(self.trainer).__name__} keeps no checkpoints")
         return self.trainer
 
     def _sizes(self) -> list[list[Key]]:
-        """A micro-batch of every size that comes soon: a compiler meets them here, not in a pass."""
+        """Return the row keys of one micro-batch for each size (number of rows) that occurs in the
+        first 32 steps, so that kernels are compiled for all of them before a pass.
+        """
         found: dict[int, list[Key]] = {}
         for step in range(min(self.steps, SOON)):
-            for first in self._groups(step)[:1]:  # a replica may have nothing to do in a step
+            for first in self._groups(step)[:1]:  # a replica may have no micro-batch
                 found.setdefault(len(first), first)
         return list(found.values())
 
     def _groups(self, step: int) -> list[list[Key]]:
+        """Return the row keys of each micro-batch of this replica in a step."""
         return self.batches.groups(self.job.inputs.batch(step))
 
     def total(self, name: str) -> int:
+        """Return how many `Work` items the pass will yield, if it does not stop early."""
         if name != "train":
             return self.evaluation.total()
         return (
@@ -302,17 +364,22 @@ class Loop:
         )
 
     def _aside(self, taken: int) -> int:
-        """How many `Work` items `_between` yields."""
+        """Return how many `Work` items `_run_between_steps` yields after so many steps."""
         return int(self._keeps(taken)) + (
             self.evaluation.total() if self.evaluation.due(taken) else 0
         )
 
     def work(self, name: str) -> Iterator[Phase | Work]:
+        """Return the generator of marks of a pass."""
         if name == "train":
             return self._training()
         return self.evaluation.work(name, self.begin if name == "before" else len(self.curve))
 
     def _training(self) -> Iterator[Phase | Work]:
+        """Run pass `train`: one `Work` per step, with evaluations and checkpoints between. Ends
+        early after a bad loss, which is noticed a few steps late, or when the evaluation's target
+        is reached.
+        """
         coming = self._prefetch(self.begin)
         for step in range(self.begin, self.steps):
             coming, loss, work = yield from self._step(step, coming, step + 1)
@@ -326,12 +393,14 @@ class Loop:
                 return
 
     def again(self, name: str) -> Iterator[Phase | Work]:
-        """More steps, without end: nothing is watched, evaluated or kept. Passes that evaluate
-        begin anew by themselves.
+        """Return a generator of more steps like those of the pass, without end, for profiling. In
+        pass `train` nothing is watched, evaluated or saved, but weights change; other passes simply
+        run again.
         """
         return self._more() if name == "train" else self.work(name)
 
     def _more(self) -> Iterator[Phase | Work]:
+        """Train on the batches of this run's steps over and over, without end."""
         coming = self._prefetch(self.begin)
         for step, following in pairwise(cycle(range(self.begin, max(self.steps, self.begin + 1)))):
             coming, _, work = yield from self._step(step, coming, following)
@@ -340,8 +409,9 @@ class Loop:
     def _step(
         self, step: int, batch: Batch, following: int
     ) -> Generator[Phase, None, tuple[Batch, Tensor, Work]]:
-        """Train one step on a batch that has been fetched. Return the batch of the following step,
-        which is being fetched meanwhile, the loss of this step, and its `Work`."""
+        """Train one step on a batch that is being packed, and start to pack the step `following`.
+        Yields the phases; returns the next step's batch, the loss of this step, and its `Work`.
+        """
         yield Phase("data")
         groups, packs = batch.result()
         coming = self._prefetch(following)
@@ -356,9 +426,13 @@ class Loop:
         )
 
     def _learn(self, step: int, micros: list[Any], targets: int) -> Generator[Phase, None, Tensor]:
-        """Forward and backward of a step, with marks where ranks wait for one another. Phase `data`
-        ends before they first do, so it is each rank's own under every plan; waiting for another's
-        data is `meet`, which is no compute time."""
+        """Run forward and backward of a step and sum gradients over replicas; return the loss of
+        the step, over all replicas. `targets` is the number of this replica's targets.
+
+        Phase `data` ends before ranks first wait for one another, so that it is each rank's own
+        under every plan. Waiting for other ranks' data is phase `meet`, which is not compute time.
+        If the learner exchanges separately, phase `exchange` is marked too.
+        """
         separate = self.trainer.separate
         if self.job.world > 1:
             yield Phase("meet")
@@ -374,7 +448,7 @@ class Loop:
         return loss
 
     def _between(self, taken: int) -> Iterator[Phase | Work]:
-        """What is done after so many steps that trains nothing."""
+        """Evaluate and write a checkpoint, each if it is due after so many steps."""
         if self.evaluation.due(taken):
             yield from self.evaluation.work("train", taken)
         if self._keeps(taken) and self.job.keep is not None:
@@ -383,17 +457,27 @@ class Loop:
             yield Work({})
 
     def _keeps(self, taken: int) -> bool:
+        """Return whether a checkpoint is due after so many steps."""
         return self.job.keep is not None and taken % self.job.keep.every == 0
 
     def _prefetch(self, step: int) -> Batch:
+        """Start to pack the batch of a step in the background; of the last step if there are no
+        more.
+        """
         return self.executor.submit(self._batch, step if step < self.steps else self.steps - 1)
 
     def _batch(self, step: int) -> tuple[list[list[Key]], list[Any]]:
-        """This replica's micro-batches of a step, and the rows they are made of."""
+        """Return the row keys of this replica's micro-batches of a step, and the packed
+        micro-batches.
+        """
         groups = self._groups(step)
         return groups, [self.batches.pack(group) for group in groups]
 
     def outputs(self, name: str) -> dict[str, Any]:
+        """Return what the evaluation found in the pass. For pass `train` also `stopped`: None, or
+        the step and why training ended early ("nan", "bound" or "target"); this waits for all
+        pending losses.
+        """
         found = self.evaluation.outputs(name)
         if name != "train":
             return found
@@ -403,9 +487,13 @@ class Loop:
 
     @property
     def weights(self) -> dict[str, Any]:
+        """Return where the weights came from, for the record."""
         return self.trainer.model.weights
 
     def details(self) -> dict[str, Any]:
+        """Return the learner's details, the number of micro-batches of the first step and, of
+        several ranks, whether they exchange "separate" from compute or "inside" it.
+        """
         met = (
             {"exchange": "separate" if self.trainer.separate else "inside"}
             if self.job.world > 1
@@ -415,16 +503,18 @@ class Loop:
 
 
 def _float(loss: Tensor) -> float | None:
-    """JSON has no number for what is not finite."""
+    """Return a loss as a float; None if it is None or not finite, for which JSON has no number.
+    Waits for the device.
+    """
     value = math.nan if loss is None else float(loss)
     return value if math.isfinite(value) else None
 
 
 def _known(groups: list[list[Key]]) -> list[Key]:
-    """Their rows, without what fills up the last."""
+    """Return the row keys of all micro-batches, without the padding keys None."""
     return [key for group in groups for key in group if key is not None]
 
 
 def _summed(packs: list[Any]) -> dict[str, int]:
-    """The counts of a step; a replica may have nothing to do in one."""
+    """Return the counts of all packs of a step, added up by name; zero without packs."""
     return {key: sum(pack.counts[key] for pack in packs) for key in COUNTS}

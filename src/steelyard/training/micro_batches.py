@@ -1,4 +1,4 @@
-"""Rows as micro-batches: what a replica computes of a global batch, on the device."""
+"""Micro-batches of training rows on a torch device."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,9 @@ from steelyard.training.packing import Packed, PackedRows
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch on the device."""
+    """Training rows on the device, laid end to end. `pick` are the indices of tokens that have a
+    target, and `targets` their target tokens.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -22,14 +24,17 @@ class MicroBatch:
 
 
 def to_device(pack: Packed, length: int, device: torch.device) -> MicroBatch:
-    """Rows of at most `length` tokens on the device, without waiting for it."""
+    """Copy packed rows of at most `length` tokens to the device, without waiting for it."""
     rows = steady_layout(pack.lens, length, device)
     tokens, positions = send(pack.tokens, device), send(pack.positions, device)
     return MicroBatch(tokens, positions, rows, send(pack.pick, device), send(pack.targets, device))
 
 
 class RowBatches(PackedRows):
-    """Packed rows on a device of torch."""
+    """Makes a replica's micro-batches of packed rows on a torch device (the loop's
+    `MicroBatchMaker`).
+    """
 
     def to_device(self, pack: Packed) -> MicroBatch:
+        """Copy a micro-batch to the job's device, without waiting for it."""
         return to_device(pack, self.length, self.job.device.torch_device)

@@ -1,12 +1,12 @@
-"""AdamW in the precisions of training, with clipping, without waiting for the device.
+"""AdamW with gradient clipping for all precisions of training, without waiting for the device.
 
-Kept as it is computed in (`bf16-pure`, `fp32`, `tf32`): one copy of everything. Computed in 16 bit
-and kept in fp32: the model's own parameters are the 16-bit copy, and fp32 master weights, gradients
-and states stand beside it; a micro-batch's 16-bit gradients are added to the fp32 ones as soon as
-they are there, and dropped.
+If weights are stored in the dtype that is computed in (`bf16-pure`, `fp32`, `tf32`), there is one
+copy of everything. If a model is computed in 16 bit and stored in fp32, the model's own parameters
+are the 16-bit copy, and fp32 master weights, gradients and moments stand beside it; a micro-batch's
+16-bit gradients are added to the fp32 ones as soon as autograd has made them, and then dropped.
 
-Where Triton runs and gradients stay where they are, an update is one kernel (kernels/adam.py);
-elsewhere it is torch's own.
+Where Triton runs and gradient buffers stay in one place, an update is one kernel (kernels/adam.py);
+elsewhere it is torch's fused AdamW.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,17 +27,23 @@ FIRST_SCALE = 65536.0
 GROWTH_STEPS = 1000
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# The norm of all gradients together; it is told the flags of gradients that overflowed too, where
-# losses are scaled.
+# Returns the norm of all gradients together. The second argument are the overflow flags of scaled
+# losses (fp16), which ranks may have to agree on; empty if losses are not scaled.
 Norm = Callable[[list[Tensor], list[Tensor]], Tensor]
 
 
 def total_norm(grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-    """Of gradients that all are here."""
+    """Return the 2-norm of all these gradients together. `overflows` is not used: it is for norms
+    over several ranks.
+    """
     return get_total_norm(grads, foreach=True)
 
 
 class Adam:
+    """AdamW over the parameters that this rank updates, with clipping, optional fp32 master
+    weights, and loss scaling for fp16. Matrices have weight decay, vectors have none.
+    """
+
     def __init__(
         self,
         parameters: Sequence[Tensor],
@@ -46,16 +52,20 @@ class Adam:
         precision: Precision,
         norm: Norm = total_norm,
     ) -> None:
-        """`parameters` are the model's, `master` the same numbers in fp32 where those are a copy.
-        Those that autograd makes no gradients for are given theirs by whoever makes them, who sets
-        `clear` too: what becomes of them after an update."""
+        """Create the optimizer; moments are allocated later. `parameters` are the model's; `master`
+        are the same weights in fp32 if the parameters are a 16-bit copy of them, else None.
+        Parameters that require gradients get a hook that adds each new gradient to the master's.
+
+        For parameters whose gradients autograd does not make, the caller sets the master's `grad`
+        itself, and `clear_gradients`, the function that resets them after an update.
+        """
         self.clip, self.norm = train.clip, norm
         self.parameters: list[Tensor] = list(parameters)
         self.has_master = master is not None
         self.places: dict[int, Tensor] | None = None
         self.clear: Callable[[], None] | None = None
         self.updates: list[tuple[dict[str, Any], adam.Update]] | None = None
-        self.updated = 0  # how many, where a kernel makes them
+        self.updated = 0  # number of updates by the kernel
         self.master: list[Tensor] = (
             self.parameters if master is None else [nn.Parameter(one) for one in master]
         )
@@ -75,13 +85,18 @@ class Adam:
         )
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on: fp16's gradients would vanish unscaled."""
+        """Return the loss that `backward` is called on: multiplied by the loss scale in fp16, where
+        gradients would vanish, else unchanged.
+        """
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
-        """Clip, update, zero the gradients; returns their norm before clipping."""
+        """Clip the gradients, update the weights with this learning rate, copy them to the model,
+        and zero the gradients. Return the gradients' norm before clipping, on the device. In fp16 a
+        step whose gradients overflow changes no weights and lowers the loss scale.
+        """
         for group in self.inner.param_groups:
             group["lr"] = lr
         if self.scaler.is_enabled():
@@ -105,21 +120,22 @@ class Adam:
 
     @property
     def by_kernel(self) -> bool:
-        """Gradients that autograd does not make stay where they are, and the kernel is told once
-        where that is.
+        """Return whether updates run in the Triton kernel: gradients stay in one place (whose
+        addresses the kernel is given once), losses are not scaled, and Triton runs on the device.
         """
         stay = self.places is not None or self.clear is not None
         return stay and not self.scaler.is_enabled() and jit.serve(self.master[0].device)
 
     def warm(self) -> None:
-        """Compile an update, and make what it needs, once all gradients have a place. Weights and
-        gradients stay.
+        """Compile the update kernel and allocate the moments. Call it once all gradients have their
+        buffers; weights and gradients do not change. Does nothing if the kernel is not used.
         """
         if self.by_kernel and self.updates is None:
             for group, update in self._updates():
                 update.compile(self._numbers(group), zero=self.clear is None)
 
     def _updates(self) -> list[tuple[dict[str, Any], adam.Update]]:
+        """Return the kernel's update of each parameter group; made anew after `restore`."""
         if self.updates is None:
             pairs = zip(self.master, self.parameters, strict=True)
             copies = {
@@ -142,6 +158,7 @@ class Adam:
         return self.updates
 
     def _numbers(self, group: dict[str, Any]) -> adam.Numbers:
+        """Return the hyper-parameters of a group for its next update by the kernel."""
         return adam.Numbers(
             group["lr"],
             group["weight_decay"],
@@ -152,6 +169,9 @@ class Adam:
         )
 
     def _by_kernel(self, norm: Tensor) -> None:
+        """Clip, update and zero or reset the gradients in one kernel per parameter group, given the
+        norm of all gradients.
+        """
         for group, update in self._updates():
             update(norm, self._numbers(group), zero=self.clear is None)
         self.updated += 1
@@ -161,6 +181,9 @@ class Adam:
             self.clear()
 
     def _updated(self, master: Tensor, copy: Tensor | None) -> adam.Updated:
+        """Return the tensors of one parameter for the kernel: weight, gradient, two moments, and
+        the model's 16-bit copy if there is one. Raises ValueError if it has no gradient.
+        """
         states, grad = self._states(master), master.grad
         if grad is None:
             raise ValueError("a parameter without a gradient")
@@ -168,8 +191,9 @@ class Adam:
         return adam.Updated(local(master.detach()), local(grad), first, second, copy)
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Where the gradient of one of the model's parameters is summed up, for who adds to it
-        without autograd.
+        """Return the tensor in which the gradient of one of the model's parameters is summed up,
+        for code that adds to it without autograd. It is created as zeros when first asked for; from
+        the first call on gradients are zeroed and not dropped.
         """
         if self.places is None:
             self.places = {
@@ -181,7 +205,7 @@ class Adam:
         return master.grad
 
     def zero_grad(self) -> None:
-        """Set the gradients to zero, or drop those that autograd makes anew."""
+        """Set the gradients to zero, or drop them if autograd makes new ones in every step."""
         if self.clear is not None:
             self.clear()
         elif self.has_master or self.places is not None:
@@ -190,9 +214,10 @@ class Adam:
             self.inner.zero_grad(set_to_none=True)
 
     def copy_to_model(self) -> None:
-        """The master weights, or what this rank holds of them, where the model has others. A fused
-        optimizer raises no version of what it writes; readers of a parameter that keep something
-        made of it must see that it changed."""
+        """Copy the master weights, as far as this rank holds them, into the model's parameters if
+        these are a copy. Also raise the autograd version of all parameters, which a fused optimizer
+        does not do: code that caches something made from a parameter must see that it changed.
+        """
         if self.has_master:
             pairs = [
                 (local(one), local(master))
@@ -203,7 +228,9 @@ class Adam:
         torch.autograd.graph.increment_version(self.parameters)
 
     def moments(self) -> list[Tensor]:
-        """What this rank keeps of the states beside the weights; nothing before the first step."""
+        """Return this rank's part of Adam's two moments, for all parameters; empty before the first
+        update.
+        """
         return [
             local(states[key])
             for states in self.inner.state.values()
@@ -212,13 +239,18 @@ class Adam:
         ]
 
     def details(self) -> dict[str, Any]:
-        """How many numbers this rank really holds, and their types. A gradient has its parameter's."""
+        """Return how many parameters and moments this rank holds, and their dtypes, for the record.
+        A gradient has its master weight's dtype.
+        """
         return holding(
             [local(one) for one in self.parameters], self.master, self.master, self.moments()
         )
 
     def state(self, names: list[str]) -> dict[str, Tensor]:
-        """All that is kept, by the names of the model's parameters; to be saved, or to be filled."""
+        """Return all tensors of the optimizer by name, `weights.NAME`, `exp_avg.NAME` and
+        `exp_avg_sq.NAME`, to be saved or to be filled in place. `names` are those of the model's
+        parameters, in order. Moments are created as zeros if there are none.
+        """
         out: dict[str, Tensor] = {}
         for name, master in zip(names, self.master, strict=True):
             states = self._states(master)
@@ -228,14 +260,19 @@ class Adam:
         return out
 
     def _states(self, master: Tensor) -> dict[str, Tensor]:
+        """Return torch's optimizer state of a master weight (`step` and two moments), created as
+        zeros if it has none.
+        """
         states: dict[str, Tensor] = self.inner.state[master]
-        if not states:  # as the first step would make them
+        if not states:  # the same as torch's first step would create
             moments = {key: torch.zeros_like(master.detach()) for key in MOMENTS}
             states.update(step=torch.zeros((), device=master.device), **moments)
         return states
 
     def numbers(self) -> Numbers:
-        """What is kept beside tensors, and the same on every rank."""
+        """Return the number of updates and the loss scale, which are the same on every rank. The
+        state must exist: after an update or `list_state`.
+        """
         updates = float(self.inner.state[self.master[0]]["step"])
         if not self.scaler.is_enabled():
             return Numbers(updates=updates)
@@ -245,10 +282,13 @@ class Adam:
         )
 
     def restore(self, numbers: Numbers) -> None:
-        """Go on from tensors that `state` named, and that were filled since."""
+        """Continue from a checkpoint, once the tensors of `list_state` have been filled: set the
+        number of updates and the loss scale, and copy the weights to the model. Raises RequestError
+        if this precision scales losses and the checkpoint has no scale.
+        """
         for states in self.inner.state.values():
             states["step"].fill_(numbers.updates)
-        self.updates = None  # the count of updates is another, and tensors may be
+        self.updates = None  # number of updates, and maybe tensors, have changed
         if self.scaler.is_enabled():
             if numbers.scale is None or numbers.growth is None:
                 raise RequestError(
@@ -266,7 +306,9 @@ class Adam:
 def holding(
     parameters: list[Tensor], main: list[Tensor], gradients: list[Tensor], states: list[Tensor]
 ) -> dict[str, Any]:
-    """Return how many numbers a rank holds and their types, for the record."""
+    """Return the number of parameters and optimizer states that a rank holds, and the dtypes of
+    each kind of tensor, for the record.
+    """
     types = {
         "parameters": parameters,
         "main_parameters": main,
@@ -281,7 +323,12 @@ def holding(
 
 
 def _adder(master: Tensor) -> Any:
+    """Return a hook for a 16-bit parameter that adds its new gradient to the master weight's, and
+    drops it.
+    """
+
     def add(parameter: Tensor) -> None:
+        """Add the parameter's gradient to the master's, and drop it."""
         if parameter.grad is not None and master.grad is not None:
             master.grad.add_(parameter.grad)
             parameter.grad = None

@@ -1,5 +1,8 @@
-"""Rows as a share of a global batch: which rows a replica computes, and their arrays end to end.
-Without a framework.
+"""Which rows of a global batch a replica computes, and the rows of a micro-batch as arrays laid end
+to end. Needs numpy only.
+
+`TrainingLoop` calls this through a `RowPacker`; subclasses copy the arrays to a device
+(micro_batches.py, engines/paddle/paddle_batches.py).
 """
 
 from dataclasses import dataclass, replace
@@ -15,17 +18,22 @@ GRAIN = 128  # tokens: matmul kernels work in tiles
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows of a micro-batch as arrays, laid end to end."""
+    """The rows of a micro-batch as host arrays, laid end to end. `segment_lengths` are the lengths
+    of all segments; `counts` has tokens, samples, padded, logits, pairs and square.
+    """
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
     positions: np.ndarray[Any, np.dtype[np.int64]]
     lens: list[int]
-    pick: np.ndarray[Any, np.dtype[np.int64]]  # tokens from which something is learned
+    pick: np.ndarray[Any, np.dtype[np.int64]]  # indices of tokens that have a target
     targets: np.ndarray[Any, np.dtype[np.int64]]
     counts: dict[str, int]
 
 
 def packed(rows: list[Row]) -> Packed:
+    """Return the rows laid end to end, with the positions of tokens in their segments and the
+    counts. Padding is counted as `padded` and in no other count.
+    """
     targets = np.concatenate([row.targets for row in rows])
     pick = np.flatnonzero(targets != IGNORED)
     lens = [n for row in rows for n in row.lens]
@@ -48,42 +56,55 @@ def packed(rows: list[Row]) -> Packed:
 
 
 def _real(row: Row) -> tuple[int, ...]:
-    """The segments of a row that are no padding."""
+    """Return the lengths of a row's segments that are not padding; padding is the last segment."""
     return row.lens if row.real == len(row.tokens) else row.lens[:-1]
 
 
 def empty_row(length: int) -> Row:
-    """Padding alone: what fills a micro-batch that has too few rows."""
+    """Return a row of `length` padding tokens without targets, for a micro-batch that has too few
+    rows.
+    """
     return Row(
         np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0
     )
 
 
 def without_padding(rows: list[Row], grain: int = GRAIN) -> list[Row]:
-    """The same rows without what fills them up, and less than `grain` tokens that fill up all of
-    them together; of no rows, so many."""
+    """Return the rows without their padding, and one more row of padding that makes their tokens
+    together a multiple of `token_multiple`, if they are not. For no rows, return one row of
+    `token_multiple` padding tokens.
+    """
     short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
     left = -sum(row.real for row in rows) % grain if rows else grain
     return [*short, empty_row(left)] if left else short
 
 
 def _cut(row: Row) -> Row:
+    """Return a row without its padding segment."""
     return replace(
         row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1]
     )
 
 
 class PackedRows:
-    """Rows of a task as a replica's micro-batches, without what puts them on a device: every row is
-    padded to its length, or none is, and their tokens are a multiple of `grain`."""
+    """Makes a replica's micro-batches of a task's rows, as host arrays.
+
+    With `padded` every row has its full length and missing rows are padding. Otherwise rows are not
+    padded, and only the tokens of a micro-batch are filled up to a multiple of `token_multiple`.
+    Subclasses add `to_device`.
+    """
 
     def __init__(self, job: Job, length: int, padded: bool = True, grain: int = GRAIN) -> None:
         self.job, self.length, self.padded, self.grain = job, length, padded, grain
 
     def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
+        """Return the row keys of this replica's micro-batches; None is a missing row."""
         return deal(self.job, keys, size)
 
     def pack(self, keys: list[Key]) -> Packed:
+        """Return one micro-batch as arrays. A key None becomes a row of padding, or is left out if
+        rows are not padded.
+        """
         texts = self.job.inputs
         if self.padded:
             return packed(
@@ -94,16 +115,21 @@ class PackedRows:
         )
 
     def targets(self, pack: Packed) -> int:
+        """Return the number of tokens with a target."""
         return len(pack.pick)
 
     def seed(self, step: int) -> None:
-        """Nothing here is dropped at random."""
+        """Do nothing: there is no dropout in these models."""
 
 
 def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
-    """Keys dealt to replicas in turn: the fewest micro-batches of at most the asked size, all of
-    one size, and as many on each replica; or micro-batches of a given size. What is missing at the
-    end is None."""
+    """Deal row keys to replicas in turn, and return this replica's, divided into micro-batches of
+    equal size.
+
+    `size` is the number of keys of a micro-batch. If it is None, there are as few micro-batches as
+    `tune.micro_batch` allows, with rows spread evenly over them. All replicas have equally many
+    micro-batches; missing keys at the end are None.
+    """
     replica, replicas = job.place.dp, job.plan.dp
     count = -(-len(keys) // (replicas * (size or job.case.tune.micro_batch)))
     size = size or -(-len(keys) // (replicas * count))

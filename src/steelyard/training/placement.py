@@ -1,5 +1,8 @@
-"""How a model is placed on devices, as a trainer sees it: here one device, or replicas that each
-hold everything.
+"""How a trained model is placed on devices: the model's interface, and the placements on one device
+and on replicas that each hold the whole model.
+
+A `Trainer` (trainer.py) combines a model, a placement and an optimizer. FSDP is in fsdp.py, other
+plans in engines/torch/train.py.
 """
 
 from abc import ABC, abstractmethod
@@ -13,42 +16,50 @@ from torch import Tensor, nn
 from steelyard.models.llama_fused import Gradient
 from steelyard.training.optimizer import Adam, total_norm
 
-BUCKET = 64 << 20  # numbers of gradients that replicas sum in one call
+BUCKET = 64 << 20  # gradient elements that replicas sum in one call
 
-Weigh = Callable[[Tensor], Tensor]  # a micro-batch's summed loss, to what `backward` is called on
+Weigh = Callable[[Tensor], Tensor]  # turns a summed loss into what `backward` is called on
 
 
 class Model(ABC):
-    """What is trained, on this rank. What a micro-batch is, is between a model and its loop."""
+    """A model that is trained, as far as this rank holds it. What a micro-batch is, is between a
+    model and its batches.
+    """
 
     weights: dict[str, Any]  # where they came from, for the record; set by `build`
     roots: Sequence[nn.Module] = ()  # outermost modules whose parameters FSDP gathers
 
     @abstractmethod
     def build(self) -> list[Tensor] | None:
-        """Make it on the device, with its weights; returns these in the precision they are kept in,
-        where that is another than the one it computes in."""
+        """Build the model on the device, with its weights, and set `weights`. Return the parameters
+        in the dtype that they are stored in (the master weights), or None if that is the dtype that
+        is computed in.
+        """
 
     @abstractmethod
     def named_parameters(self) -> Sequence[tuple[str, Tensor]]:
-        """What is learned, as far as this rank updates it."""
+        """Return the trained parameters that this rank updates, with their names."""
 
     @abstractmethod
     def compile(self, gradient: Gradient) -> None:
-        """Choose what computes the loss. `gradient` says where that of a parameter is summed."""
+        """Choose and compile what computes the loss. `gradient(parameter)` returns the tensor in
+        which that parameter's gradient is summed.
+        """
 
     @abstractmethod
     def loss(self, micro: Any) -> Tensor:
-        """The summed cross-entropy of a micro-batch, in nats."""
+        """Return the summed cross-entropy of a micro-batch, in nats."""
 
     def evaluate(self, micro: Any) -> Tensor:
-        """Return what an evaluation reads of a micro-batch: its summed loss, or what a subclass
-        makes of it.
+        """Return what an evaluation reads of a micro-batch: its summed loss, unless a subclass
+        returns something else.
         """
         return self.loss(micro)
 
     def variants(self, micro: Any) -> Iterable[Any]:
-        """Return micro-batches of this size that run all the code there is for it."""
+        """Return micro-batches of the size of `micro` that together run all code that can run for
+        this size; here only `micro` itself.
+        """
         return [micro]
 
     @abstractmethod
@@ -57,56 +68,68 @@ class Model(ABC):
 
 
 class SingleDevice:
-    """A model on one device. Other placements are this one, and say where the ranks of their plan
-    meet in a step.
+    """A model on one device. Other placements subclass this one, and override where the ranks of
+    their plan exchange data in a step.
     """
 
-    # replicas have micro-batches of the same sizes, and may meet while they warm up
+    # replicas have micro-batches of equal sizes, so that they can exchange data while warming up
     lockstep = True
-    # Whether ranks meet in `total` and `reduce` alone, so that a step has a time of their exchange.
-    # Not if they meet inside forward and backward, nor if there is nobody to meet.
+    # Whether ranks exchange data only in `sum_over_replicas` and `reduce`, so that the time of the
+    # exchange can be measured. False if they exchange inside forward and backward, or are alone.
     separate = False
 
     def attach(self, model: Model, optimizer: Adam) -> None:
-        """Prepare the optimizer's gradients for the sums over ranks."""
+        """Prepare the optimizer's gradients for the sums over ranks; here nothing."""
 
     def no_losses(self) -> list[Tensor]:
-        """Return what a step's losses begin with, on a rank that may have no micro-batch."""
+        """Return the list that a step's losses are appended to: one zero on ranks that may have no
+        micro-batch, here empty.
+        """
         return []
 
     def evaluate(self, model: Model, micro: Any) -> Tensor:
+        """Return what an evaluation reads of a micro-batch."""
         return model.evaluate(micro)
 
     def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
-        """Run forward and backward of all micro-batches of a step."""
+        """Run forward and backward of all micro-batches of a step. `weigh` turns a micro-batch's
+        summed loss into the tensor that `backward` is called on.
+        """
         for micro in micros:
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """Sum gradients over replicas, and return the sum of a step's losses."""
+        """Sum the gradients over replicas in place, and return the step's loss summed over
+        replicas; here the loss itself.
+        """
         return loss
 
     def total(self, count: Tensor) -> Tensor:
-        """Return a count summed over replicas."""
+        """Return a count summed over replicas (in place); here the count itself."""
         return count
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients of all ranks."""
+        """Return the 2-norm of all gradients of all ranks. `overflows` are fp16's overflow flags,
+        which placements on several ranks may have to agree on.
+        """
         return total_norm(grads, overflows)
 
     def updated(self) -> None:
-        """Send on what the optimizer has changed on this rank."""
+        """Send the weights that the optimizer has changed on this rank to the ranks that need them;
+        here nothing.
+        """
 
     def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what an optimizer keeps, as a checkpoint names it: tensors that know which part
-        they are of a whole.
+        """Return the optimizer's tensors as they are named and divided in a checkpoint; here
+        unchanged.
         """
         return state
 
 
 class Replicated(SingleDevice):
-    """Replicas that each hold everything, and may have nothing to do in a step. One alone is one
-    device. Gradients lie in a few buckets, which are summed over replicas once a step."""
+    """Replicas that each hold the whole model, and may have no samples in a step; one replica is
+    one device. Gradients lie in a few buckets, which are all-reduced once a step.
+    """
 
     lockstep = False
 
@@ -116,16 +139,23 @@ class Replicated(SingleDevice):
         self.buckets: list[Tensor] = []
 
     def attach(self, model: Model, optimizer: Adam) -> None:
+        """Move all gradients into buckets, and make the optimizer zero them and not drop them. Also
+        initialize its loss scale, which a replica without samples needs too.
+        """
         self.buckets = bucket_gradients(optimizer.master)
-        # from now on they are set to zero and not dropped
+        # from this call on gradients are zeroed and not dropped
         optimizer.gradient(optimizer.parameters[0])
-        # a replica without samples in a step needs the scale too
+        # a replica without samples in a step needs the loss scale too
         optimizer.scale(torch.zeros((), device=self.device))
 
     def no_losses(self) -> list[Tensor]:
+        """Return one zero, since a replica may have no samples in a step."""
         return [torch.zeros((), dtype=self.wide, device=self.device)]
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Sum the gradient buckets and the loss over replicas in place, wait for that, and return
+        the loss.
+        """
         if self.replicas > 1:
             works = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
             for work in works:
@@ -134,13 +164,18 @@ class Replicated(SingleDevice):
         return loss
 
     def total(self, count: Tensor) -> Tensor:
+        """Sum a count over replicas in place, and return it."""
         if self.replicas > 1:
             dist.all_reduce(count)
         return count
 
 
 def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:
-    """Gradients as parts of a few long rows of numbers: replicas sum those, and nothing is copied."""
+    """Allocate zeroed gradients of all parameters as views of a few long tensors (buckets) of at
+    most about `BUCKET_NUMBERS` numbers each, and return the buckets. Replicas can then sum a bucket
+    in one call without copying. Sets each parameter's `grad`; parameters must have one dtype and
+    device.
+    """
     buckets: list[list[Tensor]] = [[]]
     for parameter in parameters:
         if buckets[-1] and sum(p.numel() for p in buckets[-1]) + parameter.numel() > BUCKET:

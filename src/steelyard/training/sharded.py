@@ -1,8 +1,9 @@
-"""Replicas that divide by FSDP2 what they hold, and gather it where it is computed with.
+"""Data parallelism by FSDP2: replicas divide the model among them, and gather parameters where they
+are computed with.
 
-The loss of a step is the same function of the same numbers as on one device, and so are its
-gradients: they are summed over replicas, never averaged, because each replica's part of the loss is
-divided by the targets of all.
+A step computes the same loss and gradients as on one device: gradients are summed over replicas,
+never averaged, because each replica's part of the loss is already divided by the targets of all.
+Used by engine transformers.
 """
 
 from typing import Any
@@ -25,20 +26,24 @@ def shard(
     compute: torch.dtype,
     kept: torch.dtype,
 ) -> None:
-    """Divide modules among replicas, each gathered on its own, a parent after its children. Weights
-    are kept as they are, and gathered in the precision of the matmuls."""
+    """Apply FSDP2's `fully_shard` to the modules in place, children before their parents, so that
+    each is gathered on its own. Weights stay stored in `stored_dtype` and are gathered in
+    `matmul_dtype`, the dtype of the matmuls. With `sharding` 3 weights are released after the
+    forward pass; gradients are summed, not averaged.
+    """
     policy = MixedPrecisionPolicy(compute, kept) if compute != kept else MixedPrecisionPolicy()
     for module in modules:
         fully_shard(module, mesh=mesh, reshard_after_forward=sharding == 3, mp_policy=policy)
     for module in modules:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo can only sum
 
 
 def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
-    """What is summed over replicas after a micro-batch, and what after the last one of a step
-    alone.
+    """Set which exchanges FSDP does after the coming backward pass: with `sharding` 1 gradients are
+    reduced after the `last` micro-batch of a step only, with more after every one; with 3 weights
+    are released after every one. Does nothing for a module without FSDP.
     """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(last)
@@ -48,34 +53,43 @@ def before_backward(module: nn.Module, sharding: int, last: bool) -> None:
 
 
 class Sharded(SingleDevice):
-    """Replicas that meet inside forward and backward."""
+    """Replicas that divide the model by FSDP, and exchange inside forward and backward."""
 
     def __init__(
         self, group: Any, sharding: int, compute: torch.dtype, device: torch.device
     ) -> None:
+        """Store the settings: `group` is the process group of the replicas, `sharding` 1, 2 or 3 as
+        in ZeRO, `matmul_dtype` the dtype of the matmuls.
+        """
         self.group, self.sharding, self.device = group, sharding, device
         self.wide = torch.promote_types(compute, torch.float32)
 
     def attach(self, model: Model, optimizer: Adam) -> None:
-        # a replica without a loss needs the scale too
+        """Initialize the optimizer's loss scale, which a replica without a loss needs too."""
+        # a replica without a loss needs the loss scale too
         optimizer.scale(torch.zeros((), device=self.device))
 
     def no_losses(self) -> list[Tensor]:
+        """Return one zero, for a replica without a loss in a step."""
         return [torch.zeros((), dtype=self.wide, device=self.device)]
 
     def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+        """Run forward and backward of a step's micro-batches; FSDP reduces gradients in between."""
         for i, micro in enumerate(micros):
             for root in model.roots:
                 before_backward(root, self.sharding, i == len(micros) - 1)
             weigh(model.loss(micro)).backward()  # type: ignore[no-untyped-call]
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Return the loss summed over replicas, in place; gradients are summed already."""
         return self.total(loss)
 
     def total(self, count: Tensor) -> Tensor:
+        """Sum a count over replicas in place, and return it."""
         dist.all_reduce(count, group=self.group)
         return count
 
     def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+        """Return the 2-norm of all gradients of all replicas."""
         total = total_norm(grads, overflows)
         return total.full_tensor() if isinstance(total, DTensor) else total

@@ -1,4 +1,7 @@
-"""The trainer of every engine: a model, its placement on devices, and an optimizer."""
+"""The learner of most torch engines: a model, its placement on devices, and an optimizer.
+
+`TrainingLoop` (training_loop.py) drives it through the `Learner` protocol.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,22 +19,26 @@ from steelyard.training.placement import Model, SingleDevice
 
 
 class Kept(ABC):
-    """What a learner whose tensors are torch's does with a loss and with a checkpoint."""
+    """A learner with torch tensors: copies losses to the host, and saves and loads checkpoints."""
 
     job: Job
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """What this rank keeps from step to step, by name: to be saved, or to be filled before
-        `restore`.
+        """Return all tensors of this rank that a checkpoint stores, by name, to be saved, or to be
+        filled in place before `restore`.
         """
 
     @abstractmethod
     def restore(self, numbers: Numbers) -> None:
-        """Go on from what `state` was filled with, and these numbers."""
+        """Continue from the tensors that `list_state` returned and that have been filled since, and
+        these scalars.
+        """
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
-        """A loss as a number: at once on a CPU, else what waits for its copy, which is under way."""
+        """Return a loss as a number on a CPU; else start its copy to the host and return a function
+        that waits for it.
+        """
         if loss.device.type == "cpu":
             return float(loss)
         host = torch.empty((), dtype=loss.dtype, pin_memory=True)
@@ -40,28 +47,40 @@ class Kept(ABC):
         event.record()
 
         def read() -> float:
+            """Wait for the copy of the loss, and return it."""
             event.synchronize()
             return float(host)
 
         return read
 
     def save(self, folder: Path, state: State) -> None:
-        """Write a checkpoint, all ranks together."""
+        """Write a checkpoint into `folder`; all ranks call it together. Raises OSError if it cannot
+        be written.
+        """
         checkpoint_files.save(folder, state, self.state(), self.job.rank)
 
     def load(self, path: Path, numbers: Numbers) -> None:
-        """Go on from a checkpoint, whatever plan either has."""
+        """Load the checkpoint `path`, which may have been written under another plan, and continue
+        from it; all ranks call it together. Raises RequestError if it does not match the model or
+        is damaged.
+        """
         checkpoint_files.load(path, self.state())
         self.restore(numbers)
 
 
 class Trainer(Kept):
+    """Trains a model under a placement with `MixedPrecisionAdamW`; the optimizer is created by
+    `prepare`.
+    """
+
     def __init__(self, job: Job, model: Model, placement: SingleDevice) -> None:
         self.job, self.model, self.placement = job, model, placement
         self.device: torch.device = job.device.torch_device
 
     def prepare(self, part: Part) -> None:
-        """Build, load, compile."""
+        """Build the model with its weights, create the optimizer, and compile the model. The time
+        of all but compiling is booked as `weights`.
+        """
         precision = self.job.case.question.precision
         with part("weights"):
             master = self.model.build()
@@ -74,8 +93,9 @@ class Trainer(Kept):
         self.model.compile(self.optimizer.gradient)
 
     def warm(self, micro: Any) -> None:
-        """Run everything but the update once, so that nothing is compiled inside a pass. Weights
-        and gradients stay.
+        """Run evaluation, forward and backward once for a micro-batch, and compile the update, so
+        that nothing is compiled inside a pass. Weights do not change, and gradients are zero
+        afterwards.
         """
         for one in self.model.variants(micro):
             self.evaluate(one)
@@ -88,25 +108,32 @@ class Trainer(Kept):
 
     @property
     def separate(self) -> bool:
-        """Whether ranks meet in `total` and `reduce` alone."""
+        """Return whether ranks exchange data only in `sum_over_replicas` and `reduce`."""
         return self.placement.separate
 
     def evaluate(self, micro: Any) -> Tensor:
-        """What an evaluation reads of a micro-batch: its summed loss, or scores."""
+        """Return what an evaluation reads of a micro-batch, without gradients: its summed loss in
+        nats, or scores.
+        """
         with torch.no_grad():
             return self.placement.evaluate(self.model, micro)
 
     def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
-        """Forward and backward of a step: gradients of Σ loss / targets. Returns that mean loss
-        over all replicas.
+        """Run forward and backward of a step and sum gradients over replicas: gradients of Σ loss /
+        targets. Return that mean loss over all replicas.
         """
         return self.reduce(self.backward(micros, targets))
 
     def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
-        """What `learn` does before ranks meet; where `separate` does not hold, they meet in it too."""
+        """Run forward and backward of a step's micro-batches, and return this replica's part of the
+        mean loss Σ loss / targets. Ranks exchange data in it unless `exchanges_separately`.
+        """
         losses = self.placement.no_losses()
 
         def weigh(nll: Tensor) -> Tensor:
+            """Divide a micro-batch's summed loss by the targets of the step, note it, and return it
+            scaled for `backward`.
+            """
             loss = nll / targets
             losses.append(loss.detach())
             return self.optimizer.scale(loss)
@@ -115,38 +142,43 @@ class Trainer(Kept):
         return torch.stack(losses).sum()
 
     def reduce(self, loss: Tensor) -> Tensor:
-        """What `learn` does where ranks meet: sums gradients and the loss over replicas."""
+        """Sum gradients and the loss over replicas, and return the loss."""
         return self.placement.reduce(loss)
 
     def update(self, lr: float) -> Tensor:
-        """Clip, step, zero the gradients. Returns their norm before clipping."""
+        """Clip, update the weights, send them to ranks that need them, and zero the gradients.
+        Return the gradients' norm before clipping.
+        """
         norm = self.optimizer.step(lr)
         self.placement.updated()
         return norm
 
     def total(self, number: int) -> Tensor:
-        """A count of this rank, summed over all replicas, on the device."""
+        """Return a count of this rank summed over all replicas, on the device."""
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
         return self.placement.total(count)
 
     def state(self) -> dict[str, Tensor]:
-        """What this rank keeps from step to step, by name: to be saved, or to be filled before
-        `restore`.
+        """Return all tensors of this rank that a checkpoint stores, by name, to be saved, or to be
+        filled in place before `restore`.
         """
         return self.placement.stored(
             self.optimizer.state([name for name, _ in self.model.named_parameters()])
         )
 
     def numbers(self) -> Numbers:
-        """The same of what is no tensor, and the same on all ranks."""
-        self.state()  # makes what they are read from
+        """Return the optimizer's number of updates and loss scale; equal on all ranks."""
+        self.state()  # creates the optimizer's state, from which they are read
         return self.optimizer.numbers()
 
     def restore(self, numbers: Numbers) -> None:
-        """Go on from what `state` was filled with, and these numbers."""
+        """Continue from the tensors that `list_state` returned and that have been filled since, and
+        these scalars; updated weights are sent to ranks that need them.
+        """
         self.optimizer.restore(numbers)
         self.placement.updated()
 
     def details(self) -> dict[str, Any]:
+        """Return the model's choices and what the optimizer holds, for the record."""
         return {**self.model.details(), **self.optimizer.details()}

@@ -1,10 +1,13 @@
-"""What the tensors of a checkpoint hold, whatever its format: boxes of the whole model's
-parameters.
+"""Types and functions that all checkpoint formats share: stored tensors, and the boxes of
+parameters that they cover.
 
-A tensor in a file covers a box of one parameter's logical view (models/placements.py). Loading
-copies what the boxes of the stored tensors have in common with the box of a shard; converting
-copies what they have in common with the box of a tensor of another format. So a format is a table
-of names and boxes, and one table serves reading and writing.
+A tensor in a file covers a box, a range along every dimension, of one parameter's logical view
+(models/placements.py). Loading copies the overlap of each stored tensor's box with the box of this
+rank's shard; converting copies its overlap with the box of a tensor in another format. So a format
+is a mapping of tensor names to boxes, and one mapping serves reading and writing.
+
+weights/hf_checkpoint.py and weights/megatron_checkpoint.py implement `LlamaCheckpoint`;
+weights/llama_weights.py and weights/convert.py use it.
 """
 
 import math
@@ -31,7 +34,7 @@ from steelyard.weights.torch_archive import TensorRef
 
 ByteProgress = Callable[[int, int], None]
 
-# in a folder that a conversion writes or has written; see weights/convert.py
+# the journal file in the target folder of a conversion; see weights/convert.py
 JOURNAL = "conversion.json"
 MAX_JOURNAL_BYTES = 64 << 20
 
@@ -39,7 +42,7 @@ MAX_JOURNAL_BYTES = 64 << 20
 # their scales.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NAMED = {dtype: name for name, dtype in DTYPES.items()}
-# What a field of a shape may be in a file, and in words.
+# By the type of a field of LlamaShape: types that a file may have, and what is allowed as a text.
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "a whole number above 0"),
     float: ((float, int), "a number above 0"),
@@ -59,8 +62,9 @@ SCALING: TypeAdapter[LinearRope | Llama3Rope] = TypeAdapter(RopeScaling)
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What one tensor of a format covers of a parameter's logical view. The tensor's own is larger
-    than its box where rows pad a vocabulary."""
+    """The box of a parameter's logical view that one tensor of a format covers. `logical_shape` is
+    the tensor's own view; it is larger than the box if rows that pad the vocabulary follow.
+    """
 
     parameter: str
     box: Box
@@ -68,11 +72,13 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The tensor's shape in the file."""
+        """Return the tensor's shape in the file."""
         return placements.flat_shape(self.parameter, self.logical_shape)
 
     def inside(self, tensor: Tensor) -> Tensor:
-        """A view of the tensor, as large as its box."""
+        """Return a view of the tensor in its logical shape, cut to the size of the box: without
+        rows that pad a vocabulary.
+        """
         return tensor.reshape(self.logical_shape)[
             tuple(slice(0, end - begin) for begin, end in self.box)
         ]
@@ -80,8 +86,8 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint: where it is, what the file says of it, and its values, mapped when
-    they are asked for.
+    """A tensor in a checkpoint file: its name, dtype (such as `BF16`) and shape from the header,
+    and `open`, which maps or reads its values and returns them as a CPU tensor.
     """
 
     path: Path
@@ -95,7 +101,9 @@ class Stored:
 
 
 def saved_tensor(path: Path, name: str, value: Any) -> Stored:
-    """What a file of torch.save holds under a name."""
+    """Return the stored tensor for a value that a torch.save file holds under a name. Raise
+    RequestError if the value is not a tensor.
+    """
     if not isinstance(value, TensorRef):
         raise RequestError(
             f"{path}: {short_repr(name)} is no tensor; give a checkpoint that is not quantised"
@@ -106,8 +114,8 @@ def saved_tensor(path: Path, name: str, value: Any) -> Stored:
 
 @dataclass(frozen=True)
 class Piece:
-    """A stored tensor, or a part of one, and the box it covers. `view` turns the tensor into one as
-    large as the box.
+    """A stored tensor, or a part of it, and the box of a parameter that it covers. `view` turns the
+    opened tensor into one of the box's size.
     """
 
     stored: Stored
@@ -117,12 +125,17 @@ class Piece:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return torch's dtype of the stored tensor. Raise KeyError if it is none for weights."""
         return DTYPES[self.stored.dtype]
 
 
 @dataclass(frozen=True)
 class Headers:
-    """The headers of a checkpoint folder, of any family and format."""
+    """What the headers of a checkpoint folder say, in any family and format. `digest` is a SHA-256
+    over the headers, not over the values; `tp` is the number of tensor-parallel shards; `iteration`
+    is how the checkpoint is called in its folder (None for Hugging Face); `notes` are remarks for
+    `weights inspect`.
+    """
 
     format: str
     tp: int
@@ -130,50 +143,63 @@ class Headers:
     step: int  # the iteration as a number; 0 if there is none
     folders: tuple[Path, ...]  # where its files are
     files: list[tuple[str, int]]  # name and size of each
-    tensors: list[Stored]  # the model's, each once for every file that holds a part of it
+    tensors: list[Stored]  # of the model, once for every file with a part of it
     digest: str
     notes: tuple[str, ...] = ()
 
 
 class Opened(Protocol):
-    """A folder of any family and format whose headers were read."""
+    """A checkpoint folder of any family and format, of which only the headers were read."""
 
     @property
     def headers(self) -> Headers: ...
 
     def config(self) -> dict[str, Any]:
-        """Return the dimensions of the model; None where the files do not tell."""
+        """Return the dimensions of the model by the field names of its family; None for those that
+        the files do not tell.
+        """
 
     def count(self) -> int:
         """Return how many parameters the model has. Raise RequestError if the files are not one
-        whole model."""
+        complete model.
+        """
 
 
 class Checkpoint(Opened, Protocol):
-    """A Llama's. Nothing is compared with a model before `pieces` and `check_values` are called."""
+    """A Llama checkpoint of which only the headers were read. Nothing is compared with a model
+    before `list_pieces` and `check_values` are called.
+    """
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
-        """Return every parameter of a model of this shape, each element covered once. Raise
-        RequestError if the checkpoint is one of another model."""
+        """Return pieces that cover each element of each parameter of a model of this shape once.
+        Raise RequestError if the checkpoint is of another model; no values are read.
+        """
 
     def check_values(self, shape: LlamaShape) -> None:
-        """Raise RequestError if values that must be equal or zero are not."""
+        """Read the values that must be equal or zero for a model of this shape, such as copies in
+        several shards and biases that it lacks, and raise RequestError if they are not.
+        """
 
 
 class Progress:
-    """The bytes that are done of all; whoever watches is told after every tensor."""
+    """Counts the bytes that were copied or written, of a known total, and reports them to a
+    callback; None: to nobody.
+    """
 
     def __init__(self, tell: ByteProgress | None, total: int, done: int = 0) -> None:
         self.tell, self.total, self.done = tell, total, done
 
     def add(self, size_bytes: int) -> None:
+        """Add the bytes of one tensor, and call the callback with the bytes done and the total."""
         self.done += size_bytes
         if self.tell is not None:
             self.tell(self.done, self.total)
 
 
 def facts(headers: Headers, parameters: int) -> dict[str, Any]:
-    """Return where weights came from, as a record of any family says it."""
+    """Return where weights came from as a record stores it: format, files with their sizes, hash of
+    the headers, and number of parameters.
+    """
     return {
         "source": headers.format,
         "files": [{"name": name, "bytes": size_bytes} for name, size_bytes in headers.files],
@@ -184,7 +210,9 @@ def facts(headers: Headers, parameters: int) -> dict[str, Any]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Say in one line that a folder, or a file in it, cannot be read."""
+    """Return a context manager that turns an OSError inside it into a RequestError, which says that
+    the folder cannot be read.
+    """
     try:
         yield
     except OSError as error:
@@ -194,7 +222,9 @@ def readable(folder: Path) -> Iterator[None]:
 
 
 def read_journal(path: Path) -> dict[str, Any]:
-    """A journal as it is; empty if it is none."""
+    """Return the content of a conversion's journal; an empty dict if it is not a JSON object or is
+    too large. Raise OSError if it cannot be read.
+    """
     try:
         found = files.parse(files.read(path, MAX_JOURNAL_BYTES))
     except (ValueError, RecursionError, files.TooLargeError):
@@ -203,7 +233,11 @@ def read_journal(path: Path) -> dict[str, Any]:
 
 
 def shape_in(source: Checkpoint) -> LlamaShape:
-    """The whole model's, as its files tell it."""
+    """Return the shape of the whole model as the checkpoint's files tell it.
+
+    Raise RequestError if they do not tell a required dimension, or tell more layers than there are
+    tensors.
+    """
     config, where, tensors = source.config(), source.headers.folders[0], len(source.headers.tensors)
     missing = [field for field, value in config.items() if value is None and field not in OPTIONAL]
     if missing:
@@ -211,7 +245,7 @@ def shape_in(source: Checkpoint) -> LlamaShape:
             f"{where}: does not tell {', '.join(missing)} of its model; name the case of the model"
             " with --case"
         )
-    if config["layers"] > tensors:  # a number of a stranger, before anything is made of that many
+    if config["layers"] > tensors:  # untrusted: checked before anything is allocated
         raise RequestError(
             f"{where}: tells of {config['layers']} layers and has {tensors} tensors; download it"
             " again"
@@ -220,14 +254,18 @@ def shape_in(source: Checkpoint) -> LlamaShape:
 
 
 def count(source: Checkpoint) -> int:
-    """How many parameters a checkpoint's model has, if all of it is there."""
+    """Return how many parameters the model of a Llama checkpoint has. Raise RequestError if the
+    files do not tell its shape or are not a complete model of it.
+    """
     shape = shape_in(source)
     source.pieces(shape)
     return elements(shape)
 
 
 def parameters(shape: LlamaShape) -> list[str]:
-    """The names of a whole model's parameters; a tied output is none."""
+    """Return the names of all parameters of a whole model, in order; an output that is tied to the
+    embedding is not among them.
+    """
     leaves = [name for name in placements.PLACEMENTS if name not in (*TOP, "output.weight")]
     layer = [
         name for name in leaves if name not in OPTIONAL_WEIGHTS or OPTIONAL_WEIGHTS[name](shape)
@@ -237,28 +275,38 @@ def parameters(shape: LlamaShape) -> list[str]:
 
 
 def elements(shape: LlamaShape) -> int:
-    """How many parameters the whole model has."""
+    """Return how many numbers the parameters of the whole model have; tied weights count once."""
     return sum(
         math.prod(placements.placement(name).logical_shape(shape)) for name in parameters(shape)
     )
 
 
 def overlap(one: Box, other: Box) -> Box | None:
+    """Return the box that two boxes of one parameter have in common, or None if they do not
+    overlap.
+    """
     both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """Where a box lies in a larger one."""
+    """Return the slices with which a tensor of the size of `outer` is cut to `inner`, a box inside
+    it.
+    """
     return tuple(slice(a[0] - b[0], a[1] - b[0]) for a, b in zip(inner, outer, strict=True))
 
 
 def size(box: Box) -> int:
+    """Return the number of elements in a box."""
     return math.prod(end - begin for begin, end in box)
 
 
 def copy(piece: Piece, both: Box, place: Tensor, box: Box) -> None:
-    """What a piece has in common with a box, into a place as large as that box."""
+    """Copy `overlap_box` from a piece into `target_view`, a tensor of the size of `target_box`, in
+    place.
+
+    Opens the stored tensor. Values are cast to the target's dtype, on its device.
+    """
     target = place[within(both, box)]
     found = piece.view(piece.stored.open())[within(both, piece.box)]
     # To the device first: it casts faster than the host does, and without a copy in host memory.
@@ -268,8 +316,11 @@ def copy(piece: Piece, both: Box, place: Tensor, box: Box) -> None:
 def check_entries(
     tensors: Iterable[Stored], parts: dict[str, TensorPart], known: Callable[[str], bool]
 ) -> None:
-    """Every tensor is a part of the model, with its shape and a dtype that is a weight's, or one
-    known to be redundant.
+    """Check stored tensors by their headers against those that a model has.
+
+    Raise RequestError if a tensor is neither in `parts` (by its name in the file) nor accepted by
+    `is_redundant`, has a dtype that is not one of plain weights, or has another shape than its
+    part.
     """
     for stored in tensors:
         if stored.name not in parts and not known(stored.name):
@@ -289,6 +340,9 @@ def check_entries(
 
 
 def check_missing(where: Path, found: Iterable[str], parts: dict[str, TensorPart]) -> None:
+    """Raise RequestError if a tensor of `parts` is not among `present_names`. `location` is the
+    file or folder for the message.
+    """
     missing = sorted(parts.keys() - set(found))
     if missing:
         first = f"tensor {missing[0]!r} {list(parts[missing[0]].shape)}"
@@ -298,7 +352,12 @@ def check_missing(where: Path, found: Iterable[str], parts: dict[str, TensorPart
 
 
 def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a shape as a stranger's file tells them, each of its type; None where it does not."""
+    """Return every field of a LlamaShape from what an untrusted file tells, converted to its type;
+    None for fields that it does not tell.
+
+    Raise RequestError if a value has another type, is not above 0, or is 2**40 or more. `path` is
+    only for the message.
+    """
     out: dict[str, Any] = {}
     for field in fields(LlamaShape):
         value = values.get(field.name)
@@ -317,6 +376,9 @@ def typed(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
+    """Validate scaled rotary positions from a file; None stays None. Raise RequestError if they do
+    not fit.
+    """
     try:
         return None if value is None else SCALING.validate_python(value, strict=True)
     except ValidationError as error:
@@ -327,7 +389,9 @@ def _scaling(path: Path, value: Any) -> LinearRope | Llama3Rope | None:
 
 
 def as_table(shape: LlamaShape) -> dict[str, Any]:
-    """A shape as JSON has it, without what it does without."""
+    """Return a shape as JSON data, without those optional fields (`VARIANTS`) that are unset or
+    false.
+    """
     told = {
         name: value.model_dump() if isinstance(value, Frozen) else value
         for name, value in vars(shape).items()
@@ -336,6 +400,7 @@ def as_table(shape: LlamaShape) -> dict[str, Any]:
 
 
 def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    """Return pieces in lists by the name of their parameter."""
     out: dict[str, list[Piece]] = {}
     for piece in pieces:
         out.setdefault(piece.parameter, []).append(piece)
@@ -343,7 +408,9 @@ def by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
 
 
 def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tuple[Piece, Box]]:
-    """The pieces that reach into a parameter's box, each with what they have in common."""
+    """Yield each piece that overlaps the box of its parameter, with the common box. `box_of`
+    returns the box of a parameter by its name.
+    """
     for piece in pieces:
         both = overlap(piece.box, boxes(piece.parameter))
         if both is not None:
@@ -351,7 +418,11 @@ def common(pieces: Iterable[Piece], boxes: Callable[[str], Box]) -> Iterator[tup
 
 
 def family_of(folder: Path) -> str | None:
-    """The one family that knows a folder's names; None, if none does."""
+    """Return the model family whose checkpoint a folder holds, recognized by names of files and
+    tensors, or None if no family does.
+
+    Raise RequestError if several families recognize it, or the folder cannot be read.
+    """
     with readable(folder):
         found = [
             name
@@ -366,7 +437,9 @@ def family_of(folder: Path) -> str | None:
 
 
 def check_family(folder: Path, family: str) -> None:
-    """Refuse weights of another family, by the names of files and tensors alone."""
+    """Raise RequestError if a folder holds a checkpoint of another family, by the names of files
+    and tensors alone; a folder that no family recognizes passes.
+    """
     found = family_of(folder)
     if found not in (None, family):
         raise RequestError(

@@ -1,9 +1,10 @@
-"""The same weights in another format or other shards.
+"""Convert a Llama checkpoint to another format or number of shards, bit for bit: `steelyard weights
+convert`.
 
-A conversion makes one tensor at a time, whatever the size of the model, and keeps a journal in its
-target: run again, it goes on after the last complete file. The files that make a folder a
-checkpoint come last, and then the journal says that all is finished. It stays, so that the same
-conversion, run once more, is known to be done.
+One tensor is made at a time, whatever the size of the model. A journal in the target folder lists
+the complete files: run again, the conversion continues after the last one. The small files that
+make the folder a checkpoint are written last, then the journal says that all is finished; it stays,
+so that repeating a finished conversion does nothing.
 """
 
 import errno
@@ -41,7 +42,7 @@ from steelyard.weights.checkpoint import (
 from steelyard.weights.write import File, FilePlan, Planned, Planning
 
 LOCK = "conversion.lock"
-# file systems that have none, as some clusters' do
+# errors of file systems without locks, such as those of some clusters
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY_BYTES = 32 << 20
@@ -49,8 +50,8 @@ SAMPLE_EVERY_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files of a finished conversion, and how many of them an earlier run had finished: all, if
-    it was complete.
+    """The files of a finished conversion by name and size, and how many of them an earlier run had
+    already completed: all, if there was nothing left to do.
     """
 
     files: list[tuple[str, int]]
@@ -66,8 +67,15 @@ def convert(
     model: LlamaModel | None = None,
     progress: ByteProgress | None = None,
 ) -> Conversion:
-    """Write a checkpoint's weights to a folder, bit for bit. `progress` is told the bytes of
-    tensors that are written, kept ones included, and those in all, after every tensor."""
+    """Write a Llama checkpoint's weights to a folder in format `to` (`hf` or `megatron`) with `tp`
+    tensor-parallel shards, bit for bit, and return the files.
+
+    An interrupted conversion of the same source continues; a finished one is only checked. `model`
+    gives the shape where the files do not tell it. `progress` is called after every tensor with the
+    bytes written, files of earlier runs included, and in all. Raise RequestError if the source is
+    not usable, the request is impossible, the target is not empty, lies in or above the source, is
+    being written by another conversion, or is too small; LostError if writing fails.
+    """
     opened = load.open_folder(source)
     shape, headers = _shape(opened, model), opened.headers
     _check_request(to, tp, shape)
@@ -83,7 +91,7 @@ def convert(
     if not journal.complete:
         _check_room(target, plan, journal)
         with _locked(target):
-            # a run that was there until now may have changed it
+            # another conversion, which held the lock until now, may have changed it
             journal = Journal.open(target, what, plan.names)
             kept = len([name for name in plan.names if journal.finished(name)])
             if not journal.complete:
@@ -93,8 +101,12 @@ def convert(
 
 
 def _identity(headers: Headers) -> dict[str, Any]:
-    """What tells a source from another of the same shapes: times of its files, which copies that
-    keep them share, and a sample of their values, for times may be those of an archive."""
+    """Return what distinguishes a source from another of the same shapes, for the journal: the
+    digest of its headers, and name, size, mtime in ns and a hash of sampled bytes of each file.
+
+    The times alone do not suffice: unpacking an archive may restore them. Raise RequestError if a
+    file cannot be read.
+    """
     out: list[Any] = []
     for name, size in headers.files:
         path = headers.folders[0] / name
@@ -108,7 +120,10 @@ def _identity(headers: Headers) -> dict[str, Any]:
 
 
 def _sample(path: Path, size: int) -> str:
-    """A hash of some bytes in every stretch of a file; of all of them, if it is small."""
+    """Return a SHA-256 over 4 KiB at a pseudo-random position in every stretch of a file: at least
+    16 stretches of at most 32 MiB. A file of up to 64 KiB is hashed whole. Positions depend on
+    `size` alone.
+    """
     places, digest = random.Random(size), hashlib.sha256()
     stretch = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
     with files.open_regular(path) as file:
@@ -119,7 +134,9 @@ def _sample(path: Path, size: int) -> str:
 
 
 def _shape(opened: Checkpoint, model: LlamaModel | None) -> LlamaShape:
-    """The whole model's: the case's, or what the files tell."""
+    """Return the whole model's shape: the case's if `model` is given, with the number of positions
+    that the files tell, else what the files tell. Raise RequestError if they do not tell enough.
+    """
     if model is None:
         return checkpoint.shape_in(opened)
     shape = shape_of(model)
@@ -127,6 +144,9 @@ def _shape(opened: Checkpoint, model: LlamaModel | None) -> LlamaShape:
 
 
 def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
+    """Raise RequestError if the format is unknown, the number of shards is not possible for it, or
+    it does not divide the model's KV heads and feed-forward size.
+    """
     if to not in writing.PLANS:
         raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANS)}")
     if tp < 1 or (to == "hf" and tp != 1):
@@ -142,8 +162,9 @@ def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
 
 
 def _dtype(part: TensorPart, pieces: dict[str, list[Piece]]) -> str:
-    """The dtype of a tensor is that of what it is made of; of all weights', if it is made of
-    nothing.
+    """Return the dtype name of a tensor that is to be written: that of the pieces it is made from,
+    or the most frequent of all weights if it is made from none, such as a zero bias. Raise
+    RequestError if its pieces have different dtypes.
     """
     own = pieces.get(part.parameter, [])
     every = own or [piece for of_one in pieces.values() for piece in of_one]
@@ -161,6 +182,9 @@ def _dtype(part: TensorPart, pieces: dict[str, list[Piece]]) -> str:
 
 
 def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
+    """Return the values of a planned tensor, copied from the source's pieces; zero where there are
+    none, as in padding.
+    """
     part = planned.part
     whole = torch.zeros(part.logical_shape, dtype=checkpoint.DTYPES[planned.dtype])
     for piece, both in checkpoint.common(pieces.get(part.parameter, ()), lambda name: part.box):
@@ -175,11 +199,17 @@ def _write(
     make: Callable[[Planned], Tensor],
     progress: ByteProgress | None,
 ) -> None:
+    """Write all files of the plan that are not complete yet, then the small ones, and finish the
+    journal. Files that a killed run left half-written are removed first.
+
+    `make_tensor` returns the values of a planned tensor. Raise RequestError if the folder cannot be
+    written at all, LostError if writing fails later; complete files stay.
+    """
     done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
     written = checkpoint.Progress(progress, sum(file.nbytes for file in plan.files), done)
     journal.begin()
     try:
-        for left in target.rglob(f"*{files.PART}"):  # by a run that was killed
+        for left in target.rglob(f"*{files.PART}"):  # left by a conversion that was killed
             left.unlink()
         for file in plan.files:
             _write_file(
@@ -198,6 +228,9 @@ def _write(
 def _write_file(
     path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell
 ) -> None:
+    """Write one file under a temporary name, rename it and note it in the journal; do nothing if
+    the journal has it already.
+    """
     if not journal.finished(file.name):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + files.PART)
@@ -208,8 +241,11 @@ def _write_file(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone in a folder, which is made. The lock is the kernel's: it ends with a run that is
-    killed, whose file stays.
+    """Return a context manager that creates a folder and holds an exclusive lock file in it, which
+    is removed at the end.
+
+    The kernel releases the lock of a killed process, whose file stays. Raise RequestError if
+    another conversion has the lock, or the folder cannot be written.
     """
     path = folder / LOCK
     try:
@@ -232,6 +268,10 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
+    """Create and lock a lock file, and return its descriptor. Raise BlockingIOError if another
+    process has the lock. Where the file system has no locks, the descriptor is returned without
+    one.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -243,11 +283,12 @@ def _lock(path: Path) -> int:
                 return handle
             os.close(handle)
             raise
-        # whoever had the lock has removed this file since, and the next may have made another
+        # the previous owner removed this file after it was opened; there may be a new one
         os.close(handle)
 
 
 def _same(handle: int, path: Path) -> bool:
+    """Return whether an open descriptor is the file that is now at this path."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -255,6 +296,7 @@ def _same(handle: int, path: Path) -> bool:
 
 
 def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
+    """Raise RequestError if the target is a folder of the source, inside one, or around one."""
     there = target.resolve()
     for source in sources:
         here = source.resolve()
@@ -266,6 +308,9 @@ def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
 
 
 def _check_room(target: Path, plan: FilePlan, journal: "Journal") -> None:
+    """Raise RequestError if the disk of the target has less free space than the files that are
+    still to be written need.
+    """
     need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
     free = shutil.disk_usage(
         next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())
@@ -278,8 +323,8 @@ def _check_room(target: Path, plan: FilePlan, journal: "Journal") -> None:
 
 
 class Journal:
-    """What a conversion is of, and which files of it are complete, or that all are, in a file of
-    its target.
+    """The journal of a conversion, a JSON file in its target: what is converted to what
+    (`request`), the size of every complete file, and whether all are complete.
     """
 
     def __init__(
@@ -292,8 +337,12 @@ class Journal:
 
     @classmethod
     def open(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
-        """That of a conversion of the same kind, interrupted or complete, or a new one in a folder
-        that is absent or empty. `names` are the files of a complete one."""
+        """Return the journal of a conversion with the same `request`, interrupted or complete, or a
+        new empty one if the folder is absent or empty. Nothing is written yet.
+
+        `names` are the files of the complete conversion. Raise RequestError if the folder holds
+        anything else, or cannot be read.
+        """
         path = folder / JOURNAL
         try:
             if path.is_file():
@@ -308,6 +357,9 @@ class Journal:
 
     @classmethod
     def _found(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+        """Read the journal in a folder. Raise RequestError if it is none, is of another conversion,
+        or says that all is complete and a file has another size.
+        """
         path = folder / JOURNAL
         found = checkpoint.read_journal(path)
         files, complete = found.get("files"), found.get("finished") is True
@@ -334,7 +386,9 @@ class Journal:
         return journal
 
     def begin(self) -> None:
-        """Prove, before any work, that the folder can be written to."""
+        """Write the journal, to prove before any work that the folder can be written to. Raise
+        RequestError if it cannot.
+        """
         folder = self.path.parent
         try:
             self.write()
@@ -344,29 +398,36 @@ class Journal:
             ) from error
 
     def finished(self, name: str) -> bool:
+        """Return whether a file is in the journal and on disk with the noted size."""
         path = self.path.parent / name
         return name in self.files and path.is_file() and path.stat().st_size == self.files[name]
 
     def note(self, name: str) -> None:
+        """Add a complete file with its size, and write the journal."""
         self.files[name] = (self.path.parent / name).stat().st_size
         self.write()
 
     def finish(self, names: tuple[str, ...]) -> None:
+        """Set the sizes of all files, mark the conversion complete, and write the journal."""
         self.files = {name: (self.path.parent / name).stat().st_size for name in names}
         self.complete = True
         self.write()
 
     def write(self) -> None:
+        """Write the journal file, completely or not at all."""
         table = {**self.what, "files": self.files} | ({"finished": True} if self.complete else {})
         files.write(self.path, canonical(table).encode())
 
 
 def _left(name: str) -> bool:
-    """Whether a run that was killed at its very beginning leaves a file of this name."""
+    """Return whether a run that was killed at its very beginning may have left a file of this name:
+    the lock, or a half-written journal.
+    """
     return name == LOCK or (name.lstrip(".").startswith(JOURNAL) and name.endswith(files.PART))
 
 
 def _not_empty(folder: Path) -> RequestError:
+    """Return the error that the target folder is not empty."""
     return RequestError(
         f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist"
     )

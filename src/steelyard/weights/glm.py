@@ -1,10 +1,10 @@
-"""Checkpoints of a GLM: its authors' format, and the same names in safetensors. Read lazily,
-without running what they hold.
+"""Open, check, load and write GLM checkpoints, in the format of GLM's authors or in safetensors,
+without running code from the files.
 
-The authors' format is a folder with latest_checkpointed_iteration.txt, whose text names a folder
-beside it with the file mp_rank_00_model_states.pt; the weights are its table `module`, and all else
-in it is left alone. In safetensors every name may begin with `glm.`. The digest covers sizes of
-files, and the name, dtype and shape of every tensor; not the values.
+The authors' format is a folder with latest_checkpointed_iteration.txt, which names a folder beside
+it with the file mp_rank_00_model_states.pt; the weights are its dict `module`, and all else in it
+is ignored. In safetensors all names may begin with `glm.`. The digest covers sizes of files, and
+name, dtype and shape of every tensor, not the values. training/glm.py loads from here.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ WORDS = "word_embeddings.weight"
 POSITIONS = "transformer.position_embeddings.weight"
 FFN = "transformer.layers.0.mlp.dense_h_to_4h.weight"
 MATRIX = 2  # dimensions
-MAX_SIZE = 1 << 24  # of a dimension: products of two are countable, and no model is as wide
+MAX_SIZE = 1 << 24  # of a dimension; no model is as wide, and products of two fit an int64
 MAX_TRACKER_BYTES = 1000
 
 Files = list[tuple[str, int]]  # name and size of each
@@ -50,14 +50,18 @@ _LAYER = re.compile(
 
 @dataclass(frozen=True)
 class GlmCheckpoint:
-    """A checkpoint whose headers were read: its tensors by the names of the model's parameters.
-    `where` is its one file, or its folder."""
+    """A GLM checkpoint of which only the headers were read: its tensors by the names of the model's
+    parameters. `location` is its one file, or its folder.
+    """
 
     headers: Headers
     where: Path
     parameters: dict[str, Stored]
 
     def config(self) -> dict[str, Any]:
+        """Return the model's dimensions as the shapes of tensors show them; None for those they do
+        not show, and always for `heads`.
+        """
         layers = sum(1 for name in self.parameters if _LAYER.fullmatch(name))
         positions = self._size(POSITIONS, 0)
         return {
@@ -66,11 +70,13 @@ class GlmCheckpoint:
             "heads": None,  # no tensor's shape depends on it
             "ffn": self._size(FFN, 0),
             "vocab": self._size(WORDS, 0),
-            "positions": (positions or 1) - 1 or None,  # its table has one row more
+            "positions": (positions or 1) - 1 or None,  # the embedding has one row more
         }
 
     def _size(self, name: str, dimension: int) -> int | None:
-        """A size of a matrix; None if it is not there, or is none."""
+        """Return the size of a matrix along a dimension; None if there is no such tensor, it is not
+        a matrix, or the size is 0.
+        """
         stored = self.parameters.get(name)
         return (
             stored.shape[dimension] or None
@@ -79,11 +85,17 @@ class GlmCheckpoint:
         )
 
     def count(self) -> int:
+        """Return how many parameters the model has. Raise RequestError if the tensors are not
+        exactly those of a GLM.
+        """
         wanted = shapes_of(self._model())
         check(self, wanted)
         return sum(math.prod(shape) for shape in wanted.values())
 
     def _model(self) -> GlmModel:
+        """Return a model with the dimensions of the tensors, and 1 for `heads`, which no shape
+        depends on. Raise RequestError if a dimension is unknown or above `MAX_SIZE`.
+        """
         config = {field: value for field, value in self.config().items() if field != "heads"}
         missing = [field for field, value in config.items() if value is None]
         if missing:
@@ -109,6 +121,9 @@ def _opened(
     iteration: str | None,
     notes: Notes = (),
 ) -> GlmCheckpoint:
+    """Return a checkpoint from its tensors and files, with a digest of the headers. `iteration` is
+    None for safetensors.
+    """
     told = sorted((name, stored.dtype, list(stored.shape)) for name, stored in tensors.items())
     digest = hashlib.sha256(canonical({"files": sizes, "tensors": told}).encode()).hexdigest()
     headers = Headers(
@@ -118,21 +133,26 @@ def _opened(
 
 
 def shapes_of(model: GlmModel) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model."""
+    """Return the shape of every parameter of a model by name; no memory is taken for values."""
     with without_values(torch.device("meta")):
         return {name: tuple(parameter.shape) for name, parameter in Glm(model).named_parameters()}
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder holds weights of a GLM, of either format."""
+    """Return whether a folder holds a GLM checkpoint, in the authors' format or in safetensors.
+    Raise OSError or RequestError if its files cannot be read.
+    """
     own = (folder / FILE).is_file() or any(folder.glob(f"*/{FILE}"))
     return own or not {WORDS, PREFIX + WORDS}.isdisjoint(huggingface.names_in(folder))
 
 
 def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict[str, Any]:
-    """Fill a model; returns where the weights came from, for the record. `progress` is told the
-    bytes copied so far and in all, after every tensor. Everything is checked before the first value
-    is copied."""
+    """Fill a model from a checkpoint folder in place, and return where the weights came from, for
+    the record. All headers are checked before the first value is copied.
+
+    `progress` is called after every tensor with the bytes copied so far and in all. Raise
+    RequestError if the checkpoint is not of this model.
+    """
     found = read(folder)
     places = dict(model.named_parameters())
     check(found, {name: tuple(place.shape) for name, place in places.items()})
@@ -149,11 +169,16 @@ def load(model: Glm, folder: Path, progress: ByteProgress | None = None) -> dict
 
 
 def _bytes(stored: Stored) -> int:
+    """Return a stored tensor's size in bytes."""
     return math.prod(stored.shape) * checkpoint.DTYPES[stored.dtype].itemsize
 
 
 def read(folder: Path) -> GlmCheckpoint:
-    """The checkpoint in a folder, of either format, its headers read and its tensors not."""
+    """Open the GLM checkpoint in a folder, in either format: headers are read, values are not.
+
+    Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, one in
+    both formats, or one of another family.
+    """
     if not folder.is_dir():
         what = "is a file, a folder is expected" if folder.is_file() else "does not exist"
         raise RequestError(
@@ -178,7 +203,9 @@ def read(folder: Path) -> GlmCheckpoint:
 
 
 def check(found: GlmCheckpoint, wanted: dict[str, tuple[int, ...]]) -> None:
-    """Refuse what is not exactly the tensors of a model with parameters of these shapes."""
+    """Raise RequestError unless a checkpoint has exactly the tensors of a model with parameters of
+    these shapes, in dtypes of plain weights.
+    """
     words = found.parameters.get(WORDS)
     if words is not None and len(words.shape) == 2 and words.shape[0] != wanted[WORDS][0]:
         raise RequestError(
@@ -197,6 +224,11 @@ def check(found: GlmCheckpoint, wanted: dict[str, tuple[int, ...]]) -> None:
 
 
 def _read_own(folder: Path) -> GlmCheckpoint:
+    """Open a checkpoint in the authors' format: the file in the folder itself, or in the one that
+    the tracker names.
+
+    Raise RequestError if the file is missing, has no weights, or is one of several shards.
+    """
     iteration = None if (folder / FILE).exists() else _tracked(folder / TRACKER)
     inside = folder if iteration is None else folder / iteration
     others = sorted(path.name for path in inside.glob(OTHERS) if path.name != FILE)
@@ -226,7 +258,9 @@ def _read_own(folder: Path) -> GlmCheckpoint:
 
 
 def _tracked(path: Path) -> str:
-    """The folder that a tracker names: a plain name beside it."""
+    """Return the folder name that a tracker file contains. Raise RequestError if it is not a plain
+    name.
+    """
     with files.open_regular(path) as file:
         raw = file.read(MAX_TRACKER_BYTES)
     name = raw.decode("ascii", "replace").strip()
@@ -244,6 +278,7 @@ def _tracked(path: Path) -> str:
 
 
 def _read_safetensors(folder: Path) -> GlmCheckpoint:
+    """Open a checkpoint in Hugging Face's files; a prefix `glm.` that all names have is removed."""
     shards = huggingface.shards_in(folder)
     every = {name: stored for shard in shards for name, stored in shard.tensors.items()}
     if every and all(name.startswith(PREFIX) for name in every):
@@ -253,7 +288,9 @@ def _read_safetensors(folder: Path) -> GlmCheckpoint:
 
 
 def write(model: Glm, folder: Path, iteration: int) -> None:
-    """A checkpoint in the authors' format. The tracker names it once it is whole."""
+    """Write a model as a checkpoint in the authors' format into `folder/ITERATION`, which is
+    created. The tracker file is written once the checkpoint is complete.
+    """
     inside = folder / str(iteration)
     inside.mkdir(parents=True, exist_ok=True)
     module = {

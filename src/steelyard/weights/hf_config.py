@@ -1,5 +1,9 @@
-"""What a Hugging Face folder says of itself: config.json, the index of its shards, a digest of
-their headers. Without torch.
+"""Read and check what a Hugging Face folder says of itself: config.json and the index of its
+shards. Imports no torch.
+
+config.json tells the model's dimensions under keys that differ by model type
+(weights/hf_families.py). Commands call this before a run, and weights/hf_checkpoint.py when it
+loads.
 """
 
 import hashlib
@@ -32,11 +36,11 @@ MAX_JSON_BYTES = 64 << 20  # of config.json and of the index, each
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")  # no default is any model's own
-MAX_HEADER_BYTES = 32 << 20  # 130 a tensor; a model of 70B parameters has 100 KB in all
+REQUIRED = ("hidden", "layers", "heads", "ffn", "vocab")  # without a default that fits all models
+MAX_HEADER_BYTES = 32 << 20  # about 130 per tensor; a 70B model has 100 KB in all
 
-# What models/llama.py computes of what any model type says: another activation would load and
-# answer wrongly.
+# Values that models/llama.py computes, whatever the model type: with another activation the weights
+# would load and give wrong answers.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (False,),
@@ -46,7 +50,7 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Told:
-    """What a key of config.json tells of a field of the model."""
+    """The value that one key of config.json gives for a field of the model."""
 
     key: str
     field: str
@@ -54,7 +58,10 @@ class Told:
 
 
 def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
-    """Where a setting may be: at the top, or in a table of the newer or the older spelling."""
+    """Return the objects in which a setting may be: config.json itself, and its object for rotary
+    positions in the newer and the older spelling (empty if absent). Raise RequestError if one is
+    not an object.
+    """
     out = [config]
     for key in ROPE_TABLES:
         table = config.get(key) or {}
@@ -67,28 +74,38 @@ def tables(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def given(path: Path, config: dict[str, Any], key: str) -> list[Any]:
+    """Return all values of a key that are not null, from config.json itself first, then from its
+    objects for rotary positions.
+    """
     return [table[key] for table in tables(path, config) if table.get(key) is not None]
 
 
 def family_of(config: Mapping[str, Any]) -> HfFamily | None:
-    """The row of a model type; None, if it is not one that this program's own model computes."""
+    """Return the row of a config's model type, or None if our own Llama cannot compute it."""
     found = config.get("model_type")
     return ROWS.get(found) if isinstance(found, str) else None
 
 
 def told(path: Path, config: dict[str, Any]) -> list[Told]:
-    """Every field of the model, once for each place that tells it, sizes first; None where nothing
-    does. Of a type that is not known, as a Llama's would be."""
+    """Return every field of the model with its value in config.json, sizes first; a field that
+    several keys tell is there once for each.
+
+    Where a key is absent, the value is transformers' default for the model type, or None. An
+    unknown model type is read as a Llama's.
+    """
     row = family_of(config) or ROWS["llama"]
     out: list[Told] = []
     fields: dict[str, Any] = {}
 
     def tell(key: str, field: str, *values: Any) -> None:
+        """Add one entry per value, and remember the first as the field's value for the defaults
+        that follow.
+        """
         out.extend(Told(key, field, value) for value in values)
         fields[field] = values[0]
 
     for setting in row.keys:
-        # A rope base may be spelled in several places.
+        # a rope base may be given in several objects
         tell(
             setting.key,
             setting.field,
@@ -107,17 +124,24 @@ def told(path: Path, config: dict[str, Any]) -> list[Told]:
 
 
 def _scalings(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return each scaling of rotary positions that config.json gives, in a case's form; kinds that
+    are not supported are left out.
+    """
     named = [(kind, table) for table in tables(path, config)[1:] for kind in _rope_kinds(table)]
     return [read_scaling(kind, table, config) for kind, table in named if kind in SCALED]
 
 
 def _rope_kinds(table: dict[str, Any]) -> list[str]:
+    """Return the kind of rotary positions that an object names, as a list of one, or an empty list;
+    the newer spelling comes first.
+    """
     return [str(table[key]) for key in ROPE_TYPES if table.get(key) is not None][:1]
 
 
 def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
-    """Refuse what this program's own model does not compute, the model type first; the row of that
-    type.
+    """Raise RequestError if our own Llama does not compute what config.json describes: model type,
+    activation, biases, rotary positions, or layers of which only some have a sliding window. Return
+    the row of the model type.
     """
     row = family_of(config)
     if row is None:
@@ -144,12 +168,17 @@ def check_computed(path: Path, config: dict[str, Any]) -> HfFamily:
 
 
 def first_told(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the model, each as it is told first."""
+    """Return the value of every field of the model; where several keys tell a field, the first."""
     return {one.field: one.value for one in reversed(told(path, config))}
 
 
 def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -> None:
-    """Refuse a folder whose config.json is not that of the model, whose fields are given."""
+    """Raise RequestError if a config.json is not that of a model, given as a mapping of its fields,
+    or is one that our own Llama does not compute.
+
+    The number of positions is not compared: no weight depends on it. Windows as long as all
+    positions count as none.
+    """
     check_computed(path, config)
     for one in told(path, config):
         if one.field == "positions":  # no weight depends on them
@@ -166,8 +195,8 @@ def check_config(path: Path, config: dict[str, Any], model: Mapping[str, Any]) -
 
 
 def model_of(path: Path, config: dict[str, Any]) -> LlamaModel:
-    """The model that a config.json describes, as a case tells it. Refuses one that is not computed
-    here.
+    """Return the model that a config.json describes, in the form of a case. Raise RequestError if
+    it is not one that our own Llama computes, or lacks a size, or a value is wrong.
     """
     check_computed(path, config)
     fields, keys = first_told(path, config), {one.field: one.key for one in told(path, config)}
@@ -192,6 +221,9 @@ def model_of(path: Path, config: dict[str, Any]) -> LlamaModel:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a Hugging Face folder, at most `MAX_JSON_BYTES`. Raise RequestError if it
+    cannot be read, or is not a JSON object.
+    """
     try:
         value = files.parse(files.read(path, MAX_JSON_BYTES))
     except OSError as error:
@@ -213,6 +245,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
+    """Read an index file and return the file name of each tensor by its name. Raise RequestError if
+    there are none, or a file name is not plain or does not end in `suffix`: it must not lead out of
+    the folder.
+    """
     where = read_json(index).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise RequestError(
@@ -231,8 +267,8 @@ def weight_map(index: Path, ending: str = ".safetensors") -> dict[str, str]:
 
 
 def digest(shards: Iterable[tuple[int, str]], tensors: Iterable[tuple[str, str, list[int]]]) -> str:
-    """Of files, by their size and the sha256 of their header, in order of name; and of tensors:
-    name, dtype and shape.
+    """Return a SHA-256 over the headers of a checkpoint: `files` are size and header hash of each
+    file in order of name, `tensors` are name, dtype and shape of each.
     """
     return hashlib.sha256(
         canonical({"files": list(shards), "tensors": sorted(tensors)}).encode()

@@ -1,6 +1,9 @@
-"""Model types of Hugging Face that models/llama.py computes, one row each: which keys of
-config.json tell which field of a model, what the type itself tells, and what transformers takes
-where a key is absent. Without torch."""
+"""Rows of Hugging Face model types that our own Llama (models/llama.py) computes: which keys of
+config.json tell which field, and transformers' default where a key is absent.
+
+One row serves reading a config.json (weights/hf_config.py) and writing one
+(weights/checkpoint_writer.py). Imports no torch.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,9 +12,9 @@ from typing import Any
 from steelyard.models.shapes import LinearRope, Llama3Rope, real_window
 
 Config = Mapping[str, Any]
-Fields = Mapping[str, Any]  # of a model, those told so far
+Fields = Mapping[str, Any]  # fields of a model that are known so far
 
-# the newer and the older place of what rotary positions are told
+# the newer and the older object of config.json for rotary positions
 ROPE_TABLES = ("rope_parameters", "rope_scaling")
 ROPE_TYPES = ("rope_type", "type")  # the newer and the older spelling
 SLIDING = "sliding_attention"
@@ -19,7 +22,9 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json, the field it tells, and what transformers takes without it."""
+    """A key of config.json, the field of the model that it tells, and `default`: a function of the
+    config and the fields known so far that returns what transformers takes if the key is absent.
+    """
 
     key: str
     field: str
@@ -27,12 +32,17 @@ class ConfigKey:
 
 
 def _head_dim(config: Config, fields: Fields) -> int | None:
+    """Return the hidden size divided by the number of heads; None if either is unknown or not an
+    integer.
+    """
     hidden, heads = fields["hidden"], fields["heads"]
     return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 
 
 def _groups(usual: int | None) -> ConfigKey:
-    """Absent, it is the class's; null, or where the class has none, that of the heads."""
+    """Return the key of the number of KV heads. If it is absent from config.json its value is
+    `default_kv_heads`; if it is null there, or that default is None, it is the number of heads.
+    """
     key = "num_key_value_heads"
     return ConfigKey(
         key,
@@ -41,7 +51,7 @@ def _groups(usual: int | None) -> ConfigKey:
     )
 
 
-# Rows whose default is made of others come after them.
+# Keys whose default depends on other fields come after those.
 SIZES = (
     ConfigKey("hidden_size", "hidden"),
     ConfigKey("num_hidden_layers", "layers"),
@@ -56,18 +66,23 @@ BIAS = ConfigKey("attention_bias", "qkv_bias", lambda config, fields: False)
 HEAD_DIM = ConfigKey("head_dim", "head_dim", _head_dim)
 
 
+# `window` of model types without a sliding window
 def _never(config: Config, fields: Fields) -> None:
     return None
 
 
 def _every_layer(config: Config, fields: Fields) -> int | None:
-    """Mistral's: 4096 unless told, and null is none."""
+    """Return the sliding window of all layers as Mistral's config gives it: 4096 if the key is
+    absent, None if it is null.
+    """
     window: int | None = config.get("sliding_window", 4096)
     return window
 
 
 def sliding_layers(config: Config, layers: Any) -> int:
-    """How many layers of a Qwen have a window."""
+    """Return how many layers of a Qwen have a sliding window, given the number of layers; 0 if that
+    is not an integer, or windows are switched off.
+    """
     if (
         not config.get("use_sliding_window")
         or config.get("sliding_window", 4096) is None
@@ -82,12 +97,15 @@ def sliding_layers(config: Config, layers: Any) -> int:
 
 
 def _some_layers(config: Config, fields: Fields) -> int | None:
+    """Return the sliding window of a Qwen if any layer has one, else None."""
     window: int | None = config.get("sliding_window", 4096)
     return window if sliding_layers(config, fields["layers"]) else None
 
 
 def mixes(config: Config, fields: Fields) -> bool:
-    """Whether some layers have a window and others none, and the longest row would show it."""
+    """Return whether some layers have a sliding window and others none, and the window is shorter
+    than the longest row, so that it would matter.
+    """
     layers, window, positions = fields["layers"], fields.get("window"), fields.get("positions")
     if (
         type(window) is not int
@@ -100,24 +118,31 @@ def mixes(config: Config, fields: Fields) -> bool:
 
 @dataclass(frozen=True)
 class HfFamily:
-    """A model type. `told` are fields that follow from the type alone. A model is written as the
-    last row that `writes` it.
+    """A model type of transformers. `keys` tell its fields, `fixed_fields` are those that follow
+    from the type alone; `positions` is the default number of positions; `window` returns the
+    sliding window from config and fields.
+
+    For writing: `can_write` is whether this type can express a shape (the last row that can is
+    taken), `extra_config` returns the keys that only this type has.
     """
 
     model_type: str
     architecture: str  # the class in transformers
     keys: tuple[ConfigKey, ...]
-    positions: int  # where the key is absent
+    positions: int  # default of max_position_embeddings
     told: Fields = field(default_factory=dict)
     window: Callable[[Config, Fields], int | None] = _never
-    # with biases of queries, keys and values comes one of the output projection, which ours has not
+    # whether a QKV bias comes with a bias of the output projection, which our model lacks
     out_bias: bool = False
     writes: Callable[[Any], bool] = lambda shape: False
-    # what config.json says beyond what all types say
+    # keys of config.json that only this model type has
     beyond: Callable[[Any], dict[str, Any]] = lambda shape: {}
 
 
 def _qwen_window(shape: Any) -> dict[str, Any]:
+    """Return the keys about sliding windows in a Qwen's config.json, for a shape of which all
+    layers or none have one.
+    """
     slides = shape.window is not None
     return {
         "use_sliding_window": slides,
@@ -184,12 +209,14 @@ ROWS = {
 
 
 def written_as(shape: Any) -> HfFamily:
-    """The type in whose words a model is written."""
+    """Return the row of the model type as which a shape is written: the last one that can express
+    it.
+    """
     return [row for row in ROWS.values() if row.writes(shape)][-1]
 
 
 ORIGINAL = "original_max_position_embeddings"
-# Kinds of scaled rotary positions: our name of each number, and that in config.json, for reading
+# Kinds of scaled rotary positions: our name of each number and its key in config.json, for reading
 # and writing.
 SCALED = {
     "linear": {"factor": "factor"},
@@ -203,16 +230,19 @@ SCALED = {
 
 
 def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
-    """Return scaled rotary positions as a case tells them, from their table and all of
-    config.json."""
-    # The newer place of the original positions first; where neither tells, transformers takes those
-    # of the model.
+    """Return scaled rotary positions of a kind in a case's form, from their object in config.json
+    and the whole config. Numbers that are not told are None; original positions default to the
+    model's, as in transformers.
+    """
+    # The newer place of the original positions comes first; if both are absent, transformers takes
+    # the model's positions.
     told = table.get(ORIGINAL, config.get(ORIGINAL))
     known = {**table, ORIGINAL: config.get("max_position_embeddings") if told is None else told}
     return {"kind": kind, **{ours: known.get(theirs) for ours, theirs in SCALED[kind].items()}}
 
 
 def _written_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
+    """Return scaled rotary positions as config.json spells them."""
     names = SCALED[scaling.kind]
     return {
         "rope_type": scaling.kind,
@@ -221,7 +251,7 @@ def _written_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
 
 
 def written(shape: Any) -> dict[str, Any]:
-    """What config.json says of a shape."""
+    """Return the content of config.json for a shape, without its dtype."""
     row, scaling = written_as(shape), shape.rope_scaling
     told = None if scaling is None else _written_scaling(scaling)
     return {
@@ -245,4 +275,4 @@ def written(shape: Any) -> dict[str, Any]:
 
 
 PLAIN_ROPE = "default"
-NOT_SCALED = {"dynamic": "depends on the length of the batch"}  # of kinds that are refused, why
+NOT_SCALED = {"dynamic": "depends on the length of the batch"}  # kinds that are refused, and why

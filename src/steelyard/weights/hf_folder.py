@@ -1,5 +1,7 @@
-"""A folder as Hugging Face publishes a model: what is in it, and whether it is the model of a case.
-Without torch.
+"""Read a folder as Hugging Face publishes a model, and refuse it if it cannot be used or is not the
+model of a case. Imports no torch.
+
+Commands check a folder with this before a worker starts.
 """
 
 import re
@@ -15,7 +17,7 @@ from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
 from steelyard.weights.hf_families import NOT_SCALED, ROPE_TABLES, ROPE_TYPES
 
 OWN = "to run them: steelyard run --model DIR --task TASK"
-# of what config.json says weights are stored in
+# by the dtype in config.json
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -23,8 +25,9 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True)
 class Folder:
-    """`weights` is the file that holds the weights, or the index of several; None if there is
-    neither."""
+    """A Hugging Face folder with its parsed config.json. `weights` is the name of the file with the
+    weights, or of the index of several; None if there is neither.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -32,22 +35,30 @@ class Folder:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The files that make the model."""
+        """Return the names of the files that make the model: config.json, and the weights if there
+        are any.
+        """
         return (CONFIG_NAME,) if self.weights is None else (CONFIG_NAME, self.weights)
 
     @property
     def name(self) -> str:
+        """Return the folder's own name, links resolved."""
         return self.path.resolve().name
 
     @property
     def precision(self) -> str | None:
-        """What the weights are stored in, as config.json says it."""
+        """Return `fp32`, `fp16` or `bf16` as config.json says weights are stored, or None if it
+        says nothing or something else.
+        """
         told = self.config.get("dtype", self.config.get("torch_dtype"))
         return PRECISIONS.get(told) if isinstance(told, str) else None
 
 
 def read(path: Path) -> Folder:
-    """A folder with a model, perhaps without its weights; refuses one that is none."""
+    """Read a Hugging Face folder; weights may be missing. Raise RequestError if it is no folder,
+    has no valid config.json, or its weights are quantized. A hub id instead of a path gets a hint
+    to download it.
+    """
     if not path.exists() and HUB_ID.fullmatch(str(path)):
         raise RequestError(
             f"{str(path)!r} is not a folder here; if it is a model of the Hugging Face hub, "
@@ -67,7 +78,9 @@ def read(path: Path) -> Folder:
 
 
 def check_complete(found: Folder, instead: str = "") -> None:
-    """Refuse a folder without weights; `instead` says what else can be done."""
+    """Raise RequestError if a folder has no weights; `hint` is added to the message to say what
+    else can be done.
+    """
     if found.weights is None:
         raise RequestError(
             f"{str(found.path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete"
@@ -76,8 +89,10 @@ def check_complete(found: Folder, instead: str = "") -> None:
 
 
 def check_code(path: Path, config: dict[str, Any]) -> None:
-    """Refuse a model of a type that only Python files of its folder compute: nothing that is read
-    is ever run. (Folders of types that are computed without may name such files too.)"""
+    """Raise RequestError if config.json names Python code of the folder (`auto_map`): it is never
+    run. Called for model types that transformers cannot compute without; folders of other types may
+    name such files too.
+    """
     if config.get("auto_map"):
         kind = short_repr(config.get("model_type"))
         raise RequestError(
@@ -88,7 +103,9 @@ def check_code(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_plain(path: Path, config: dict[str, Any]) -> None:
-    """Refuse quantised weights: read without their scales they are another model's."""
+    """Raise RequestError if config.json says that weights are quantized: read without their scales
+    they are another model's.
+    """
     if config.get("quantization_config") or config.get("compression_config"):
         raise RequestError(
             f"{path / CONFIG_NAME}: its weights are quantised, which are not read here; give plain"
@@ -97,7 +114,9 @@ def check_plain(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_rope(path: Path, config: dict[str, Any]) -> None:
-    """Refuse rotary positions that depend on what else is in a batch, whatever the engine."""
+    """Raise RequestError if rotary positions depend on the length of the batch, which no engine may
+    use.
+    """
     for table in (config.get(name) for name in ROPE_TABLES):
         kinds = [table.get(key) for key in ROPE_TYPES] if isinstance(table, dict) else []
         for kind in (kind for kind in kinds if isinstance(kind, str) and kind in NOT_SCALED):
@@ -108,13 +127,16 @@ def check_rope(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_llama(folder: Path, model: LlamaModel) -> None:
-    """Refuse weights of another model than a case's, by their config.json alone, where there is
-    one: before memory is looked at, and long before a worker reads them."""
+    """Raise RequestError if a folder has a config.json of another model than the case's, or
+    quantized weights; checked before a worker starts.
+
+    A folder without config.json, or whose config names no model type, passes.
+    """
     path = folder / CONFIG_NAME
     if path.is_file():
         config = hf_config.read_json(path)
         check_plain(folder, config)
-        if config.get("model_type") is None:  # what a converter wrote may not say it
+        if config.get("model_type") is None:  # some converters leave it out
             return
         try:
             hf_config.check_config(path, config, {**dict(model), "head_dim": model.dim})
@@ -125,7 +147,9 @@ def check_llama(folder: Path, model: LlamaModel) -> None:
 
 
 def check_auto(folder: Path, model: AutoModel) -> None:
-    """The same of a model of any type: its configuration must be the case's, key by key."""
+    """Raise RequestError if a folder's config.json is not the case's for a model that transformers
+    computes: model type and every key that matters must be equal, and weights not quantized.
+    """
     path = folder / CONFIG_NAME
     config = hf_config.read_json(path)
     check_plain(folder, config)

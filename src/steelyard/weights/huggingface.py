@@ -1,13 +1,13 @@
-"""Hugging Face folders: config.json and files of weights, read lazily. Names, boxes and settings
-are tables.
-
-What the digest covers: for every file of weights, in order of name, its size and the sha256 of its
-header; and the name, dtype and shape of every tensor, in order of name. It does not cover the
-values (hashing all of a large model takes long): two trainings of one architecture saved by the
-same tool have the same digest.
+"""Open Hugging Face folders with a Llama, config.json and files of weights, reading headers only
+and values on demand.
 
 Files of weights are safetensors, or what torch.save writes (`pytorch_model.bin`), which is read
 without running any of it. Where a folder has both, safetensors are taken, as transformers does.
+
+The digest covers, for every file of weights in order of name, its size and the sha256 of its
+header; and name, dtype and shape of every tensor. It does not cover the values, because hashing all
+of a large model takes long: two trainings of one architecture, saved by the same tool, have the
+same digest.
 """
 
 import hashlib
@@ -41,13 +41,13 @@ from steelyard.weights.hf_config import (
 )
 from steelyard.weights.torch_files import read as read_saved
 
-# files that may be weights, under names that nobody agreed on
+# files that may be weights but have no standard name; named in the error message only
 OTHERS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """One file, as its header describes it."""
+    """One file of weights with the tensors that its header lists, by name."""
 
     path: Path
     size_bytes: int
@@ -57,7 +57,9 @@ class WeightsFile:
 
 @dataclass(frozen=True)
 class Format:
-    """How a folder is laid out: one file, or several that an index names."""
+    """A file format of weights: the name of a single file, that of an index of several, how the
+    names in the index end, and the function that reads a file's header.
+    """
 
     single: str
     index: str
@@ -65,10 +67,14 @@ class Format:
     inspect: Callable[[Path], WeightsFile]
 
     def here(self, folder: Path) -> bool:
+        """Return whether a folder has the single file or the index of this format."""
         return (folder / self.single).is_file() or (folder / self.index).is_file()
 
 
 def inspect_safetensors(path: Path) -> WeightsFile:
+    """Read and check the header of a safetensors file. Raise RequestError if the file is missing,
+    damaged or cut off, or its header exceeds `MAX_HEADER_BYTES`.
+    """
     try:
         _check_there(path)
         with files.open_regular(path) as raw:  # nothing is parsed before its length is known
@@ -97,6 +103,9 @@ def inspect_safetensors(path: Path) -> WeightsFile:
 
 
 def _open(path: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file on the CPU. Raise RequestError if the file can no
+    longer be read.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensor: Tensor = file.get_tensor(name)
@@ -109,7 +118,11 @@ def _open(path: Path, name: str) -> Tensor:
 
 
 def inspect_saved(path: Path) -> WeightsFile:
-    """Its header is what its pickle says of the tensors: name, type, shape and place in the file."""
+    """Read the tensors of a torch.save file without running any of it. Its `header_sha256` is the
+    hash of their names, dtypes, shapes and offsets.
+
+    Raise RequestError if the file is missing or damaged, or is not a dict of tensors by name.
+    """
     _check_there(path)
     table = read_saved(path)
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table):
@@ -128,6 +141,7 @@ def inspect_saved(path: Path) -> WeightsFile:
 
 
 def _check_there(path: Path) -> None:
+    """Raise RequestError if a file of weights is missing."""
     if not path.is_file():
         raise RequestError(
             f"{path}: shard is missing; download it again, or give a complete Hugging Face folder"
@@ -141,12 +155,14 @@ FORMATS = (
 
 
 def present(folder: Path) -> bool:
-    """Whether a folder has a file of weights, or an index of some."""
+    """Return whether a folder has a file of weights in a known format, or an index of some."""
     return any(one.here(folder) for one in FORMATS)
 
 
 def names_in(folder: Path) -> set[str]:
-    """The names of a folder's tensors; none, if it has no weights."""
+    """Return the names of a folder's tensors, from the header of the single file or from the index;
+    an empty set if it has no weights. Raise RequestError if that file is damaged.
+    """
     for one in FORMATS:
         if (folder / one.single).is_file():
             return set(one.inspect(folder / one.single).tensors)
@@ -156,7 +172,9 @@ def names_in(folder: Path) -> set[str]:
 
 
 def shards_in(folder: Path) -> list[WeightsFile]:
-    """The folder's files of weights in order of name, each header read and checked."""
+    """Read and check the headers of a folder's files of weights, and return them in order of name.
+    Raise RequestError if there are none, one is missing or damaged, or they differ from the index.
+    """
     for one in FORMATS:
         if (folder / one.single).is_file():
             return [one.inspect(folder / one.single)]
@@ -173,6 +191,9 @@ def shards_in(folder: Path) -> list[WeightsFile]:
 
 
 def _indexed(index: Path, one: Format) -> list[WeightsFile]:
+    """Read the headers of the files that an index names. Raise RequestError unless every tensor is
+    in exactly the file that the index says.
+    """
     where = weight_map(index, one.ending)
     shards = [one.inspect(index.parent / name) for name in sorted(set(where.values()))]
     found: dict[str, list[str]] = {}
@@ -192,13 +213,14 @@ EMBED = "model.embed_tokens.weight"
 
 
 def _queries(shape: LlamaShape) -> int:
+    """Return how many query heads share one KV head."""
     return shape.heads // shape.kv_heads
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor goes: a parameter, and the range of its logical view along one dimension;
-    None: all of it.
+    """Where a tensor of the file goes: a parameter of our model, and the range of its logical view
+    along `dimension` that `span` returns for a shape; all of it if `span` is None.
     """
 
     parameter: str
@@ -206,6 +228,9 @@ class Slot:
     span: Callable[[LlamaShape], tuple[int, int]] | None = None
 
     def part(self, shape: LlamaShape, prefix: str = "") -> TensorPart:
+        """Return the box that the tensor covers in a model of this shape; `prefix` is that of the
+        layer, such as `layers.3.`.
+        """
         name = prefix + self.parameter
         box = list(placements.box(name, shape, placements.Shard()))
         if self.span is not None:
@@ -218,7 +243,7 @@ TOP = {
     "model.norm.weight": Slot("norm.weight"),
     "lm_head.weight": Slot("output.weight"),
 }
-# Names in a layer, less their prefix.
+# Names in a layer, without the prefix `model.layers.N.`.
 LAYER = {
     "input_layernorm.weight": Slot("attention_norm.weight"),
     "self_attn.q_proj.weight": Slot("qkv.weight", 1, lambda s: (0, _queries(s))),
@@ -230,7 +255,7 @@ LAYER = {
     "mlp.up_proj.weight": Slot("gate_up.weight", 0, lambda s: (1, 2)),
     "mlp.down_proj.weight": Slot("down.weight"),
 }
-# Those that only some shapes have; the names are the same in all model types.
+# Tensors that only some shapes have; the names are the same in all model types.
 OPTIONAL = {
     f"self_attn.{which}_proj.bias": Slot(
         "qkv.bias", 1, LAYER[f"self_attn.{which}_proj.weight"].span
@@ -241,8 +266,10 @@ OPTIONAL = {
 
 @dataclass(frozen=True)
 class Redundant:
-    """A tensor without a place in our model, and when it may be left out without changing an
-    answer. `embed` gives the embedding."""
+    """A tensor that our model does not have. `is_harmless` is called with it and a function that
+    returns the embedding, and returns whether leaving it out changes no result; `refusal` is the
+    message if it does.
+    """
 
     harmless: Callable[[Tensor, Callable[[], Tensor]], bool]
     otherwise: str
@@ -261,8 +288,8 @@ TIED_HEAD = Redundant(
 
 
 def parts(shape: LlamaShape) -> dict[str, TensorPart]:
-    """Every tensor a checkpoint of this shape must have, and what it covers: each parameter is
-    covered exactly once.
+    """Return all tensors that a Hugging Face checkpoint of this shape must have, by name, with the
+    box that each covers: together they cover each parameter once.
     """
     layer = LAYER | {
         name: slot
@@ -282,7 +309,9 @@ def parts(shape: LlamaShape) -> dict[str, TensorPart]:
 
 
 def redundant(shape: LlamaShape) -> dict[str, Redundant]:
-    """Tensors a checkpoint of this shape may have beside its parts."""
+    """Return the tensors that a Hugging Face checkpoint of this shape may have in addition, by
+    name.
+    """
     out = {"model.rotary_emb.inv_freq": INV_FREQ} | (
         {"lm_head.weight": TIED_HEAD} if shape.tied else {}
     )
@@ -294,16 +323,24 @@ def redundant(shape: LlamaShape) -> dict[str, Redundant]:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """A folder whose config.json, the settings, and headers were read."""
+    """A Hugging Face folder with a Llama, of which config.json (`settings`) and the headers were
+    read. Implements `LlamaCheckpoint`.
+    """
 
     headers: Headers
     path: Path  # of config.json
     settings: dict[str, Any]
 
     def config(self) -> dict[str, Any]:
+        """Return the model's dimensions by the fields of LlamaShape, as config.json tells them;
+        None for those it does not. Raise RequestError if a value has a wrong type.
+        """
         return checkpoint.typed(self.path, first_told(self.path, self.settings))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
+        """Return one piece for each tensor that the model has. Raise RequestError if config.json or
+        the headers are not those of a model of this shape, or a tensor is missing.
+        """
         check_config(self.path, self.settings, vars(shape))
         wanted, known, tensors = parts(shape), redundant(shape), self.headers.tensors
         checkpoint.check_entries(tensors, wanted, lambda name: name in known)
@@ -312,6 +349,9 @@ class HuggingFace:
         return [Piece(stored, part.parameter, part.box, part.inside) for stored, part in here]
 
     def check_values(self, shape: LlamaShape) -> None:
+        """Read the redundant tensors, and raise RequestError if one changes results: an output bias
+        that is not zero, or a tied output that differs from the embedding.
+        """
         known = redundant(shape)
         every = {stored.name: stored for stored in self.headers.tensors}
         for stored in every.values():
@@ -322,16 +362,23 @@ class HuggingFace:
                 raise RequestError(f"{about} {known[stored.name].otherwise}; give other weights")
 
     def count(self) -> int:
+        """Return how many parameters the model has. Raise RequestError if the folder is not a
+        complete model.
+        """
         return checkpoint.count(self)
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder holds weights of a Llama."""
+    """Return whether a folder holds a Llama in Hugging Face's format: it has the tensor of its
+    embedding. Raise RequestError if its files are damaged.
+    """
     return EMBED in names_in(folder)
 
 
 def read(folder: Path) -> HuggingFace:
-    """Open a folder: read its config and every header."""
+    """Open a Hugging Face folder: read config.json and every header, but no values. Raise
+    RequestError if one is missing or damaged.
+    """
     path = folder / CONFIG_NAME
     settings, shards = read_json(path), shards_in(folder)
     sizes = [(shard.path.name, shard.size_bytes) for shard in shards]

@@ -1,4 +1,6 @@
-"""What a checkpoint holds, of any family, as its headers tell it."""
+"""Describe the checkpoint in a folder, of any family and format, from its headers: `steelyard
+weights inspect`.
+"""
 
 import math
 from collections import Counter
@@ -18,11 +20,12 @@ SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint as its files describe it. Sizes are of the files; what a shape's fields are not
-    told is None.
+    """A checkpoint as its files describe it. `size_bytes` is the size of the files; `dtype` lists
+    all dtypes with the most frequent first, such as `bf16+fp32`; `shape` are the model's
+    dimensions, None where the files do not tell; `notes` include why it cannot be used as it is.
     """
 
-    layout: str  # the format; files that others read have it under this name
+    layout: str  # the format; `--json` calls it layout
     tp: int
     iteration: str | None
     dtype: str
@@ -31,12 +34,17 @@ class Inspection:
     files: list[tuple[str, int]]
     shape: dict[str, Any]
     notes: list[str]
-    header_sha256: str  # as records say it
+    header_sha256: str  # of the headers, as in a record
 
 
 def inspect(folder: Path) -> Inspection:
-    """What a folder holds. What keeps it from being used as it is, is a note. Of a folder that no
-    family knows, the reader of Llamas says what is missing."""
+    """Read the headers of a folder's checkpoint and describe it.
+
+    An incomplete model is not refused: the problem becomes a note, and the parameters are then
+    counted from the tensors that are there. Raise RequestError if the folder cannot be opened as a
+    checkpoint; a folder that no family recognizes is opened as a Llama's, whose reader says what is
+    missing.
+    """
     family = families.row(family_of(folder) or families.LLAMA.name)
     source: Opened = plugins.load(family.checkpoint)(folder)
     headers, config = source.headers, source.config()
@@ -68,11 +76,14 @@ def inspect(folder: Path) -> Inspection:
 
 
 def _plain(value: Any) -> Any:
+    """Return a pydantic model as a dict, any other value as it is."""
     return value.model_dump() if isinstance(value, Frozen) else value
 
 
 def _unusual(config: dict[str, Any], field: str) -> bool:
-    """Whether a field in which few models differ from a plain Llama is told."""
+    """Return whether a dimension that few models set differs from a plain Llama's: it is set, or
+    for `head_dim` it is known and not `hidden / heads`.
+    """
     if field != "head_dim":
         return bool(config[field])
     told = [config[name] for name in ("head_dim", "heads", "hidden")]

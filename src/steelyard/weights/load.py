@@ -1,8 +1,10 @@
-"""Weights of a Llama, or of a shard of one, from a checkpoint, streamed.
+"""Open a Llama checkpoint of either format and load it into a model, whole or one shard of it, one
+tensor at a time.
 
-Loading reads one tensor at a time from the mapped file straight into its place in the model, so
-host memory never holds a second copy. All headers are checked before the first byte of data is
-copied: a wrong folder fails at once.
+Each tensor goes from the mapped file straight into the model, so host memory never holds a second
+copy. All headers are checked before the first value is copied: a wrong folder fails at once.
+Engines call this in a worker; functions that build a model and fill it with random weights are
+exported again from models/llama_init.py.
 """
 
 from collections.abc import Mapping
@@ -39,12 +41,19 @@ __all__ = [
 
 
 def holds(folder: Path) -> bool:
-    """Whether a folder holds weights of a Llama, of either format."""
+    """Return whether a folder holds a Llama checkpoint, in Hugging Face's or Megatron's format.
+    Raise OSError or RequestError if its files cannot be read.
+    """
     return megatron.holds(folder) or huggingface.holds(folder)
 
 
 def open_folder(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder, of either format, its headers read and its tensors not."""
+    """Open the Llama checkpoint in a folder, in Hugging Face's or Megatron's format: headers are
+    read, values are not.
+
+    Raise RequestError if the folder does not exist or cannot be read, holds no checkpoint, one in
+    both formats, one of another family, or an unfinished conversion.
+    """
     if folder.is_file():
         raise RequestError(
             f"weights {str(folder)!r} is a file; give the folder of the checkpoint, or random"
@@ -58,6 +67,11 @@ def open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    """Open a folder's checkpoint as `open_llama_checkpoint` does; OSError is passed on.
+
+    A Megatron checkpoint that a tracker in a subfolder names is ignored if the folder itself has
+    Hugging Face weights.
+    """
     _check_finished(folder)
     checkpoint.check_family(folder, families.LLAMA.name)
     shards = megatron.find(folder)
@@ -80,6 +94,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _check_finished(folder: Path) -> None:
+    """Raise RequestError if a folder has the journal of a conversion that is not finished."""
     path = folder / checkpoint.JOURNAL
     if path.is_file() and checkpoint.read_journal(path).get("finished") is not True:
         raise RequestError(
@@ -95,14 +110,18 @@ def load(
     shard: Shard = WHOLE,
     progress: ByteProgress | None = None,
 ) -> dict[str, Any]:
-    """Fill a shard of a model of this shape from a checkpoint; returns where the weights came from,
-    for the record. `progress` is told the bytes copied so far and in all, after every tensor."""
+    """Fill a model, which is shard `shard` of a model of this shape, from a checkpoint folder in
+    place, and return where the weights came from, for the record.
+
+    Rows that pad the vocabulary are set to zero. `progress` is called after every tensor with the
+    bytes copied so far and in all. Raise RequestError if the checkpoint is not of this model.
+    """
     with torch.no_grad():
         places = {}
         for name in checkpoint.parameters(shape):
             parameter = model.get_parameter(name)
             if name in ("embed.weight", "output.weight"):
-                parameter.zero_()  # rows that pad a vocabulary stay so
+                parameter.zero_()  # rows that pad the vocabulary stay zero
             places[name] = placements.logical_view(name, parameter, shape, shard)
     return load_places(places, folder, shape, shard, progress)
 
@@ -114,8 +133,13 @@ def load_places(
     shard: Shard,
     progress: ByteProgress | None,
 ) -> dict[str, Any]:
-    """The same into any places: views as large as a shard's boxes, by the names of the parameters
-    that are wanted.
+    """Fill tensors from a checkpoint folder in place, and return where the weights came from, for
+    the record.
+
+    `views` are logical views by parameter name, each as large as the box of `shard`; other
+    parameters are not loaded, but the whole checkpoint is checked. `progress` is called after every
+    tensor with the bytes copied so far and in all. Raise RequestError if the checkpoint is not of a
+    model of this shape.
     """
     source = open_folder(folder)
     pieces = [piece for piece in source.pieces(shape) if piece.parameter in places]
@@ -133,7 +157,9 @@ def load_places(
 
 
 def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
-    """Where weights came from, for the record."""
+    """Return where the weights of a Llama came from as a record stores it: `describe_source`, and
+    for Megatron the number of shards and the iteration.
+    """
     headers = source.headers
     out = checkpoint.facts(headers, checkpoint.elements(shape))
     return (
@@ -144,8 +170,11 @@ def facts(source: Checkpoint, shape: LlamaShape) -> dict[str, Any]:
 
 
 def copy_to_hf(model: Llama, parameters: dict[str, Tensor]) -> None:
-    """The same weights into a Hugging Face model's parameters, by name; biases we do not have
-    become zero.
+    """Copy a whole model's weights into the parameters of a Hugging Face model, by name and in
+    place; biases of output projections, which our model lacks, become zero.
+
+    An output tied to the embedding is left alone. Raise ValueError for a parameter that no Llama
+    has.
     """
     parts = huggingface.parts(model.shape)
     with torch.no_grad():

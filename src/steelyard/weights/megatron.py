@@ -1,11 +1,11 @@
-"""Megatron checkpoints: one file per tensor-parallel shard, read lazily and without running what
-they hold.
+"""Open Megatron checkpoints with a Llama: one torch.save file per tensor-parallel shard, read
+without running code from it, values on demand.
 
-File i of n holds the same box of every parameter as shard i of n of the model does, but for its
-vocabulary, which is padded at its end to a size that the file alone tells.
+File i of n holds the same box of every parameter as shard i of n of our model, except for the
+vocabulary, which is padded at its end to a size that only the file tells.
 
-What the digest covers: for every shard its size, its iteration and the name, dtype and shape of
-every tensor of its model. It does not cover the values.
+The digest covers, for every shard, its size, its iteration, and name, dtype and shape of every
+tensor of its model. It does not cover the values.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ from steelyard.weights.megatron_args import ROOT, ours, theirs
 from steelyard.weights.torch_files import read as read_saved
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# in the tracker, and the folder's name, of a checkpoint that was converted and not trained
+# the iteration, in the tracker and as folder name, of a checkpoint that was converted, not trained
 RELEASE = "release"
-BELOW = ("", "ckpts", "checkpoints")  # where a folder may hold its checkpoint
+BELOW = ("", "ckpts", "checkpoints")  # subfolders that may have the tracker
 FILE = "model_optim_rng.pt"
-MAX_DEPTH = 8  # of the tables in a model
-OLDEST = 2.0  # earlier versions order the rows of QKV otherwise
+MAX_DEPTH = 8  # of nested dicts in a model
+OLDEST = 2.0  # earlier versions order the rows of QKV differently
 
 BIASES = ("qkv.bias", "out.bias", "gate_up.bias", "down.bias")
 IGNORED = ("_extra_state", "rotary_pos_emb.inv_freq")  # computed again, or of fp8 scaling
@@ -48,8 +48,8 @@ _STAGE = re.compile(r"mp_rank_[0-9]+(_[0-9]+)*", re.ASCII)
 
 @dataclass(frozen=True)
 class Rank:
-    """One shard: `tensors` by our names of the parameters, `optimizer` whether it holds more than
-    the model.
+    """One tensor-parallel shard. `tensors` are by our names of the parameters; `args` are the plain
+    training arguments; `has_optimizer` is whether the file holds an optimizer's state too.
     """
 
     path: Path
@@ -61,8 +61,8 @@ class Rank:
 
 
 def box_of(name: str, shape: LlamaShape, shard: Shard, rows: int) -> tuple[Box, tuple[int, ...]]:
-    """What a shard's tensor covers, and the shape of its own logical view, which `rows` of a padded
-    vocabulary make larger.
+    """Return the box that a shard's tensor covers, and the shape of the tensor's logical view. For
+    the vocabulary the latter has `rows` rows, padding included, and may be larger than the box.
     """
     box = placements.box(name, shape, shard)
     form = tuple(end - begin for begin, end in box)
@@ -73,7 +73,9 @@ def box_of(name: str, shape: LlamaShape, shard: Shard, rows: int) -> tuple[Box, 
 
 
 def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
-    """Every tensor of a shard by our name of its parameter, and what it covers."""
+    """Return all tensors of a shard by our parameter names, with the box that each covers; `rows`
+    is the number of vocabulary rows per shard, padding included.
+    """
     return {
         name: TensorPart(name, *box_of(name, shape, shard, rows))
         for name in checkpoint.parameters(shape)
@@ -82,18 +84,26 @@ def parts(shape: LlamaShape, shard: Shard, rows: int) -> dict[str, TensorPart]:
 
 @dataclass(frozen=True)
 class Megatron:
-    """A checkpoint whose shards' tables were read. Its iteration is a number or, as in its folder's
-    name, release."""
+    """A Megatron checkpoint of which only the headers were read. Its iteration is a number, or
+    `release` as in its folder's name. Implements `LlamaCheckpoint`.
+    """
 
     headers: Headers
     ranks: list[Rank]
 
     def config(self) -> dict[str, Any]:
+        """Return the model's dimensions by the fields of LlamaShape, from the first shard's
+        arguments, else from its tensors; None for those neither tells. Raise RequestError if a
+        value has a wrong type.
+        """
         rank = self.ranks[0]
         shapes = {name: stored.shape for name, stored in rank.tensors.items()}
         return checkpoint.typed(rank.path, megatron_args.config(rank.args, shapes, self.headers.tp))
 
     def pieces(self, shape: LlamaShape) -> list[Piece]:
+        """Return the pieces of all shards; tensors that every shard holds whole are taken from the
+        first. Raise RequestError if arguments or headers are not those of a model of this shape.
+        """
         megatron_args.check_plain(shape)
         for rank in self.ranks:
             megatron_args.check(rank.path, rank.args, shape, self.headers.tp)
@@ -110,8 +120,9 @@ class Megatron:
         return out
 
     def _rows(self, shape: LlamaShape) -> int:
-        """Return the rows of the vocabulary in each shard. Raise RequestError if the case's model
-        has no such shards."""
+        """Return the number of vocabulary rows in each shard, padding included. Raise RequestError
+        if a model of this shape cannot have these shards.
+        """
         first, tp = self.ranks[0], self.headers.tp
         stored = first.tensors.get("embed.weight")
         for what, many in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
@@ -133,6 +144,9 @@ class Megatron:
         return rows or vocab_rows(shape.vocab, tp)
 
     def check_values(self, shape: LlamaShape) -> None:
+        """Read values, and raise RequestError if tensors that every shard holds whole differ
+        between shards, or a bias that the model lacks is not zero.
+        """
         for name in checkpoint.parameters(shape):
             if placements.placement(name).split is None:
                 self._check_whole(name)
@@ -144,6 +158,7 @@ class Megatron:
                     )
 
     def _check_whole(self, name: str) -> None:
+        """Raise RequestError if a parameter's bytes differ between shards."""
         first = _bytes(self.ranks[0].tensors[name])
         for rank in self.ranks[1:]:
             if not torch.equal(_bytes(rank.tensors[name]), first):
@@ -154,11 +169,16 @@ class Megatron:
                 )
 
     def count(self) -> int:
+        """Return how many parameters the model has. Raise RequestError if the shards are not a
+        complete model.
+        """
         return checkpoint.count(self)
 
 
 def _tensors(ranks: list[Rank]) -> list[Stored]:
-    """Return the tensors of the model, each once for every shard that holds a part of it."""
+    """Return the tensors of the model for counting: split ones and QKV biases of every shard,
+    others of the first only; other biases are left out.
+    """
     first, *others = (
         {k: v for k, v in rank.tensors.items() if k.rpartition(".")[2] != "bias"} for rank in ranks
     )
@@ -173,6 +193,9 @@ def _tensors(ranks: list[Rank]) -> list[Stored]:
 
 
 def _notes(rank: Rank, tp: int) -> Iterator[str]:
+    """Yield the remarks that `weights inspect` prints: an optimizer's state, reordered V rows, a
+    padded vocabulary.
+    """
     if rank.optimizer:
         yield "the files hold an optimizer's state too; it is not read"
     if rank.args.get("rotary_interleaved_patch") is True:
@@ -183,16 +206,22 @@ def _notes(rank: Rank, tp: int) -> Iterator[str]:
 
 
 def _bytes(stored: Stored) -> Tensor:
+    """Return a stored tensor's values as a flat tensor of bytes."""
     return stored.open().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _redundant(name: str, shape: LlamaShape) -> bool:
-    """Whether a bias has no place in the model; if it is zero it may be left out."""
+    """Return whether a parameter is a bias that a model of this shape lacks; it may be left out if
+    it is zero.
+    """
     leaf = ".".join(name.rsplit(".", 2)[-2:])
     return leaf in BIASES and not (leaf == "qkv.bias" and shape.qkv_bias)
 
 
 def _check_tensors(rank: Rank, wanted: dict[str, TensorPart], shape: LlamaShape) -> None:
+    """Raise RequestError unless a shard's headers list exactly the expected tensors with their
+    shapes; biases that the model lacks are allowed.
+    """
     spelled = {stored.name: wanted[name] for name, stored in rank.tensors.items() if name in wanted}
     names = {stored.name: name for name, stored in rank.tensors.items()}
     checkpoint.check_entries(
@@ -205,6 +234,9 @@ def _check_tensors(rank: Rank, wanted: dict[str, TensorPart], shape: LlamaShape)
 
 
 def _pieces(stored: Stored, part: TensorPart, patched: bool) -> Iterator[Piece]:
+    """Yield the piece that a stored tensor is, or for QKV with `is_patched` (argument
+    rotary_interleaved_patch) two: Q and K as they are, and V with its rows put in plain order.
+    """
     if not patched or not part.parameter.endswith(("qkv.weight", "qkv.bias")):
         yield Piece(stored, part.parameter, part.box, part.inside)
         return
@@ -218,18 +250,27 @@ def _pieces(stored: Stored, part: TensorPart, patched: bool) -> Iterator[Piece]:
 
 
 def _unpatched(value: Tensor) -> Tensor:
-    """The rows of each V head in plain order: they are stored as its even ones, then its odd ones."""
+    """Return V heads with their rows in plain order; they are stored with the even rows of each
+    head first, then the odd ones.
+    """
     groups, one, dim, *rest = value.shape
     return value.reshape(groups, one, 2, dim // 2, *rest).transpose(2, 3).reshape(value.shape)
 
 
 def holds(folder: Path) -> bool:
-    """Whether there is a shard in a folder, or where a tracker in it may point."""
+    """Return whether there is a Megatron shard in a folder, or up to two levels below it, where a
+    tracker may point.
+    """
     return any(any(folder.glob(f"{below}mp_rank_*/{FILE}")) for below in ("", "*/", "*/*/"))
 
 
 def find(folder: Path) -> Path | None:
-    """The folder of shards that a folder means, or None if it holds no Megatron checkpoint."""
+    """Return the folder of shards that a folder means: itself, or the one that a tracker in it or
+    in `ckpts` or `checkpoints` names; None if it holds no Megatron checkpoint.
+
+    Raise RequestError if the tracker is wrong, or there are checkpoints but no tracker; OSError if
+    the folder cannot be read.
+    """
     if _holds_shards(folder):
         return folder
     for below in BELOW:
@@ -249,10 +290,14 @@ def find(folder: Path) -> Path | None:
 
 
 def _holds_shards(folder: Path) -> bool:
+    """Return whether a folder has an entry named like a shard, `mp_rank_...`."""
     return any(_STAGE.fullmatch(path.name) for path in folder.iterdir())
 
 
 def _tracked(tracker: Path) -> Path:
+    """Return the checkpoint folder that a tracker file names. Raise RequestError if its text is
+    neither a number nor `release`, or the folder does not exist.
+    """
     with files.open_regular(tracker) as file:
         word = file.read(100).decode("ascii", "replace").strip()
     if word != RELEASE and not re.fullmatch("[0-9]{1,12}", word, re.ASCII):
@@ -270,8 +315,11 @@ def _tracked(tracker: Path) -> Path:
 
 
 def read(folder: Path) -> Megatron:
-    """The checkpoint in a folder of shards, the table of every shard read and compared with the
-    first.
+    """Open the checkpoint in a folder of shards: read the headers of every shard, but no values,
+    and compare them.
+
+    Raise RequestError if a shard is missing, damaged, in the folder of another, differs from the
+    first in tensors or iteration, or is split over pipeline stages.
     """
     folder = folder.resolve() if not folder.name else folder
     names = {path.name for path in folder.iterdir() if _STAGE.fullmatch(path.name)}
@@ -317,6 +365,13 @@ def read(folder: Path) -> Megatron:
 
 
 def _rank(path: Path, iteration: int | None) -> Rank:
+    """Read the headers of one shard's file. `iteration` is that of its folder's name, None if it
+    names none.
+
+    Raise RequestError if the file is missing or damaged, has no model, is of a version before
+    `OLDEST_VERSION` or of another iteration, or has a parameter twice or one that no plain Llama
+    has.
+    """
     if not path.is_file():
         raise RequestError(f"{path}: shard is missing; fetch it, or give a complete checkpoint")
     table = read_saved(path)
@@ -365,7 +420,9 @@ def _rank(path: Path, iteration: int | None) -> Rank:
 
 
 def leaves(table: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """What is in tables of tables, by their names joined."""
+    """Yield each value in nested dicts that is no dict, with its keys joined by dots. Names that
+    end in one of `IGNORED_SUFFIXES` are left out; dicts below `MAX_DEPTH` are yielded as they are.
+    """
     for key, value in table.items():
         name = f"{prefix}{key if isinstance(key, str) else type(key).__name__}"
         if isinstance(value, dict) and depth < MAX_DEPTH:
@@ -375,6 +432,9 @@ def leaves(table: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[
 
 
 def _check_count(folder: Path, ranks: list[Rank]) -> None:
+    """Raise RequestError if the first shard's arguments tell of another number of shards than there
+    are files.
+    """
     told, here = ranks[0].args.get("tensor_model_parallel_size"), len(ranks)
     if not isinstance(told, int) or told < 1 or told == here:
         return
@@ -396,9 +456,11 @@ def _check_count(folder: Path, ranks: list[Rank]) -> None:
 
 
 def _check_order(ranks: list[Rank]) -> None:
-    """Every shard is in the folder of its number, where the files tell it. Megatron keeps the rank
-    in all of a training: the same number, if a training had no more ranks than shards and if not
-    all were written by one process."""
+    """Raise RequestError if a shard lies in the folder of another, where the files tell its number.
+
+    Files that we wrote tell it. Megatron's tell only the global rank of the training, which is the
+    same number if there were no more ranks than shards and each rank wrote its own file.
+    """
     numbers = [rank.args.get(megatron_args.RANK) for rank in ranks]
     alone = all(rank.args.get("world_size") == len(ranks) for rank in ranks)
     of_training = [rank.args.get("rank") for rank in ranks]
@@ -417,8 +479,8 @@ def _check_order(ranks: list[Rank]) -> None:
 
 
 def _check_alike(rank: Rank, first: Rank) -> None:
-    """All shards of a checkpoint have the same tensors of the same shapes, and are of one
-    iteration.
+    """Raise RequestError unless a shard has the same tensors, shapes, dtypes and iteration as the
+    first.
     """
     if rank.iteration != first.iteration:
         raise RequestError(

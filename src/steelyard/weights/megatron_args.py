@@ -1,7 +1,8 @@
-"""Tables of Megatron's checkpoints: what it calls our parameters, and what the `args` of a training
-say of a model.
+"""Map Megatron's names and training arguments to our model's: parameter names, and what the `args`
+in a checkpoint say about the model.
 
-Of the names for one parameter the first is the one written.
+Where several names of Megatron mean one parameter, the first in the mapping is the one that is
+written. weights/megatron_checkpoint.py reads with it, weights/checkpoint_writer.py writes.
 """
 
 import re
@@ -37,7 +38,7 @@ LAYER = {
     "mlp.linear_fc1.weight": "gate_up.weight",
     "mlp.dense_4h_to_h.weight": "down.weight",
     "mlp.linear_fc2.weight": "down.weight",
-    # Parameters we do not have: zero, or another model.
+    # Biases that our model lacks: they must be zero.
     "self_attention.dense.bias": "out.bias",
     "self_attention.linear_proj.bias": "out.bias",
     "mlp.dense_h_to_4h.bias": "gate_up.bias",
@@ -52,7 +53,7 @@ _WRITTEN |= {ours: STACKS[0] + name for name, ours in reversed(STACK.items())}
 
 
 def ours(name: str) -> str | None:
-    """Our name of a Megatron's parameter."""
+    """Return our name of a Megatron parameter, or None if our model has no such parameter."""
     rest = name.removeprefix(ROOT)
     for stack in STACKS:
         if rest.startswith(stack):
@@ -65,7 +66,9 @@ def ours(name: str) -> str | None:
 
 
 def theirs(parameter: str) -> str:
-    """The name that a shard is written with, less its root."""
+    """Return the name with which a parameter is written to a Megatron shard, without the leading
+    `language_model.`.
+    """
     if parameter in _WRITTEN:
         return _WRITTEN[parameter]
     _, index, leaf = parameter.split(".", 2)
@@ -74,20 +77,24 @@ def theirs(parameter: str) -> str:
 
 Args = dict[str, Any]
 
-RANK = "tensor_model_parallel_rank"  # which shard a file is; Megatron does not keep it, we do
+RANK = "tensor_model_parallel_rank"  # index of the shard; we write it, Megatron does not
 
 
 @dataclass(frozen=True)
 class Argument:
-    """The names of an argument, the one that holds if several are told first, and the field of the
-    shape it must equal.
+    """A training argument of Megatron: its names, of which the first that is set counts, the field
+    of the shape that it must equal, and the value that older versions without it used (`default`;
+    None if unknown).
     """
 
     keys: tuple[str, ...]
     field: str
-    absent: Any = None  # what Megatron took before it had the argument; None: the files do not tell
+    absent: Any = None  # of versions without the argument; None: unknown
 
     def found(self, args: Args) -> tuple[str, Any]:
+        """Return the name and value of the argument; the first name with the default if it is not
+        set, and None as value if there are no arguments at all.
+        """
         told = [(key, args[key]) for key in self.keys if args.get(key) is not None]
         return told[0] if told else (self.keys[0], self.absent if args else None)
 
@@ -106,7 +113,7 @@ ARGUMENTS = (
 # not compared: no weight depends on it
 POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")
 
-# What models/llama.py computes; None, and no word of it, is allowed for each.
+# Values that models/llama.py computes. None, and an absent argument, are allowed for each.
 COMPUTED: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "quick_geglu": (False,),
@@ -135,8 +142,8 @@ _PLAIN = str | int | float | None
 
 
 def plain(args: Any) -> Args:
-    """A Namespace as a table of numbers, words, None and rows of them. Anything else in it says
-    nothing of the model.
+    """Return the arguments of an unpickled Namespace as a dict of numbers, strings, None and lists
+    or tuples of these. Everything else in it is dropped; an empty dict if it is no Namespace.
     """
     state = args.state if isinstance(args, Stub) else args
     if not isinstance(state, dict):
@@ -152,24 +159,31 @@ def plain(args: Any) -> Args:
 
 
 def _groups(args: Args) -> tuple[str, Any]:
-    """Keys of their own for every head, unless grouped."""
+    """Return the argument that tells the number of KV heads, and its value: the number of heads
+    unless attention is grouped.
+    """
     if args.get("group_query_attention") is True:
         return "num_query_groups", args.get("num_query_groups")
     return "num_attention_heads without group_query_attention", args.get("num_attention_heads")
 
 
 def _tied(args: Args) -> tuple[str, Any]:
+    """Return the argument that tells whether the output is tied to the embedding, and its value;
+    None if it is not set.
+    """
     untied = args.get("untie_embeddings_and_output_weights")
     return "not untie_embeddings_and_output_weights", None if untied is None else not untied
 
 
 def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
-    """Refuse arguments that are not the model's. What they do not say is not refused."""
+    """Raise RequestError if arguments differ from a model's shape or from what our own Llama
+    computes, or are of another number of shards than `tp`. Arguments that are absent pass.
+    """
     found = [(argument.field, argument.found(args)) for argument in ARGUMENTS]
     for field, (key, value) in (*found, ("kv_heads", _groups(args)), ("tied", _tied(args))):
         if value is not None:
             checkpoint.agree(path, key, value, field, getattr(shape, field))
-    # The older spelling of rope holds whatever the newer one, which had another default, says.
+    # The older argument for rope wins over the newer one, which had another default.
     older = (
         {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
     )
@@ -179,7 +193,9 @@ def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
 
 
 def check_plain(shape: LlamaShape) -> None:
-    """Refuse a shape whose files of this format we neither read nor write."""
+    """Raise RequestError if a shape has QK norms, a sliding window or scaled rotary positions,
+    which are neither read nor written in this format.
+    """
     for field in ("qk_norm", "window", "rope_scaling"):
         if getattr(shape, field):
             raise RequestError(
@@ -189,8 +205,8 @@ def check_plain(shape: LlamaShape) -> None:
 
 
 def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
-    """Fields of a shape: what the arguments say, and else what the tensors of one of `tp` shards
-    do.
+    """Return the fields of a shape from the arguments, and where these say nothing from the shapes
+    of the tensors in one of `tp` shards, by our names; None for what neither tells.
     """
     out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
     out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1], "qk_norm": False}
@@ -210,7 +226,9 @@ def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str,
 
 
 def written(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> Args:
-    """The arguments of a shard that we write."""
+    """Return the arguments that are written with a shard. `rows` is the number of vocabulary rows
+    per shard, padding included.
+    """
     tp = shard.count
     return {
         "num_layers": shape.layers,

@@ -1,5 +1,5 @@
-"""A Llama, or a share of one, on a device with its weights: random ones from a seed, or a
-checkpoint's.
+"""Build a Llama, whole or one tensor-parallel shard, on a device with its weights: random from a
+seed, or of a checkpoint.
 """
 
 from pathlib import Path
@@ -16,6 +16,7 @@ from steelyard.weights.checkpoint import ByteProgress
 
 
 def _nothing_to_sum(part: Tensor) -> Tensor:
+    """Return the tensor: the sum over one shard is the shard's own."""
     return part
 
 
@@ -29,8 +30,13 @@ def build(
     total: Total = _nothing_to_sum,
     progress: ByteProgress | None = None,
 ) -> tuple[Llama, dict[str, Any]]:
-    """The model and where its weights came from, for the record: the same for every engine. `total`
-    sums over all shares.
+    """Build a Llama shard on a device, fill it with weights, and return it with where they came
+    from, for the record.
+
+    Weights are loaded from `folder`, or random from `seed` if that is None: the same for every
+    engine and number of shards. `sum_over_shards` is the all-reduce that the tensor-parallel layers
+    call. `progress` is called while a checkpoint is loaded, with the bytes copied and in all. Raise
+    RequestError if the checkpoint is not of this model.
     """
     model = load.build(shape, device, dtype, share)
     if folder is None:

@@ -1,4 +1,4 @@
-"""Settings of an untrusted file against those of a case: refused if they differ. Without torch."""
+"""Refuse settings of a checkpoint that differ from the case's model. Imports no torch."""
 
 import math
 from pathlib import Path
@@ -8,8 +8,10 @@ from steelyard.errors import RequestError, short_repr
 
 
 def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
-    """Refuse a setting of a file that is not the model's."""
-    # some tools keep 1e-5 as its fp32
+    """Raise RequestError unless setting `key` of the file at `path` has the value of the case's
+    `field`. Floats are equal within a relative 1e-6, because some tools store 1e-5 as fp32.
+    """
+    # some tools store 1e-5 rounded to fp32
     both = isinstance(found, float) and isinstance(wanted, float)
     if not (math.isclose(found, wanted, rel_tol=1e-6) if both else found == wanted):
         raise RequestError(
@@ -19,7 +21,9 @@ def agree(path: Path, key: str, found: Any, field: str, wanted: Any) -> None:
 
 
 def allow(path: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
-    """Refuse a setting of a file that changes what a model computes."""
+    """Raise RequestError if setting `key` of the file at `path` is neither absent (None) nor one of
+    the allowed values: with another value the model computes something else.
+    """
     if found is not None and found not in allowed:
         raise RequestError(
             f"{path}: {key} is {short_repr(found)}, allowed:"

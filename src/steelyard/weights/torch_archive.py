@@ -1,7 +1,7 @@
-"""The file that torch.save writes, a zip: where each of its entries lies, and tensors as ranges of
-its bytes.
+"""Locate the entries and tensors in the zip file that torch.save writes, as ranges of its bytes.
 
-Every index, size and range is checked. The zip's checksums are not: torch may leave them out.
+Every index, size and range is checked: the file is untrusted. The zip's checksums are not, because
+torch may leave them out. weights/torch_files.py interprets the pickle in it.
 """
 
 import io
@@ -37,19 +37,24 @@ STORAGES = {
     "torch.BoolStorage": torch.bool,
     "torch.ComplexFloatStorage": torch.complex64,
     "torch.ComplexDoubleStorage": torch.complex128,
-    "torch.storage.UntypedStorage": torch.uint8,  # counts bytes
+    "torch.storage.UntypedStorage": torch.uint8,  # its count is in bytes
 }
 
 
 class RefusedError(ValueError):
-    """What is wrong with a file, in our words."""
+    """A torch.save file is damaged, or has content that is not read; the text says what.
+    weights/torch_files.py turns it into a RequestError.
+    """
 
 
 @dataclass(eq=False, repr=False)
 class Stub:
-    """An object of a type we do not know: its name, and what it was given, as plain data. A global
-    that was not called, a function or a class, has no args. Subclasses of dict have items, those of
-    list and set values."""
+    """An object in a pickle whose type is not interpreted: the type's name, and what it was given,
+    as plain data. Nothing of it was imported or called.
+
+    A global that was not called, a function or class, has no `args`. `items` are those of a
+    subclass of dict, `values` those of a subclass of list or set.
+    """
 
     name: str
     args: tuple[Any, ...] = ()
@@ -57,14 +62,19 @@ class Stub:
     items: dict[Any, Any] = field(default_factory=dict)
     values: list[Any] = field(default_factory=list)
 
-    # without its parts: each may be in it so often that their text is endless
+    # without its parts, which may be repeated so often that their text is endless
     def __repr__(self) -> str:
+        """Return the name alone: an object may contain another so often that the full text would be
+        endless.
+        """
         return f"Stub({self.name!r})"
 
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a file, not read. A storage on its own is one too, of one dimension."""
+    """A tensor in a file, not read: its offset in the file, dtype, shape and stride in elements. A
+    storage on its own is one too, of one dimension.
+    """
 
     path: Path
     offset_bytes: int  # of the tensor's first element
@@ -73,6 +83,7 @@ class TensorRef:
     stride: tuple[int, ...]
 
     def __post_init__(self) -> None:
+        """Raise MalformedFileError unless all values have their type and fit torch's limits."""
         if not isinstance(self.dtype, torch.dtype):
             raise RefusedError("a tensor's dtype is not one")
         if (
@@ -96,20 +107,27 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of its elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def span_bytes(self) -> int:
-        """From the first element to the end of the last one in the file."""
+        """Return the bytes from the beginning of the first element to the end of the last one in
+        the file; 0 for an empty tensor.
+        """
         last = sum(
             (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
         )
         return 0 if 0 in self.shape else (last + 1) * self.dtype.itemsize
 
     def open(self) -> torch.Tensor:
-        """The tensor on a map of its part of the file: memory is taken only for what is written to
-        it, which the file never sees. The map keeps a file descriptor for as long as the tensor
-        lives: open one after the other."""
+        """Return the tensor on a private memory map of its part of the file: values are read on
+        use, and writing to it never changes the file.
+
+        The map keeps a file descriptor as long as the tensor lives, so open one tensor after the
+        other. Elements that are not aligned in the file are copied. Raise RequestError if the file
+        cannot be mapped any more.
+        """
         if not self.span_bytes:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
         inset = self.offset_bytes % mmap.ALLOCATIONGRANULARITY
@@ -123,22 +141,32 @@ class TensorRef:
                 " read, start again"
             ) from error
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=self.span_bytes, offset=inset)
-        if self.offset_bytes % self.dtype.itemsize:  # torch takes elements to be aligned
+        if self.offset_bytes % self.dtype.itemsize:  # torch assumes aligned elements
             raw = raw.clone()
         return raw.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class Bounded(io.FileIO):
-    """zipfile takes the size of a zip's directory on trust, and all of it into memory."""
+    """A file that refuses to read more than `MAX_DIRECTORY_BYTES` at once: zipfile trusts the size
+    of a zip's directory and reads all of it into memory.
+    """
 
     def read(self, size: int | None = -1, /) -> bytes:
+        """Read as FileIO does; raise MalformedFileError if more than `MAX_DIRECTORY_BYTES` are
+        asked for.
+        """
         if size is not None and size > MAX_DIRECTORY_BYTES:
             raise RefusedError(f"its zip directory is larger than {MAX_DIRECTORY_BYTES} bytes")
         return super().read(size)
 
 
 class Archive:
-    """The zip of torch.save: where in the file each of its entries lies."""
+    """The zip of a torch.save file: where in the file each of its entries lies.
+
+    Creating one reads the directory. Raises MalformedFileError if it is damaged or not laid out as
+    torch.save does, RequestError for TorchScript archives, torch's old format, and big-endian
+    files.
+    """
 
     def __init__(self, path: Path, file: Bounded) -> None:
         self.path, self.file = path, file
@@ -173,6 +201,9 @@ class Archive:
             )
 
     def _directory(self) -> list[zipfile.ZipInfo]:
+        """Read the zip's directory. Raise RequestError for torch's old format, MalformedFileError
+        if it is no zip, or the end is missing.
+        """
         self.file.seek(0)
         head = self.file.read(32)
         if LEGACY in head:
@@ -192,7 +223,12 @@ class Archive:
             raise RefusedError(cut) from error
 
     def span(self, name: str) -> tuple[int, int]:
-        """Offset and size of an entry's bytes. Only the local header says where they begin."""
+        """Return offset and size in bytes of an entry's content, `name` without the archive's root
+        folder. Its local header must be read: only that says where the content begins.
+
+        Raise MalformedFileError if the entry does not exist, is compressed or encrypted, or reaches
+        beyond the end of the file.
+        """
         info = self.entries.get(f"{self.root}/{name}")
         if info is None:
             raise RefusedError(f"{short_repr(name)} is asked for and is not in it")
@@ -214,6 +250,9 @@ class Archive:
         return start, info.file_size
 
     def content(self, name: str, limit: int) -> bytes:
+        """Return the content of an entry. Raise MalformedFileError if it has more than `max_bytes`,
+        or as `locate_entry` does.
+        """
         start, size = self.span(name)
         if size > limit:
             raise RefusedError(f"{name} has {size} bytes, at most {limit} are allowed")
@@ -221,7 +260,10 @@ class Archive:
         return self.file.read(size)
 
     def storage(self, pid: Any) -> TensorRef:
-        """What torch calls a persistent id: a storage's type, key, device and count of elements."""
+        """Return the range of bytes of a storage from torch's persistent id: a tuple of "storage",
+        type, key, device and number of elements. Raise MalformedFileError if it is not one, or its
+        entry is too small.
+        """
         if (
             type(pid) is not tuple
             or len(pid) != 5

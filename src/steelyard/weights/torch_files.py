@@ -1,4 +1,4 @@
-"""What a file of torch.save holds, read without running any of it.
+"""Read what a torch.save file holds without running any of it.
 
 A pickle is a small program. Python's unpickler imports and calls what it names, and in C it can be
 made to crash the process (the hash of a tuple nested a million deep) or to fill memory (a memo slot
@@ -6,7 +6,7 @@ of index 2**32). So the opcodes, split by `pickletools.genops`, are carried out 
 never more than its name: the few names of torch that describe tensors become a `TensorRef`, a range
 of bytes of the file that is mapped on demand, every other one a `Stub`.
 
-Every index, size and range is checked, the count of opcodes, and what may be a key.
+Every index, size and range is checked, as are the number of opcodes and the types of dict keys.
 """
 
 import pickletools
@@ -23,9 +23,9 @@ from steelyard.weights.torch_archive import Archive, Bounded, RefusedError, Stub
 __all__ = ["Stub", "TensorRef", "read"]
 
 MAX_PICKLE_BYTES = 64 << 20
-MAX_OPCODES = 500_000  # seconds of work; a shard of 1,000 tensors has about 40,000
+MAX_OPCODES = 500_000  # takes seconds; a shard of 1,000 tensors has about 40,000
 MAX_NAME = 500
-MAX_EXPANDED_BYTES = 64 << 20  # of a tensor larger than its storage: one of stride 0
+MAX_EXPANDED_BYTES = 64 << 20  # limit for a tensor larger than its storage (stride 0)
 
 AGAIN = "fetch it again, or save it again with torch.save"
 
@@ -38,8 +38,11 @@ TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
 def read(path: Path) -> Any:
-    """The object in a torch.save file: dicts, lists, tuples, numbers, strings as they are, tensors
-    as TensorRef, the rest as Stub."""
+    """Return the object in a torch.save file: dicts, lists, tuples, sets, numbers and strings as
+    they are, tensors as TensorRef, everything else as Stub.
+
+    Raise RequestError if it cannot be read, is damaged, or is not a file that torch.save writes.
+    """
     if not path.is_file():  # opening a pipe would wait for ever
         raise RequestError(f"{path}: is not a file; give a checkpoint written by torch.save")
     try:
@@ -71,6 +74,11 @@ def read(path: Path) -> Any:
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any
 ) -> TensorRef:
+    """Return the range of bytes of a tensor in a storage; `offset` counts elements.
+
+    Raise MalformedFileError if the storage is none, the tensor reaches beyond it, repeats it to a
+    much larger size (stride 0), or is lazily negated or conjugated (`metadata`).
+    """
     if not isinstance(storage, TensorRef) or storage.stride != (1,):
         raise RefusedError("a tensor is made of something that is not a storage")
     if metadata:
@@ -99,6 +107,9 @@ def _typed(
     hooks: Any = None,
     meta: Any = None,
 ) -> Any:
+    """Rebuild a tensor with the dtype of its storage, with the arguments of torch's
+    _rebuild_tensor_v2. Gradient flag and hooks are ignored.
+    """
     return _tensor(storage, offset, size, stride, getattr(storage, "dtype", None), meta)
 
 
@@ -112,12 +123,16 @@ def _untyped(
     dtype: Any,
     meta: Any = None,
 ) -> Any:
+    """Rebuild a tensor with its own dtype in an untyped storage, with the arguments of torch's
+    _rebuild_tensor_v3. Gradient flag and hooks are ignored.
+    """
     return _tensor(store, offset, size, stride, dtype, meta)
 
 
 def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """A tensor with attributes, which are left out. A subclass may mean its bytes otherwise: it
-    stays a stub.
+    """Rebuild a plain tensor or parameter that has attributes, which are dropped, with the
+    arguments of torch's _rebuild_from_type_v2. Any other subclass becomes a Stub: it may interpret
+    its bytes differently.
     """
     known = REBUILD.get(make.name) if isinstance(make, Stub) else None
     if (
@@ -147,8 +162,8 @@ KNOWN: dict[str, Callable[..., Any]] = REBUILD | {
 
 
 class _Machine:
-    """A pickle's stack and memo. A mark sets the stack aside and starts a new one: no opcode
-    reaches below it.
+    """Executes the pickle of an archive: a stack and a memo. A mark sets the stack aside and starts
+    a new one, so that no opcode reaches below a mark.
     """
 
     def __init__(self, archive: Archive) -> None:
@@ -158,6 +173,10 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
+        """Execute all opcodes and return the resulting object. Raise MalformedFileError at an
+        unknown opcode or after `MAX_OPCODES`, or another ValueError, TypeError or LookupError if
+        the pickle is malformed.
+        """
         raw = self.archive.content("data.pkl", MAX_PICKLE_BYTES)
         for count, (opcode, value, _) in enumerate(pickletools.genops(raw)):
             if count == MAX_OPCODES:
@@ -168,10 +187,13 @@ class _Machine:
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
+        """Push a value on the stack."""
         self.stack.append(value)
 
     def take(self, count: int) -> tuple[Any, ...]:
-        """The top of the stack, in the order it was pushed."""
+        """Remove the top `count` values from the stack, and return them in the order they were
+        pushed. Raise MalformedFileError if there are fewer.
+        """
         if len(self.stack) < count:
             raise RefusedError("its pickle takes more than it put")
         taken = tuple(self.stack[-count:])
@@ -179,35 +201,51 @@ class _Machine:
         return taken
 
     def mark(self) -> None:
+        """Set the stack aside and start an empty one."""
         self.below.append(self.stack)
         self.stack = []
 
     def marked(self) -> list[Any]:
+        """Return all values since the last mark, and restore the stack below it. Raise IndexError
+        without a mark.
+        """
         parts, self.stack = self.stack, self.below.pop()
         return parts
 
     def named(self, module: Any, name: Any) -> Any:
+        """Return what a global of a pickle stands for: a torch dtype, or a Stub with its name;
+        nothing is imported. Raise MalformedFileError if the name is no text or too long.
+        """
         if type(module) is not str or type(name) is not str or len(module) + len(name) > MAX_NAME:
             raise RefusedError(f"a global's name is not text of at most {MAX_NAME} characters")
         return DTYPES.get(f"{module}.{name}") or Stub(f"{module}.{name}")
 
     def call(self, made: Any, args: Any) -> None:
-        """What a known name describes, else a stub that keeps the arguments."""
+        """Push the result of calling `function`: what one of the interpreted names of torch
+        describes, else a Stub that keeps the arguments. Raise MalformedFileError unless it is a
+        Stub called with a tuple.
+        """
         if not isinstance(made, Stub) or type(args) is not tuple:
             raise RefusedError(f"{short_repr(made)} is called with {short_repr(args)}")
         known = KNOWN.get(made.name)
         self.push(known(*args) if known else Stub(made.name, args))
 
     def build(self) -> None:
+        """Store the top of the stack as the state of the Stub below it; for a dict it is dropped (a
+        state_dict's _metadata). Raise MalformedFileError for any other object.
+        """
         made, state = self.take(2)
         if isinstance(made, Stub):
             made.state = state
-        # the attributes of an OrderedDict, a state_dict's _metadata, are left out
+        # attributes of an OrderedDict, such as a state_dict's _metadata, are dropped
         elif type(made) is not dict:
             raise RefusedError(f"{short_repr(made)} is given a state")
         self.push(made)
 
     def put(self, parts: Sequence[Any]) -> None:
+        """Add alternating keys and values to the dict, or the Stub of a dict, on top of the stack,
+        in place. Raise MalformedFileError if it is something else, or for a bad key.
+        """
         top = self.stack[-1]
         target = top.items if isinstance(top, Stub) else top
         if type(target) is not dict:
@@ -217,6 +255,9 @@ class _Machine:
         )
 
     def add(self, parts: Sequence[Any]) -> None:
+        """Add values to the list, set or Stub on top of the stack, in place. Raise
+        MalformedFileError if it is something else.
+        """
         top = self.stack[-1]
         target = top.values if isinstance(top, Stub) else top
         if type(target) is set:
@@ -228,8 +269,9 @@ class _Machine:
 
 
 def _key(key: Any, deep: int = 3) -> Any:
-    """A key of a dict or set. Hashing a tuple goes through its parts in C, however deep and however
-    often the same.
+    """Return a key of a dict or set if it is safe to hash: a plain value, dtype, Stub, or a tuple
+    of at most 16 of these, at most `max_depth` deep. Raise MalformedFileError if not: hashing a
+    tuple visits all parts in C, however deep.
     """
     if type(key) is tuple and len(key) <= 16 and deep:
         for part in key:
@@ -240,22 +282,30 @@ def _key(key: Any, deep: int = 3) -> Any:
 
 
 def _object(machine: _Machine, _: Any) -> None:
+    """Carry out opcode OBJ: call the first value since the mark with the others."""
     made, *args = machine.marked()
     machine.call(made, tuple(args))
 
 
 def _object_with_names(machine: _Machine, _: Any) -> None:
+    """Carry out opcode NEWOBJ_EX: call with arguments and, if there are any, keyword arguments; the
+    Stub keeps both.
+    """
     made, args, named = machine.take(3)
     machine.call(made, (args, named) if named else args)
 
 
 def _table(machine: _Machine, _: Any) -> None:
+    """Carry out opcode DICT: push a dict of the alternating keys and values since the mark."""
     parts = machine.marked()
     machine.push({})
     machine.put(parts)
 
 
 def _pop(machine: _Machine, _: Any) -> None:
+    """Carry out opcode POP: drop the top of the stack, or the last mark if nothing was pushed
+    since.
+    """
     if machine.stack:
         machine.stack.pop()
     else:

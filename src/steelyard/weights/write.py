@@ -1,4 +1,9 @@
-"""Files of checkpoints, written one tensor at a time: what each holds is known before any value is."""
+"""Plan the files of a checkpoint in Hugging Face's or Megatron's format, and write them one tensor
+at a time.
+
+weights/convert.py makes a plan from the model's shape (which tensors each file holds, before any
+value is read), and then calls each file's `write` with a function that makes a tensor's values.
+"""
 
 import argparse
 import json
@@ -24,7 +29,7 @@ from steelyard.weights.hf_families import written, written_as
 from steelyard.weights.megatron_args import ROOT, STACKS, theirs
 from steelyard.weights.torch_files import read as read_saved
 
-MAX_FILE_BYTES = 5 << 30  # of a safetensors file, if it holds more than one tensor
+MAX_FILE_BYTES = 5 << 30  # of a safetensors file with more than one tensor
 
 Make = Callable[["Planned"], Tensor]
 Tell = Callable[["Planned"], None]
@@ -33,7 +38,9 @@ DtypeOf = Callable[[TensorPart], str]
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor of a file that is to be written."""
+    """A tensor that is to be written: its name in the file, the box of a parameter it holds, and
+    its dtype such as `BF16`.
+    """
 
     name: str
     part: TensorPart
@@ -41,13 +48,15 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Return the tensor's size in bytes, padding included."""
         return torch.Size(self.part.logical_shape).numel() * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What does not depend on the source's format: the shape, the dtype of each tensor, and where
-    it stands.
+    """What a plan is made from, whatever the source's format: the model's shape, a function that
+    returns the dtype of each tensor, and iteration and step of the source (`iteration` is None if
+    it has none).
     """
 
     shape: LlamaShape
@@ -58,8 +67,8 @@ class Planning:
 
 @dataclass(frozen=True)
 class File:
-    """A file that is to be written; `write` is given its path, how to make a tensor, and whom to
-    tell that it is written.
+    """A file that is to be written. `write` is called with its path, this object, a function that
+    makes a tensor's values, and one that is called after each written tensor.
     """
 
     name: str
@@ -68,13 +77,14 @@ class File:
 
     @property
     def nbytes(self) -> int:
+        """Return the size of the file's tensors in bytes."""
         return sum(planned.nbytes for planned in self.tensors)
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """All files of a checkpoint: those with data, and the small ones that make it one, in their
-    order.
+    """All files of a checkpoint: those with tensors, and the small ones (`small_files`, content by
+    name) that are written after them and make the folder a checkpoint.
     """
 
     files: tuple[File, ...]
@@ -82,14 +92,21 @@ class FilePlan:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of all files, in the order of writing."""
         return (*(file.name for file in self.files), *self.last)
 
 
 def _json(value: Any) -> bytes:
+    """Return a value as indented JSON bytes with sorted keys and a line feed at the end."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def plan_hf(planning: Planning, tp: int) -> FilePlan:
+    """Plan a Hugging Face folder: safetensors files of at most `MAX_FILE_BYTES` (more only for a
+    single larger tensor), an index if there are several, and config.json. `tp` is ignored.
+
+    Where the model type has a bias of the output projection, a zero one is written.
+    """
     shape = planning.shape
     parts = dict(huggingface.parts(shape))
     if shape.qkv_bias and written_as(shape).out_bias:
@@ -124,7 +141,7 @@ def plan_hf(planning: Planning, tp: int) -> FilePlan:
 
 
 def _usual(files: tuple[File, ...]) -> str:
-    """The dtype of most of the bytes."""
+    """Return the dtype name of most of the bytes."""
     count = Counter[str]()
     for planned in (planned for file in files for planned in file.tensors):
         count[planned.dtype] += planned.nbytes
@@ -132,6 +149,11 @@ def _usual(files: tuple[File, ...]) -> str:
 
 
 def plan_megatron(planning: Planning, tp: int) -> FilePlan:
+    """Plan a Megatron checkpoint of `tp` shards in a folder `release` or `iter_NNNNNNN`, with the
+    vocabulary padded as Megatron does, and the tracker file that names it.
+
+    Raise RequestError if the shape has a feature that is not written in this format.
+    """
     shape = planning.shape
     megatron_args.check_plain(shape)
     rows = padded_vocab_rows(shape.vocab, tp)
@@ -157,10 +179,14 @@ PLANS: dict[str, Callable[[Planning, int], FilePlan]] = {"hf": plan_hf, "megatro
 
 
 def _put(file: BinaryIO, tensor: Tensor) -> None:
+    """Write a CPU tensor's bytes at the file's position."""
     file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
+    """Write a safetensors file, header first, then one tensor at a time, and sync it to disk.
+    `on_written` is called after each tensor.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for planned in file.tensors:
@@ -182,7 +208,12 @@ def _write_safetensors(path: Path, file: File, make: Make, tell: Tell) -> None:
 
 
 def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tell: Tell) -> None:
-    """The file is laid out without its tensors' values, and each is then written to its place."""
+    """Write a Megatron shard as torch.save does, one tensor at a time, and sync it to disk.
+
+    The file is first laid out with tensors without values, then each tensor is written at its
+    offset. `extras` are the entries besides the model. Raise OSError if torch cannot write the
+    file.
+    """
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         empty = {p.name: torch.empty(p.part.shape, dtype=DTYPES[p.dtype]) for p in file.tensors}
         try:
@@ -200,14 +231,14 @@ def _write_shard(around: dict[str, Any], path: Path, file: File, make: Make, tel
                 )
             out.seek(place.offset_bytes)
             _put(out, tensor)
-            del tensor  # before the next one is made
+            del tensor  # free it before the next one is made
             tell(planned)
         synced(out)
 
 
 def _nested(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Tables as Megatron's older files have them: the names in the stack are whole, the others are
-    one table a word.
+    """Return tensors in nested dicts as Megatron's older files have them: names in the layer stack
+    are one key below it, all others are split at each dot.
     """
     out: dict[str, Any] = {}
     stack = STACKS[0]

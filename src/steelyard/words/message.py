@@ -1,5 +1,5 @@
-"""A text before it has a language: a code and its values. Each language has a template for each
-code.
+"""The types of a text before it has a language: `Message`, a code with values, and `Text`, the
+template of a code in each language.
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,18 @@ from pydantic import ConfigDict
 
 Lang = Literal["en", "zh"]
 LANGS: tuple[Lang, ...] = ("en", "zh")
-# a tuple is shown as a list
+# a tuple is rendered as a list in one text
 Value = Union[str, int, float, "Message", tuple[Union[str, "Message"], ...]]
 Values = dict[str, Value]
 
 
 @dataclass(frozen=True)
 class Message:
-    """What is said, and with which numbers and names. Numbers are not rounded: the template rounds
-    them. A record stores messages in this form, so pydantic reads and writes them."""
+    """A text to be rendered: the code of a template and the values for its placeholders.
+
+    Numbers are not rounded: the template rounds them. A record stores messages in this form, so
+    pydantic reads and writes them, refusing unknown keys, NaN and infinity.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -28,8 +31,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Text:
-    """A template in both languages, with the same placeholders: what a plug-in brings for each of
-    its codes.
+    """The template of one code (`name`) in English and in Chinese, with the same placeholders. A
+    plug-in brings one for each of its codes.
     """
 
     name: str  # the code
@@ -37,4 +40,5 @@ class Text:
     zh: str
 
     def of(self, lang: Lang) -> str:
+        """Return the template in a language."""
         return self.zh if lang == "zh" else self.en

@@ -1,5 +1,8 @@
-"""Version 1 of the notes: the English of published records. They are compared with their samples by
-these templates, which therefore never change."""
+"""English templates of wording 1, by code: the sentences that published records of that time store.
+
+`verify` derives a record's notes again and compares them with the stored sentences, so these
+templates never change.
+"""
 
 NOTES: dict[str, str] = {
     "note.few_batches": "too few batches for an interval of the rate",

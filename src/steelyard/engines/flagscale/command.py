@@ -1,5 +1,8 @@
-"""The command that FlagScale would start, from its dry run: taken apart without a shell, and
-refused where it is anything but one `torchrun` with settings of the environment before it."""
+"""The command that FlagScale would start, taken from its dry run and parsed without a shell.
+
+Refused with RequestError if it is anything but one `torchrun` with environment settings before it,
+on this host, with the arguments asked for. train.py starts the `ProgramCommand`.
+"""
 
 import os
 import re
@@ -47,7 +50,7 @@ OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
 
 @dataclass(frozen=True)
 class Command:
-    """A program to start."""
+    """A program to start: its argument list, its whole environment, and its working directory."""
 
     words: list[str]
     variables: dict[str, str]
@@ -55,7 +58,9 @@ class Command:
 
 
 def environment(checkout: Path) -> dict[str, str]:
-    """What a user's shell in the checkout would have."""
+    """Return the environment for a program in the checkout: this process's without rank variables,
+    and with the checkout first in PYTHONPATH.
+    """
     kept = {name: value for name, value in os.environ.items() if name not in OWN}
     return {
         **kept,
@@ -64,7 +69,12 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def dry_run(checkout: Path, config: Path, output: Path) -> str:
-    """The script that FlagScale writes for its configuration. Nothing of it is run."""
+    """Run FlagScale's dry run in a subprocess and return the text of the launch script that it
+    wrote below `output`; the script is not run.
+
+    Raises RequestError if it takes longer than 300 s, exits with an error, or writes not exactly
+    one script.
+    """
     words = ["run.py", "--config-path", str(config.parent), "--config-name", NAME, "action=dryrun"]
     try:
         done = subprocess.run(
@@ -99,8 +109,11 @@ def dry_run(checkout: Path, config: Path, output: Path) -> str:
 
 
 def parse(script: str, checkout: Path, wanted: Mapping[str, str], devices: int) -> Command:
-    """The command of a script. `wanted` are arguments of the program that must be in it, with these
-    values.
+    """Return the command in a launch script. `required` maps arguments of the program to the values
+    they must have, `devices` is the number of processes it must start.
+
+    Raises RequestError if there is no single plain torchrun command, it would leave this host, or
+    its program is not in the checkout. Arguments that make it save or log files are removed.
     """
     words = _words(script)
     variables = dict(word.split("=", 1) for word in _settings(words))
@@ -126,6 +139,7 @@ def parse(script: str, checkout: Path, wanted: Mapping[str, str], devices: int) 
 
 
 def _refused(why: str) -> RequestError:
+    """Return, without raising it, a RequestError that says why the script's command is refused."""
     return RequestError(
         f"engine.checkout: the dry run's script has no plain torchrun command: {why}; nothing was"
         " started"
@@ -133,6 +147,9 @@ def _refused(why: str) -> RequestError:
 
 
 def _words(script: str) -> list[str]:
+    """Return the words of the script's only line cmd="..."; raise RequestError if there are
+    several, or a shell would expand or operate on something in it.
+    """
     found = COMMAND.findall(script)
     if len(found) != 1:
         raise _refused(f'{len(found)} lines cmd="…"')
@@ -151,6 +168,7 @@ def _words(script: str) -> list[str]:
 
 
 def _settings(words: list[str]) -> Iterator[str]:
+    """Yield the leading words of the form NAME=value."""
     for word in words:
         if not SETTING.match(word):
             return
@@ -158,7 +176,10 @@ def _settings(words: list[str]) -> Iterator[str]:
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The launcher's options, and the program with its arguments."""
+    """Split the words after the launcher into its options (by name with underscores, each with a
+    value) and the program with its arguments. Raises RequestError for an option that is not in
+    `OPTIONS`.
+    """
     out: dict[str, str] = {}
     left = list(words)
     while left and left[0].startswith("-"):
@@ -171,7 +192,9 @@ def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _check_launch(options: Mapping[str, str], devices: int) -> None:
-    """On this host alone, as many processes as devices, and nobody met from outside."""
+    """Raise RequestError unless the launch is one node, one process per device, with its rendezvous
+    on loopback.
+    """
     address = options.get("rdzv_endpoint", "").rpartition(":")[0]
     found = {
         "nnodes": options.get("nnodes"),
@@ -185,6 +208,9 @@ def _check_launch(options: Mapping[str, str], devices: int) -> None:
 
 
 def _check_program(program: list[str], checkout: Path, wanted: Mapping[str, str]) -> None:
+    """Raise RequestError unless the program is a Python file inside the checkout and has every
+    argument in `required` with its value.
+    """
     script = (checkout / program[0]).resolve() if program else checkout
     if (
         not script.is_relative_to(checkout.resolve())
@@ -200,7 +226,7 @@ def _check_program(program: list[str], checkout: Path, wanted: Mapping[str, str]
 
 
 def _without(program: list[str], names: tuple[str, ...]) -> list[str]:
-    """Without arguments of these names, and their values."""
+    """Return the words without these arguments and the value after each."""
     out: list[str] = []
     left = iter(program)
     for word in left:
@@ -212,7 +238,9 @@ def _without(program: list[str], names: tuple[str, ...]) -> list[str]:
 
 
 def _paths(script: str, checkout: Path) -> str:
-    """Where the script has Python look, and then where this process does."""
+    """Return the PYTHONPATH of the program: the script's own folders, the checkout, then this
+    process's. Raises RequestError if the script names a folder outside the checkout.
+    """
     found = PATHS.findall(script)
     named = (
         [one for one in found[-1].split(":") if one and one not in ("$PYTHONPATH", "${PYTHONPATH}")]

@@ -1,9 +1,9 @@
-"""What FlagScale is asked for, as its own configuration: model, plan, batch, optimizer, data. Pure
-but for `write`.
+"""FlagScale's configuration for a case: model, plan, batch, optimizer, data. Only `write_config`
+has effects.
 
 Keys are those of FlagScale's examples and of Megatron-LM's arguments, which they become word for
 word. Rows hold documents that do not see each other: Megatron does that by a mask over all pairs of
-tokens, which its plain attention alone looks at.
+tokens, which only its plain attention reads.
 """
 
 import json
@@ -42,8 +42,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def check(job: Job, rows: int) -> None:
-    """What FlagScale cannot do, or would do otherwise than is asked and not say so. `rows` are
-    those of a global batch.
+    """Raise RequestError for what FlagScale cannot do, or would silently do differently than asked:
+    weights, determinism, attention kernels, sharding above 1, PP above 2, tied or biased models, or
+    micro-batches that do not divide `rows`, the rows of a global batch.
     """
     case, plan, tune = job.case, job.plan, job.case.tune
     model = case.question.model
@@ -91,7 +92,10 @@ def check(job: Job, rows: int) -> None:
 
 
 def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -> dict[str, Any]:
-    """The whole configuration."""
+    """Return FlagScale's whole configuration as a dict. `rows` is the global batch, `data` the
+    prefix of the dataset files, `output` the folder it writes to, `port` a free loopback port for
+    torchrun.
+    """
     case, plan = job.case, job.plan
     return {
         "experiment": {
@@ -122,6 +126,9 @@ def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -
 
 
 def _system(job: Job) -> dict[str, Any]:
+    """Return the `train.system` part: parallelism, precision, recomputation, logging of every step,
+    no checkpoints.
+    """
     plan, tune = job.plan, job.case.tune
     return {
         "tensor_model_parallel_size": plan.tp,
@@ -140,6 +147,9 @@ def _system(job: Job) -> dict[str, Any]:
 
 
 def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
+    """Return the `train.model` part: architecture, batch sizes, steps, seed, optimizer. Raises
+    ValueError if the case does not train a Llama.
+    """
     question = case.question
     model, train = question.model, question.train
     if not isinstance(model, LlamaModel) or train is None:
@@ -179,8 +189,8 @@ def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
 
 
 def _optimizer(train: Train) -> dict[str, Any]:
-    """Megatron's warm-up begins with `lr_warmup_init` and has no step for its end: one less gives
-    every step of it our rate.
+    """Return Adam and the learning-rate schedule. Megatron's warm-up begins at `lr_warmup_init` and
+    has no step for its end: with one step less, every step has our rate.
     """
     warmup = max(0, train.warmup_steps - 1)
     return {
@@ -202,6 +212,9 @@ def _optimizer(train: Train) -> dict[str, Any]:
 
 
 def _data(case: Case, prefix: Path) -> dict[str, Any]:
+    """Return the `train.data` part: the indexed dataset at `prefix`, attention reset at document
+    ends, and a null tokenizer, which adds the end-of-document token to the vocabulary by itself.
+    """
     vocab = case.question.model.vocab
     return {
         "data_path": str(prefix),
@@ -215,7 +228,9 @@ def _data(case: Case, prefix: Path) -> dict[str, Any]:
 
 
 def write(config: dict[str, Any], folder: Path) -> Path:
-    """As YAML, of which JSON is a part."""
+    """Write the configuration to `train.yaml` in the folder, as JSON (which YAML includes), and
+    return its path.
+    """
     path = folder / f"{NAME}.yaml"
     path.write_text(json.dumps(config, indent=2) + "\n")
     return path

@@ -1,9 +1,9 @@
-"""The training documents as Megatron's indexed data set: tokens end to end in `.bin`, lengths and
-borders in `.idx`.
+"""Writes the training documents as Megatron's indexed dataset: tokens end to end in `.bin`, lengths
+and offsets in `.idx`.
 
-Megatron's null tokenizer takes the last number of the vocabulary for the end of a document, and
-finds documents that must not see each other by it. So the token that ends ours and that last number
-change places: a renumbering, which training from random weights does not notice.
+Megatron's null tokenizer takes the last number of the vocabulary as the end of a document, and
+separates documents by it. So the token that ends ours and that last number are swapped, which
+training from random weights does not notice.
 """
 
 import struct
@@ -20,7 +20,9 @@ TYPES = {np.dtype("int32"): 4, np.dtype("uint16"): 8}  # by the codes of Megatro
 
 
 def write(rows: CorpusRows, vocab: int, prefix: Path) -> int:
-    """Write `prefix.bin` and `prefix.idx`; returns how many tokens they hold."""
+    """Write all documents to `prefix.bin` and `prefix.idx`, and return how many tokens they hold.
+    Raises RequestError if a document does not end with the same end token, or has it elsewhere.
+    """
     dtype = np.dtype("uint16") if vocab <= 1 << 16 else np.dtype("int32")
     end: int | None = None
     lens: list[int] = []
@@ -42,6 +44,7 @@ def write(rows: CorpusRows, vocab: int, prefix: Path) -> int:
 
 
 def _renumbered(document: Ids, end: int, last: int) -> Ids:
+    """Return a copy of the document in which tokens `end` and `last` are swapped."""
     out = document.astype(np.int64)
     out[document == end], out[document == last] = last, end
     return out
@@ -50,7 +53,9 @@ def _renumbered(document: Ids, end: int, last: int) -> Ids:
 def _write_index(
     lens: "np.ndarray[tuple[int], np.dtype[np.int32]]", dtype: "np.dtype[np.generic]", path: Path
 ) -> None:
-    """One sequence a document; borders of documents count sequences."""
+    """Write Megatron's `.idx` file: one sequence per document, with lengths in tokens and offsets
+    in bytes.
+    """
     begins = np.zeros(len(lens), dtype="<i8")
     begins[1:] = np.cumsum(lens[:-1], dtype=np.int64) * dtype.itemsize
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""A framework for external programs: this process drives no device, and all times are those that
+"""The framework of external programs: this process drives no device, and all times are those that
 the program prints.
 """
 
@@ -16,71 +16,91 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
 class Reported:
-    """The time that a program says it took so far."""
+    """The clock of an external program: the seconds that it says it took so far. The engine
+    advances `time_s`.
+    """
 
     def __init__(self) -> None:
         self.at_s = 0.0
 
     def synchronize(self) -> None:
-        """Nothing is known of a device but what the program says."""
+        """Do nothing: the state of the device is not known."""
 
 
 class ProgramFramework:
+    """The framework `program`: nothing to join, no device, and events on the program's reported
+    clock.
+    """
+
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         self.device = Reported()
 
     def set_precision(self, matmul: str) -> None:
-        """The program's own, and in its configuration."""
+        """Do nothing: the program's configuration says its precision."""
 
     def make_deterministic(self) -> None:
-        """The engine refuses it."""
+        """Do nothing: the engine refuses determinism."""
 
     def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
-        """The program joins its own ranks."""
+        """Do nothing and return None: the program joins its own ranks."""
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+        """Raise RuntimeError: there is one process."""
         raise RuntimeError("one process has nobody to exchange with")
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Do nothing."""
 
-    def leave(self) -> None: ...
+    def leave(self) -> None:
+        """Do nothing."""
 
     def matmul(self, precision: str) -> None:
-        """A second process on the devices would be a neighbour to the program."""
+        """Return None: a second process on the devices would disturb the program."""
         return
 
     def profiler(self) -> None:
+        """Return None: there is no profiler."""
         return
 
     def product(self, precision: str, shape: Matmul) -> None:
-        """Neither."""
+        """Return None, as `prepare_square_matmul` does."""
         return
 
     def event(self) -> ReportedEvent:
+        """Return an event at the time that the program has reported so far."""
         return ReportedEvent(self.device.at_s)
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        """Do nothing."""
 
-    def reset_memory(self) -> None: ...
+    def reset_memory(self) -> None:
+        """Do nothing."""
 
     def memory(self) -> dict[str, int | None]:
+        """Return the memory counters as unknown (None)."""
         return {"allocated_bytes": None, "reserved_bytes": None}
 
     def identity(self) -> dict[str, Any]:
+        """Return an empty dict: the device is not known."""
         return {}
 
     def versions(self) -> dict[str, str | None]:
-        """Of what the program stands on, in the Python that it shares with this process."""
+        """Return the versions of torch, megatron-core and transformer-engine that are installed in
+        this Python, which the program shares.
+        """
         return {name: found for name in PACKAGES if (found := _version(name)) is not None}
 
     def compile_cache(self) -> dict[str, int] | None:
+        """Return None: it is not known."""
         return None
 
     def threads(self) -> int:
+        """Return the number of CPUs of the host."""
         return os.cpu_count() or 1
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,5 +1,5 @@
-"""What FlagScale prints while it trains: Megatron's line of an iteration, which the last rank
-prints, and a few others.
+"""Parses what FlagScale prints while it trains: Megatron's line for each iteration, which the last
+rank prints, and a few others.
 """
 
 import math
@@ -20,13 +20,14 @@ NEEDED = {
 
 
 class ProgramError(Exception):
-    """The program does not do what was asked of it."""
+    """Raised if the program fails, or does something other than it was asked for."""
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """One line. Times have a tenth of a millisecond; a loss that is not above 0, or not a number,
-    is not printed at all.
+    """One iteration as Megatron's log line gives it. Times have a resolution of 0.1 ms. `loss`,
+    `grad_norm` and `lr` are None if not printed: Megatron prints no loss that is 0 or less, or not
+    a number. `skipped` and `nan` count iterations since the last line.
     """
 
     number: int  # from 1
@@ -42,12 +43,14 @@ class Iteration:
 
     @property
     def learned(self) -> bool:
-        """Whether weights were changed."""
+        """Return whether weights were updated in it."""
         return self.skipped == 0
 
 
 def parse(text: str) -> Iteration | None:
-    """The iteration that a line tells of; None where it tells of none."""
+    """Return the iteration that a line of output reports, or None if it reports none. Raises
+    ProgramError if a needed field is missing or no number.
+    """
     found = ITERATION.search(text)
     if found is None:
         return None
@@ -77,12 +80,13 @@ def parse(text: str) -> Iteration | None:
 
 
 def _number(text: str | None) -> float | None:
+    """Return the text as a float; None stays None."""
     return None if text is None else float(text)
 
 
 def check(line: Iteration, step: int, steps: int, batch: int) -> None:
-    """Whether it is the line that comes next: iterations, their number and their batch are those
-    asked for.
+    """Raise ProgramError unless the iteration is number `step` + 1 (`step` counts from 0) of
+    `steps`, with the asked batch, the right sum of rows so far, and a positive finite time.
     """
     if (line.number, line.of) != (step + 1, steps):
         raise ProgramError(

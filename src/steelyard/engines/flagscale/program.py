@@ -1,4 +1,6 @@
-"""A program as a child process: its output line by line, and an orderly end where that is possible."""
+"""Runs an external program as a child process: its output line by line, and an orderly end if
+possible.
+"""
 
 import os
 import re
@@ -21,6 +23,8 @@ STARVED = ("OutOfMemoryError", "out of memory")
 
 
 class Program:
+    """A child process, started on construction, with stderr joined to stdout."""
+
     def __init__(self, command: Command) -> None:
         # It carries the run's mark in its environment, and is a child: whatever becomes of this
         # process, the agent finds it.
@@ -36,8 +40,8 @@ class Program:
         self._last = self._error = ""
 
     def lines(self) -> Iterator[str]:
-        """What it says, a line as soon as it is there. All goes to stderr too, whose end a record
-        keeps of a failure.
+        """Yield the program's output lines as they arrive, until it closes its output. Each is also
+        written to this process's stderr, the end of which a record keeps of a failure.
         """
         out = self._process.stdout
         while out is not None and (raw := out.readline(LINE_BYTES)):
@@ -45,6 +49,9 @@ class Program:
             yield raw.decode("utf-8", "replace").rstrip("\n")
 
     def _forward(self, raw: bytes) -> None:
+        """Copy a line to stderr, and remember the last line, the last error line, and whether one
+        reports that memory ran out.
+        """
         os.write(2, raw)
         text = raw.decode("utf-8", "replace").strip()
         self._starved = self._starved or any(word in text for word in STARVED)
@@ -52,7 +59,11 @@ class Program:
         self._error = text if ERROR.search(text) else self._error
 
     def gone(self, where: str) -> Exception:
-        """It said its last word before its work was done."""
+        """Return, without raising it, the exception for a program that ended before its work was
+        done, after ending what is left of it. MemoryError if it reported that memory ran out, else
+        ProgramError with its exit code and last error line. `moment` is a phrase for the text, such
+        as "after 3 of 20 iterations".
+        """
         code = self._wait(GRACE_S)
         self.end()
         text = (
@@ -62,8 +73,8 @@ class Program:
         return MemoryError(text) if self._starved else ProgramError(text)
 
     def finish(self) -> int | None:
-        """After its last iteration: let it end by itself. Returns its exit code; None where it had
-        to be ended.
+        """Wait up to 60 s for the program to exit by itself, and return its exit code. If it does
+        not, end it and return None.
         """
         with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=LAST_S)
@@ -72,7 +83,9 @@ class Program:
         return None
 
     def end(self) -> None:
-        """End it and all it started: first kindly, for a launcher ends its ranks itself."""
+        """End the program and all processes it started: SIGTERM, so that a launcher can end its
+        ranks, then SIGKILL after 10 s; remaining descendants are killed.
+        """
         below: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             below = psutil.Process(self._process.pid).children(recursive=True)
@@ -86,6 +99,7 @@ class Program:
         psutil.wait_procs(below, GRACE_S)
 
     def _wait(self, within_s: float) -> int | None:
+        """Return the exit code if the program exits within so many seconds, else None."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:

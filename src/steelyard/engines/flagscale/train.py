@@ -1,6 +1,9 @@
-"""Engine `flagscale`, training: FlagScale as a program of its own, told what to do by its
-configuration and watched by its lines. One process speaks for all ranks. What a step took is what
-the program says; nothing of it is measured here."""
+"""Engine `flagscale`, training: FlagScale as an external program, controlled by its configuration
+and followed by its log lines.
+
+One process stands for all ranks. The time of a step is what the program prints; nothing is measured
+here.
+"""
 
 import math
 import socket
@@ -22,6 +25,11 @@ from steelyard.training.loop import LossWatch
 
 
 class FlagScaleTrain:
+    """The engine for work `train_rows` by FlagScale. Constructing it raises RequestError for rows
+    that are not packed documents and for settings that FlagScale cannot do, ValueError without
+    training, folder or checkout.
+    """
+
     def __init__(self, job: Job) -> None:
         train = job.case.question.train
         if train is None or job.folder is None or job.checkout is None:
@@ -50,7 +58,10 @@ class FlagScaleTrain:
         config.check(job, self.rows)
 
     def prepare(self, name: str, part: Part) -> None:
-        """Write what the program reads, start it, and wait until it begins to train."""
+        """Write the dataset and configuration into the run's folder, do FlagScale's dry run, start
+        the program, and wait until it begins to train. Raises RequestError if the command is
+        refused, ProgramError or MemoryError if the program fails.
+        """
         self.folder.mkdir()
         prefix, output = self.folder / "documents", self.folder / "output"
         with part("data_files"):
@@ -71,7 +82,9 @@ class FlagScaleTrain:
             self._begin(self.program)
 
     def _wanted(self, prefix: Path) -> dict[str, str]:
-        """Arguments without which it would be another question."""
+        """Return the program's arguments, with values, without which it would answer another
+        question. `prefix` is that of the dataset.
+        """
         plan, train = self.job.plan, self.job.case.question.train
         return {
             "--train-iters": str(self.steps),
@@ -84,7 +97,10 @@ class FlagScaleTrain:
         }
 
     def _begin(self, program: Program) -> None:
-        """Until the mark that stands before the first iteration, where its clock starts."""
+        """Read output up to the mark before the first iteration, where the program's clock starts.
+        Raises if the program ends before it; an iteration before it ends the program and raises
+        ProgramError.
+        """
         for text in self.heard:
             self._note(text)
             if lines.BEGIN in text:
@@ -97,17 +113,19 @@ class FlagScaleTrain:
         raise program.gone("before it began to train")
 
     def _note(self, text: str) -> None:
-        """Megatron says how many parameters its first rank holds."""
+        """Remember the number of parameters on the first rank if this line gives it."""
         found = lines.PARAMETERS.search(text)
         if found is not None:
             self.parameters = int(found[1])
 
     def total(self, name: str) -> int:
+        """Return the number of training steps."""
         return self.steps
 
     def work(self, name: str) -> Iterator[Phase | Work]:
-        """A step ends with its line. It counts the rows that the case asks for in it; nobody says
-        which it drew.
+        """Yield one `Work` for each iteration line, after advancing the reported clock by its time.
+        Counts are those of the rows that the case prescribes for the step; the program does not say
+        which it drew. Ends the program if a loss ends the run, or on any exception.
         """
         program = self.program
         if program is None:
@@ -126,6 +144,9 @@ class FlagScaleTrain:
             raise
 
     def _next(self, program: Program, step: int) -> Iteration:
+        """Read output up to the next iteration line, check that it is step `step` (counted from 0),
+        and return it. Raises ProgramError or MemoryError if the program ends.
+        """
         for text in self.heard:
             line = lines.parse(text)
             if line is not None:
@@ -134,9 +155,12 @@ class FlagScaleTrain:
         raise program.gone(f"after {step} of {self.steps} iterations")
 
     def _step(self, step: int, line: Iteration) -> Work:
-        """An iteration that was skipped changed no weights. fp16 looks for its scale so, in every
-        engine, and counts it; in another precision it is no step. A loss that is not printed is
-        none: Megatron prints those above 0."""
+        """Return the mark of a finished iteration, with loss, grad_norm and lr.
+
+        A skipped iteration changed no weights and has no loss. In fp16 it still counts its rows, as
+        in every engine (the search for the loss scale); in other precisions it counts nothing. A
+        loss that is not printed becomes NaN.
+        """
         values = {"grad_norm": math.nan if line.grad_norm is None else line.grad_norm}
         values |= {} if line.lr is None else {"lr": line.lr}
         self.skipped += line.skipped
@@ -149,10 +173,13 @@ class FlagScaleTrain:
         return Work(self.counts[step], values)
 
     def outputs(self, name: str) -> dict[str, Any]:
+        """Return under `stopped` the loss that ended the run early, or None."""
         return {"stopped": self.watch.found}
 
     def details(self) -> dict[str, Any]:
-        """What is known of the program. It says neither its types nor what its optimizer keeps."""
+        """Return what is known of the program, for the record; what it does not say is None. After
+        a complete run waits for the program's end, for its exit code.
+        """
         ended = self.program is not None and self.taken == self.steps and self.watch.found is None
         return {
             "program": about(self.checkout),
@@ -167,6 +194,7 @@ class FlagScaleTrain:
 
 
 def _free_port() -> int:
+    """Return a loopback TCP port that is free now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         one.bind((config.LOOPBACK, 0))
         port: int = one.getsockname()[1]
@@ -174,8 +202,9 @@ def _free_port() -> int:
 
 
 def about(folder: Path) -> dict[str, Any]:
-    """Return which program a checkout is, for a record: `commit` and `dirty` are None where git
-    does not know. Where the folder lies is not said."""
+    """Return which program a checkout is, for a record: folder name, git commit, and whether it is
+    dirty; both None if the folder is not the top of a git repository. Its path is not included.
+    """
     commit = git(folder, "rev-parse", "--verify", "HEAD") if _top(folder) else None
     changes = git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
     return {
@@ -186,6 +215,6 @@ def about(folder: Path) -> dict[str, Any]:
 
 
 def _top(folder: Path) -> bool:
-    """Not a folder inside somebody else's repository."""
+    """Return whether the folder is the top of a git repository, not a folder inside one."""
     top = git(folder, "rev-parse", "--show-toplevel")
     return top is not None and Path(top).resolve() == folder.resolve()

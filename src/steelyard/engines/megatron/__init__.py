@@ -1,1 +1,1 @@
-"""Engine megatron."""
+"""Engine `megatron`: scoring and training a Llama with megatron-core."""

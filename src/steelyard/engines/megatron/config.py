@@ -1,4 +1,4 @@
-"""Megatron's settings for a case, its process groups, and what this engine refuses."""
+"""Megatron's configuration for a case, its process groups, and what engine `megatron` refuses."""
 
 from typing import Any
 
@@ -30,7 +30,10 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def check(job: Job) -> None:
-    """Refuse what Megatron cannot do without Transformer Engine, or would do otherwise than asked."""
+    """Raise RequestError for what Megatron cannot do without Transformer Engine, or would do
+    differently than asked: unequal pipeline stages and, in training, sharding above 1 or among some
+    replicas only, and weights, gradients or states that are not fp32.
+    """
     tune, precision, model = job.case.tune, job.case.question.precision, job.case.question.model
     if model.layers % job.plan.pp:
         raise RequestError(
@@ -54,12 +57,15 @@ def check(job: Job) -> None:
 
 
 def sharded(job: Job) -> bool:
-    """Whether replicas divide their optimiser states: Megatron's distributed optimizer."""
+    """Return whether replicas divide optimizer states, by Megatron's distributed optimizer."""
     return shard_degree(job.case, job.plan.dp) > 1
 
 
 def choose_kernel(job: Job) -> str:
-    """The kernel of attention that was asked for, or the one for the device."""
+    """Return the attention kernel (of models/attention.py) that `tune.attention` names, or the
+    device's choice for `auto`. Raises RequestError if it is unknown, or has wrong gradients and the
+    case trains.
+    """
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
         kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
@@ -67,9 +73,11 @@ def choose_kernel(job: Job) -> str:
 
 
 def make(job: Job, shape: LlamaShape) -> Any:
-    """A TransformerConfig. Weights come from elsewhere, so that its initialisation does nothing;
-    but it must run, for it also marks what is tensor parallel, and gradient norms are wrong without
-    these marks."""
+    """Return Megatron's TransformerConfig for a case.
+
+    Weights are filled in later, so initialization leaves them alone; it must run nevertheless, for
+    it also marks tensor-parallel parameters, without which gradient norms are wrong.
+    """
     question, tune = job.case.question, job.case.tune
     training = question.train is not None
     dtype = (
@@ -111,9 +119,10 @@ def make(job: Job, shape: LlamaShape) -> Any:
 
 
 def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
-    """Megatron's own fused functions, which torch.compile makes, where a training is compiled.
-    Others need extensions. The fused loss rounds its gradient to bf16, whatever the logits are: in
-    fp32, gradient norms were off by 4e-4."""
+    """Return Megatron's fusion options: those that torch.compile makes, if `compiled`; those that
+    need extensions are off. The fused loss rounds its gradient to bf16 whatever the logits are (in
+    fp32 it made gradient norms wrong by 4e-4), so only bf16 uses it.
+    """
     return {
         "bias_activation_fusion": compiled,
         "bias_dropout_fusion": compiled,
@@ -126,6 +135,7 @@ def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
 
 
 def _leave(weight: Tensor) -> Tensor:
+    """Return the weight unchanged (Megatron's init method)."""
     return weight
 
 
@@ -135,9 +145,13 @@ _dist: Any = dist  # its stores are not in its stubs
 
 
 def initialize_process_groups(job: Job) -> None:
-    """Initialize Megatron's process groups for the plan over the ranks that the framework has
-    joined, replacing earlier ones, and seed its random state. One rank alone is a group too:
-    Megatron always asks for one."""
+    """Initialize Megatron's process groups for the plan, replacing earlier ones, and seed its
+    random state; process-wide.
+
+    A single rank initializes torch.distributed too, for Megatron always needs a group. Raises
+    RequestError if the device is not CUDA's current one, RuntimeError if Megatron's order of ranks
+    differs from the plan's.
+    """
     _check_device(job.device.torch_device)
     if not dist.is_initialized():
         dist.init_process_group(job.device.backend, store=_dist.HashStore(), rank=0, world_size=1)
@@ -158,8 +172,8 @@ def initialize_process_groups(job: Job) -> None:
 
 
 def _check_device(device: torch.device) -> None:
-    """Megatron allocates on CUDA's current device, whatever it is asked; so that must be this
-    rank's.
+    """Raise RequestError unless this rank's device is of the type of CUDA's current device, on
+    which Megatron allocates whatever it is told.
     """
     try:
         current = torch.device(torch.cuda.current_device())

@@ -1,5 +1,5 @@
-"""Megatron's GPTModel as a Llama: its layers from the local spec, with our core attention, and
-weights by our names.
+"""Megatron's GPTModel as a Llama: layers from its local spec with this package's attention kernels,
+and weights by this package's parameter names.
 """
 
 import sys
@@ -28,7 +28,7 @@ from steelyard.weights import load
 
 
 def packed(rows: Layout) -> Any:
-    """The borders of rows as Megatron's layers pass them on."""
+    """Return the layout of packed rows as Megatron's layers pass it on."""
     return PackedSeqParams(
         qkv_format="sbhd",
         cu_seqlens_q=rows.cu_q,
@@ -39,7 +39,10 @@ def packed(rows: Layout) -> Any:
 
 
 class PackedAttention(nn.Module):
-    """A core attention for Megatron's layer spec: one of the kernels of models/attention.py."""
+    """The core attention of Megatron's layers: an attention kernel of models/attention.py over
+    packed rows. Constructed by Megatron; raises ValueError if it asks for another softmax scale
+    than 1/sqrt(D).
+    """
 
     kernel = ""
 
@@ -68,7 +71,9 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[tokens, 1, heads, D] each, to [tokens, 1, heads x D]."""
+        """Return attention of query, key and value, [tokens, 1, heads, D] each, as [tokens, 1,
+        heads x D]. The rows come from `packed_seq_params`; mask and bias are ignored.
+        """
         told = packed_seq_params
         rows = Layout(told.cu_seqlens_q, told.cu_seqlens_kv, told.max_seqlen_q, told.max_seqlen_kv)
         out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), rows, self.kernel)
@@ -76,22 +81,30 @@ class PackedAttention(nn.Module):
 
 
 def with_kernel(kernel: str) -> type[PackedAttention]:
-    """The class for a layer spec, which gives it no arguments of ours."""
+    """Return a subclass of the attention with this kernel: a layer spec takes a class, and passes
+    it no arguments of ours.
+    """
     return type("PackedAttention", (PackedAttention,), {"kernel": kernel})
 
 
 class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Megatron's angles, of the positions that tokens have in their segments. Its own `forward`
-    remembers the answer to a length."""
+    """Megatron's rotary embedding by each token's position in its own segment. Set `positions`
+    [tokens] before each forward pass. Megatron's own forward is replaced because it caches the
+    angles by length.
+    """
 
     positions: Tensor  # of the batch that is computed next
 
     def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of all tokens, [tokens, D/2], from `positions`; the arguments are
+        ignored.
+        """
         return torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
 
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> Tensor:
+        """Return the angles in Megatron's layout, computed anew in each call."""
         out: Tensor = self.get_emb(max_seq_len, offset)
         return out
 
@@ -115,7 +128,10 @@ TOP = {
 
 
 class MegatronLlama(GPTModel):  # type: ignore[misc]
-    """This rank's pipeline stage of a Llama."""
+    """This rank's pipeline stage and tensor-parallel shard of a Llama, as Megatron's GPTModel. The
+    vocabulary is padded to equal rows on all ranks; `own_rows` of this rank's are real. Needs
+    initialized process groups.
+    """
 
     def __init__(self, config: Any, shape: LlamaShape, kernel: str) -> None:
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
@@ -138,7 +154,9 @@ class MegatronLlama(GPTModel):  # type: ignore[misc]
         self.own_rows = max(0, min(rows, shape.vocab - first))  # the rest pads the vocabulary
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Megatron's, without the logits of rows that pad the vocabulary."""
+        """Return Megatron's loss of each token after setting the logits of padding rows to -inf, in
+        place.
+        """
         if self.own_rows < logits.shape[-1]:
             logits[..., self.own_rows :] = -torch.inf
         out: Tensor = super().compute_language_model_loss(labels, logits)
@@ -153,8 +171,13 @@ def run(
     rows: Layout,
     labels: Tensor | None,
 ) -> Tensor:
-    """A stage on tokens that lie end to end, through whatever is around it. The last one gives
-    losses [1, tokens] where there are labels."""
+    """Run a stage on packed tokens, called through `wrapped` (the model itself, or what DDP and
+    Float16Module put around it).
+
+    Returns hidden states [tokens, 1, hidden] or, on the last stage of a model with its output
+    layer, losses [1, tokens] if `labels` [1, tokens] are given. Sets the rotary positions of
+    `model`.
+    """
     model.rotary_pos_emb.positions = positions
     out: Tensor = wrapped(tokens[None], None, None, labels=labels, packed_seq_params=packed(rows))
     return out
@@ -163,9 +186,13 @@ def run(
 def fill(
     model: MegatronLlama, into: Mapping[str, Tensor], job: Job, shape: LlamaShape
 ) -> dict[str, Any]:
-    """The same weights as every engine's: random ones from the seed, or a checkpoint's, each rank
-    its part. They are put into tensors as large as the parameters, by Megatron's names. Returns
-    where they came from, for the record."""
+    """Write the case's weights into `tensors`, which have the parameters' sizes and Megatron's
+    names, and return their source for the record.
+
+    They are the same as every engine's: random from the seed, or read from the checkpoint
+    (RequestError if it does not fit); each rank fills its shard. Rows that pad the vocabulary
+    become zero.
+    """
     question, shard = job.case.question, Shard(job.place.tp, job.plan.tp)
     found = places(model, into, shape, shard)
     with torch.no_grad():
@@ -189,8 +216,8 @@ def fill(
 def places(
     model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard
 ) -> dict[str, Tensor]:
-    """By our names: views of tensors for this stage's parameters, each as large as the box that the
-    shard holds of it.
+    """Return by our parameter names views of `tensors` (by Megatron's names) to write to, each of
+    the logical shape that this shard holds. Raises RuntimeError if a tensor is no Llama parameter.
     """
     names = {theirs: ours for ours, theirs in TOP.items()}
     for i, layer in enumerate(model.decoder.layers):
@@ -207,6 +234,7 @@ def places(
 
 
 def _place(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
+    """Return a tensor's logical view without the rows that pad the vocabulary."""
     row = placements.placement(name)
     view = tensor.view(row.logical_shape(placements.local(shape, shard)))
     if row.split is None:
@@ -216,8 +244,8 @@ def _place(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor
 
 
 def library() -> str:
-    """What computed, for the record. Megatron takes Transformer Engine's Adam and norms' sums where
-    it finds them.
+    """Return the version of megatron-core and whether Transformer Engine was imported, as a text
+    for the record: Megatron then uses its Adam and norms.
     """
     engine = (
         "with Transformer Engine's optimizer"

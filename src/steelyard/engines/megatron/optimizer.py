@@ -1,4 +1,6 @@
-"""Megatron's optimizer around AdamW, its distributed one where replicas divide the states."""
+"""Megatron's optimizer around AdamW for engine `megatron`; its distributed optimizer if replicas
+divide the states.
+"""
 
 import math
 from typing import Any
@@ -16,8 +18,14 @@ from steelyard.training.optimizer import FIRST_SCALE, GROWTH_STEPS, MOMENTS
 
 
 class MegatronAdam:
+    """Megatron's mixed-precision AdamW over a model.
+
+    `model` is Megatron's DistributedDataParallel. `whole` is Megatron's chained optimizer, `part`
+    the one in it, `inner` the torch optimizer inside that. torch's AdamW is switched to its fused
+    form.
+    """
+
     def __init__(self, model: Any, train: Train, precision: Precision, distributed: bool) -> None:
-        """`model` is Megatron's DistributedDataParallel."""
         self.model, self.decay = model, train.weight_decay
         self.whole = get_megatron_optimizer(
             OptimizerConfig(
@@ -48,9 +56,12 @@ class MegatronAdam:
                 group |= {"fused": True, "foreach": False}
 
     def begin(self, parameters: list[Any]) -> None:
-        """Start from the weights that lie where gradients will. Megatron would start its fp32
-        weights from the parameters, which are rounded: updates below half a step of bf16 then
-        change nothing, and a model learns later than it should."""
+        """Take the initial fp32 weights from the gradient buffers (`main_grad`), copy them into
+        parameters and fp32 main weights, and zero the gradients.
+
+        Megatron would start its fp32 weights from the rounded parameters: updates below half a step
+        of bf16 would then change nothing, and a model would learn later than it should.
+        """
         with torch.no_grad():
             for parameter in parameters:
                 weights = parameter.main_grad.view(-1)
@@ -61,20 +72,26 @@ class MegatronAdam:
         self.zero_grad()
 
     def _part_of(self, parameter: Any) -> slice:
-        """What this replica updates of a parameter."""
+        """Return the slice of a flattened parameter that this replica updates; everything without
+        the distributed optimizer.
+        """
         if not self.part.config.use_distributed_optimizer:
             return slice(None)
         found = self.part._get_model_param_range_map(parameter)["param"]
         return slice(found.start, found.end)
 
     def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss multiplied by the fp16 loss scale, if there is one."""
         scaled: Tensor = self.whole.scale_loss(loss)
         return scaled
 
     def step(self, lr: float) -> float:
-        """Clip, update, zero the gradients. Returns their norm, infinite where fp16 overflowed and
-        no step was taken. What Megatron's scheduler would set is set here: without it, norms get
-        the weight decay of matrices."""
+        """Clip, update at this learning rate, and zero the gradients. Returns their norm before
+        clipping, inf if fp16 overflowed and no step was taken.
+
+        Sets learning rate and weight decay of the parameter groups, as Megatron's scheduler would;
+        otherwise norms would get the decay of matrices.
+        """
         for group in self.inner.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self.decay * group["wd_mult"]
@@ -83,20 +100,27 @@ class MegatronAdam:
         return float(norm) if taken else math.inf
 
     def zero_grad(self) -> None:
+        """Zero the model's gradient buffers and the optimizer's gradients."""
         self.model.zero_grad_buffer()
         self.whole.zero_grad()
 
     def kept(self) -> list[Tensor]:
-        """What is updated: the parameters, fp32 ones beside them, or this replica's part of those."""
+        """Return the tensors that are updated: parameters, their fp32 copies, or this replica's
+        part of those.
+        """
         return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def moments(self) -> list[Tensor]:
+        """Return all moment tensors that exist; none before the first step."""
         return [
             states[key] for states in self.inner.state.values() for key in MOMENTS if key in states
         ]
 
     def state(self) -> dict[str, Tensor]:
-        """All that is kept, numbered: it is this rank's alone."""
+        """Return the updated tensors and their moments as `weights.N` and `moment.N`, N their
+        number on this rank, for saving or for filling in place. Missing states are created as
+        zeros, as the first step would.
+        """
         out: dict[str, Tensor] = {}
         for i, parameter in enumerate(self.kept()):
             states = self.inner.state[parameter]
@@ -111,6 +135,9 @@ class MegatronAdam:
         return out
 
     def numbers(self) -> Numbers:
+        """Return the number of updates and, in fp16, the state of the loss scaler, for a
+        checkpoint.
+        """
         updates = max((float(states["step"]) for states in self.inner.state.values()), default=0.0)
         scaler = getattr(self.part, "grad_scaler", None)
         if scaler is None:
@@ -121,7 +148,10 @@ class MegatronAdam:
         )
 
     def restore(self, numbers: Numbers) -> None:
-        """Go on from tensors that `state` named, and that were filled since."""
+        """Continue from the tensors that `state` returned, filled in since, and these numbers: sets
+        step counts and loss scale, and copies main weights to the parameters. Raises RequestError
+        if this precision scales losses and the checkpoint has no scale.
+        """
         for states in self.inner.state.values():
             states["step"].fill_(numbers.updates)
         scaler = getattr(self.part, "grad_scaler", None)

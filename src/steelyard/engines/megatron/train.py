@@ -1,8 +1,8 @@
 """Engine `megatron`, training: Megatron's model, pipeline schedule, data parallelism and optimizer
-in the loop of all engines.
+in the loop of all engines (training/loop.py).
 
-The loss is read as Megatron reads it: logits of every token, then the losses of those that are
-learned from. Clipping reads the norm back to the host in every step; that is Megatron's own.
+The loss is computed as Megatron does it: logits of every token, then the losses of those that are
+learned from. Clipping reads the norm back to the host in every step, which is Megatron's own way.
 """
 
 from collections.abc import Iterator
@@ -35,6 +35,12 @@ from steelyard.weights import load
 
 
 class MegatronTrain(Loop):
+    """The engine for work `train_rows`: the common training loop with a `MegatronTrainer`.
+    Constructing it initializes Megatron's process groups, and raises RequestError for what the
+    engine cannot do. Rows are padded to one length unless it runs uncompiled on one replica without
+    a pipeline.
+    """
+
     def __init__(self, job: Job) -> None:
         config.check(job)
         _check_resume(job)
@@ -47,7 +53,9 @@ class MegatronTrain(Loop):
 
 
 def _check_resume(job: Job) -> None:
-    """Every rank keeps what it holds, as it holds it."""
+    """Raise RequestError if the checkpoint to resume from has another plan: each rank saves what it
+    holds, as it holds it.
+    """
     if job.resume is None:
         return
     before = checkpoints.read(job.resume / checkpoints.STATE, State).plan
@@ -59,13 +67,16 @@ def _check_resume(job: Job) -> None:
 
 
 class StageModel:
-    """This rank's stage, and what Megatron puts around it."""
+    """This rank's pipeline stage (`stage`) inside Megatron's Float16Module and
+    DistributedDataParallel (`module`).
+    """
 
     def __init__(self, job: Job) -> None:
         self.job, self.kernel = job, config.choose_kernel(job)
         self.weights: dict[str, Any] = {}
 
     def build(self) -> None:
+        """Create the stage and its wrappers on the device; weights are not filled in yet."""
         job = self.job
         dp, shape = job.plan.dp, load.shape_of(job.case.question.model)
         self.config = config.make(job, shape)
@@ -82,8 +93,8 @@ class StageModel:
         self.config.finalize_model_grads_func = _finalize
 
     def fill(self, optimizer: MegatronAdam) -> None:
-        """Weights in fp32, by way of the memory of the gradients, which are as large and not there
-        yet.
+        """Fill the fp32 weights into the gradient buffers, which are as large and not in use yet,
+        and start the optimizer from there. Sets `weights`, their source.
         """
         gradients = {name: parameter.main_grad for name, parameter in self.stage.named_parameters()}
         self.weights = fill(
@@ -95,12 +106,16 @@ class StageModel:
 def _finalize(
     models: list[Any], targets: Tensor | None, pg_collection: Any, force_all_reduce: bool
 ) -> None:
-    """Megatron's, told nothing of targets: losses come divided by those of all replicas."""
+    """Finish gradients as Megatron does, without the count of targets: losses are already divided
+    by the targets of all replicas. Megatron calls it after a step's last backward pass.
+    """
     finalize_model_grads(models, None, pg_collection, force_all_reduce)
 
 
 class MegatronLearner(Kept):
-    """What training/trainer.py is to other engines."""
+    """The learner of the training loop for Megatron: model, schedule and optimizer, in place of
+    training/trainer.py.
+    """
 
     separate = False  # replicas sum gradients inside the backward pass
 
@@ -111,6 +126,7 @@ class MegatronLearner(Kept):
         self.stages = parallel_state.get_pipeline_model_parallel_group()
 
     def prepare(self, part: Part) -> None:
+        """Build model and optimizer and fill in the weights, timed as part `weights`."""
         with part("weights"):
             self.model.build()
             sharded = config.sharded(self.job)
@@ -122,16 +138,21 @@ class MegatronLearner(Kept):
             self.job.device.synchronize()
 
     def warm(self, micro: MicroBatch) -> None:
+        """Run one evaluation, forward and backward on a micro-batch without an update, and zero the
+        gradients.
+        """
         self.evaluate(micro)
         self.backward([micro], self.total(1))
         self.optimizer.zero_grad()
 
     def evaluate(self, micro: MicroBatch) -> Tensor:
+        """Return the summed cross-entropy of a micro-batch in fp64, known to all stages."""
         with torch.no_grad():
             found = self._schedule([micro], torch.ones((), device=self.device), forward_only=True)
         return self._known(found.double())
 
     def total(self, number: int) -> Tensor:
+        """Return a count summed over replicas, as a zero-dimensional tensor on the device."""
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
         if self.job.plan.dp > 1:
@@ -139,14 +160,20 @@ class MegatronLearner(Kept):
         return count
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
+        """Run forward and backward of a step, in which replicas also sum gradients, and return this
+        replica's sum of losses / targets; 0 on all but the last stage.
+        """
         return self._schedule(micros, targets, forward_only=False)
 
     def _schedule(self, micros: list[MicroBatch], targets: Tensor, forward_only: bool) -> Tensor:
-        """Megatron's schedule over micro-batches of one size; the sum of their losses / targets, on
-        the last stage.
+        """Run Megatron's pipeline schedule over micro-batches of one size and return the sum of
+        their losses / targets; 0 on all but the last stage. `forward_only` runs no backward pass.
         """
 
         def step(iterator: Iterator[MicroBatch], module: Any) -> Any:
+            """Run the stage on the next micro-batch and return (output, function that computes the
+            loss from it), as Megatron's schedule asks.
+            """
             micro = next(iterator)
             labels = torch.zeros_like(micro.tokens).index_copy_(0, micro.pick, micro.targets)
             out = run(
@@ -154,6 +181,9 @@ class MegatronLearner(Kept):
             )
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+                """Return (losses at the picked tokens / targets, a zero count of tokens, a copy of
+                the first to report).
+                """
                 mean = losses.flatten().float()[micro.pick].sum() / targets
                 # A clone: the schedule changes the loss in place where it is told to normalise by
                 # itself.
@@ -177,22 +207,29 @@ class MegatronLearner(Kept):
         return torch.stack(found).sum() if found else torch.zeros((), device=self.device)
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Return the loss summed over replicas, known to all stages. Gradients were summed in
+        `backward`.
+        """
         if self.job.plan.dp > 1:
             dist.all_reduce(loss, group=self.replicas)
         return self._known(loss)
 
     def _known(self, loss: Tensor) -> Tensor:
-        """To all stages, of which the last alone has one."""
+        """Give all stages the loss that only the last one has, by a sum over stages in place."""
         if self.job.plan.pp > 1:
             dist.all_reduce(loss, group=self.stages)
         return loss
 
     def update(self, lr: float) -> float:
+        """Clip, step and zero the gradients; return their norm before clipping, inf if fp16
+        overflowed.
+        """
         return self.optimizer.step(lr)
 
     def state(self) -> dict[str, Tensor]:
-        """Of replicas that divide their states each has its own; others have the same, which is
-        written once.
+        """Return this rank's optimizer tensors under names with its place in the plan
+        (`tp0.pp1.weights.3`). Only with the distributed optimizer does the name contain the
+        replica: otherwise replicas have equal tensors, which are written once.
         """
         place = self.job.place
         own = f"dp{place.dp}." if config.sharded(self.job) else ""
@@ -202,13 +239,17 @@ class MegatronLearner(Kept):
         }
 
     def numbers(self) -> Numbers:
+        """Return the number of updates and the loss scale, for a checkpoint."""
         return self.optimizer.numbers()
 
     def restore(self, numbers: Numbers) -> None:
+        """Continue from the tensors of `state`, filled in since, and these numbers."""
         self.optimizer.restore(numbers)
 
     def details(self) -> dict[str, Any]:
-        """With what this rank really holds: numbers, and their types."""
+        """Return library, optimizer class, attention kernel, and what this rank really holds:
+        numbers of elements and dtypes.
+        """
         parameters = list(self.model.stage.parameters())
         gradients = [one.main_grad for one in parameters]
         return {

@@ -1,1 +1,3 @@
-"""Engine paddle."""
+"""Engine `paddle`: training a Llama with PaddlePaddle and its fleet. Framework `paddle` is here
+too.
+"""

@@ -1,4 +1,4 @@
-"""Rows as micro-batches on Paddle's device."""
+"""Micro-batches of packed rows on Paddle's device, for engine `paddle`."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,7 +15,12 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch on the device, and where its segments lie, which the host knows too."""
+    """A micro-batch of packed rows on Paddle's device; segments are the parts of its tokens that do
+    not see each other.
+
+    `lens` are the segments' lengths in tokens, on the host; `segment_starts` their cumulative sums
+    on the device, from 0 to all tokens. `targets` are the next tokens at `pick`.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -26,8 +31,8 @@ class MicroBatch:
 
 
 def to_device(pack: Packed) -> MicroBatch:
-    """A micro-batch from which nothing is learned has one token whose target is ignored: kernels
-    take no empty tensors.
+    """Copy a pack to Paddle's current device. A pack without targets gets one whose loss is
+    ignored, because kernels take no empty tensors.
     """
     pick, targets = (
         (pack.pick, pack.targets)
@@ -42,5 +47,8 @@ def to_device(pack: Packed) -> MicroBatch:
 
 
 class PaddleBatches(PackedRows):
+    """Packed rows as micro-batches on Paddle's device (training/packing.py plans them)."""
+
     def to_device(self, pack: Packed) -> MicroBatch:
+        """Copy a pack to Paddle's current device."""
         return to_device(pack)

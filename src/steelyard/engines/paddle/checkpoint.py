@@ -1,5 +1,5 @@
-"""Weights of a Hugging Face folder as arrays of the host. Headers and settings are checked before
-the first tensor is read.
+"""Weights of a Hugging Face folder as fp32 arrays of the host, for engine `paddle`. The config, all
+headers and shapes are checked before the first tensor is read.
 """
 
 import hashlib
@@ -38,7 +38,9 @@ COMPUTED = ("rotary_emb.inv_freq",)  # from the rope base; old checkpoints store
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, as its header describes it."""
+    """A tensor in a safetensors file, as the header describes it: file, dtype name (F32, BF16,
+    ...), shape.
+    """
 
     path: Path
     dtype: str
@@ -46,6 +48,14 @@ class Stored:
 
 
 class HuggingFaceFolder:
+    """A checked Hugging Face folder of a Llama with safetensors, from which whole parameters are
+    read by this package's names.
+
+    Constructing it reads the config and all headers, and raises RequestError if the folder is none,
+    the config differs from `model`, or a tensor is missing, foreign, of another shape or of an
+    unsupported dtype.
+    """
+
     def __init__(self, folder: Path, model: LlamaModel) -> None:
         self.folder, self.model = folder, model
         if not (folder / hf_config.CONFIG_NAME).is_file():
@@ -64,6 +74,9 @@ class HuggingFaceFolder:
         self._check()
 
     def _files(self) -> list[Path]:
+        """Return the safetensors files: the single one, or those that the index names, sorted.
+        Raises RequestError if there is neither.
+        """
         single, index = self.folder / hf_config.SINGLE_NAME, self.folder / hf_config.INDEX_NAME
         if single.is_file():
             return [single]
@@ -74,20 +87,26 @@ class HuggingFaceFolder:
         return [self.folder / name for name in sorted(set(hf_config.weight_map(index).values()))]
 
     def sources(self, name: str) -> list[str]:
-        """The tensors that make a parameter."""
+        """Return the names of the checkpoint's tensors that make up a parameter of ours, in order:
+        q, k and v for `qkv`, for example.
+        """
         if name in TOP:
             return [TOP[name]]
         _, layer, rest = name.split(".", 2)
         return [f"model.layers.{layer}.{one}" for one in LAYER[rest]]
 
     def names(self) -> list[str]:
-        """Every parameter of the whole model."""
+        """Return the names of all parameters of the whole model; without the output if it is tied,
+        and without biases if it has none.
+        """
         top = [name for name in TOP if not (self.model.tied and name == "output.weight")]
         inside = [name for name in LAYER if self.model.qkv_bias or not name.endswith("bias")]
         return top + [f"layers.{i}.{name}" for i in range(self.model.layers) for name in inside]
 
     def _shapes(self, name: str) -> list[list[int]]:
-        """Of the tensors that make a parameter."""
+        """Return the expected shapes of the checkpoint's tensors that make up a parameter, in the
+        order of `source_names`.
+        """
         size, dim = whole_shape(name, self.model), self.model.hidden // self.model.heads
         if ".qkv." in name:
             rows = [self.model.heads * dim, self.model.kv_heads * dim, self.model.kv_heads * dim]
@@ -96,6 +115,10 @@ class HuggingFaceFolder:
         return [[one, *size[1:]] for one in rows]
 
     def _check(self) -> None:
+        """Raise RequestError for a tensor that is missing, does not belong to the model, or has
+        another shape or an unsupported dtype. A tied model may store its output too, and stored
+        rotary frequencies are ignored.
+        """
         wanted = {
             source: size
             for name in self.names()
@@ -123,6 +146,9 @@ class HuggingFaceFolder:
             )
 
     def whole(self, name: str) -> Array:
+        """Read a whole parameter as an fp32 array. QKV rows are interleaved by key group: the
+        group's queries, its key, its value. Gate and up are one after the other.
+        """
         found = [self._read(source) for source in self.sources(name)]
         if ".qkv." not in name:
             return found[0] if len(found) == 1 else np.concatenate(found)
@@ -133,6 +159,9 @@ class HuggingFaceFolder:
         ).reshape(-1, *rest)
 
     def _read(self, name: str) -> Array:
+        """Read one tensor of the checkpoint as an fp32 array; raise RequestError if the file can no
+        longer be read.
+        """
         path = self.tensors[name].path
         try:
             with safe_open(path, framework="paddle", device="cpu") as file:
@@ -144,7 +173,9 @@ class HuggingFaceFolder:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Where weights came from, for the record: the same for every engine."""
+        """Return the source of the weights for the record, the same for every engine: file names
+        and sizes, a hash over the headers, and the number of parameters.
+        """
         sizes = {file: file.stat().st_size for file in self.files}
         tensors = [(name, stored.dtype, stored.shape) for name, stored in self.tensors.items()]
         return {
@@ -158,6 +189,9 @@ class HuggingFaceFolder:
 
 
 def _header(path: Path) -> dict[str, Stored]:
+    """Read the header of a safetensors file and return its tensors by name; raise RequestError if
+    the file is damaged or its header too large.
+    """
     try:
         if _length(path) > hf_config.MAX_HEADER_BYTES:
             raise RequestError(
@@ -178,10 +212,12 @@ def _header(path: Path) -> dict[str, Stored]:
 
 
 def _length(path: Path) -> int:
+    """Return the length of the header in bytes, from the file's first 8 bytes."""
     with files.open_regular(path) as raw:
         return int.from_bytes(raw.read(8), "little")
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 of the header's bytes, in hex."""
     with files.open_regular(path) as raw:
         return hashlib.sha256(raw.read(int.from_bytes(raw.read(8), "little"))).hexdigest()

@@ -1,5 +1,5 @@
-"""PaddlePaddle as a framework: joins ranks by paddle.distributed, and drives the device that an
-accelerator names.
+"""PaddlePaddle as a framework (engine/framework.py): it joins ranks by paddle.distributed and
+drives the device that an accelerator names.
 """
 
 import os
@@ -24,6 +24,10 @@ DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_determinist
 
 
 class PaddleFramework(DeviceFramework):
+    """The framework `paddle` on one rank. Raises RequestError if the accelerator has no device
+    class for paddle.
+    """
+
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
             raise RequestError(
@@ -33,8 +37,8 @@ class PaddleFramework(DeviceFramework):
         self.world, self.local_rank = 1, local_rank
 
     def make_deterministic(self) -> None:
-        """Paddle's kernels in their deterministic variants, where its flags have any; a CPU's need
-        none.
+        """Set Paddle's flags for deterministic kernels, process-wide, as far as this build has
+        them; a CPU's kernels need none.
         """
         known = paddle.get_flags(
             [name for name in DETERMINISTIC if paddle.base.core.globals().is_public(name)]
@@ -42,7 +46,12 @@ class PaddleFramework(DeviceFramework):
         paddle.set_flags({name: DETERMINISTIC[name] for name in known})
 
     def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
-        """All ranks of the run; an engine divides them."""
+        """Join all ranks of the run in one group; returns None, for the engine forms its own groups
+        with fleet.
+
+        Sets Paddle's environment variables in this process. One rank alone does nothing; several
+        without a rendezvous raise ValueError.
+        """
         self.world = world
         if world == 1:
             return
@@ -55,15 +64,21 @@ class PaddleFramework(DeviceFramework):
         dist.init_parallel_env()
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """Rank r brings r + 1, and nothing it got before."""
+        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
+        r sends r + 1 each time, never an earlier result.
+        """
         mine = paddle.full([EXCHANGE_NUMBERS], float(dist.get_rank() + 1))
         out = paddle.zeros_like(mine)
 
         def work() -> None:
+            """Copy this rank's numbers into the result tensor and all-reduce it."""
             paddle.assign(mine, out)
             dist.all_reduce(out)
 
         def check() -> str | None:
+            """Return None if every number of the last result is the right sum, else a text with the
+            first wrong one.
+            """
             expected = self.world * (self.world + 1) / 2
             wrong = out.numpy()[out.numpy() != expected]
             return None if wrong.size == 0 else f"{float(wrong[0])} where it must be {expected}"
@@ -71,22 +86,32 @@ class PaddleFramework(DeviceFramework):
         return work, EXCHANGE_NUMBERS * 4, check
 
     def barrier(self) -> None:
+        """Wait for all ranks; with one rank return at once."""
         if self.world > 1:
             dist.barrier()
 
     def leave(self) -> None:
-        """Rank 0 serves the store: nobody goes while another may still ask."""
+        """Wait for all ranks: rank 0 serves the store, and must not exit while another may still
+        ask it.
+        """
         self.barrier()
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+        """Allocate two random square matrices of the device's `matmul_shape` and return (call,
+        FLOPs of a call).
+        """
         size, dtype = self.device.matmul_shape, DTYPES[precision]
         a, b = (paddle.randn([size, size]).astype(dtype) for _ in range(2))
         return lambda: paddle.matmul(a, b), 2 * size**3
 
     def profiler(self) -> None:
+        """Return None: Paddle's profiler is not read."""
         return
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
+        """Allocate a matmul of this shape, the operand stored transposed that the layout says, and
+        return (call, FLOPs of a call).
+        """
         # which operand is stored transposed
         across, down = shape.layout == "tn", shape.layout == "nt"
         sides = (
@@ -97,10 +122,13 @@ class PaddleFramework(DeviceFramework):
         return lambda: paddle.matmul(a, b, transpose_x=across, transpose_y=down), shape.flops
 
     def versions(self) -> dict[str, str | None]:
+        """Return the device class's library versions and Paddle's own."""
         return {**super().versions(), "paddle": paddle.__version__}
 
     def compile_cache(self) -> dict[str, int] | None:
+        """Return None: nothing is compiled."""
         return None
 
     def threads(self) -> int:
+        """Return how many CPU threads this rank computes with."""
         return self.device.threads()

@@ -1,8 +1,8 @@
-"""RMSNorm and attention: Paddle's fused kernels where its build has them and they compute what they
-should, else plain ones.
+"""RMSNorm and attention for engine `paddle`: Paddle's fused kernels where its build has them and
+they compute the right thing, else plain ones.
 
-A build says which kernels it has by running them: each is tried once, on a few numbers, against its
-plain meaning.
+Whether a build has the RMSNorm kernel is found by running it once on a few numbers and comparing it
+with the plain function.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,9 @@ APART = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class Kernels:
-    """For matmuls in a type, as Paddle names it."""
+    """The kernels that a model uses, for matmuls in `dtype` (Paddle's name of it). `names` says for
+    the record which were chosen.
+    """
 
     dtype: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -34,7 +36,12 @@ class Kernels:
 
 
 def choose(asked: str, dtype: str, lacks: Mapping[str, str]) -> Kernels:
-    """The kernels for a device and a type; `asked` is `tune.attention`."""
+    """Choose the kernels for a device and a dtype. RMSNorm is tried on the device to decide.
+
+    `attention` is `tune.attention`: auto, plain or flash; any other value raises RequestError, as
+    does flash with a dtype or device that has none. `lacks` maps what the device cannot do to the
+    reason.
+    """
     if asked not in ("auto", *ATTENTION):
         raise RequestError(
             f"tune.attention={asked!r} is not supported by engine paddle; allowed: auto,"
@@ -56,6 +63,7 @@ def choose(asked: str, dtype: str, lacks: Mapping[str, str]) -> Kernels:
 
 
 def _norm_numbers(dtype: str) -> tuple[Tensor, Tensor, float]:
+    """Return the input [4, 8], weight [8] and eps on which RMSNorm kernels are compared."""
     x = (paddle.arange(32, dtype="float32").reshape([4, 8]) - 11.0) / 7.0
     return x.astype(dtype), (paddle.arange(8, dtype="float32") / 5.0).astype(dtype), 1e-5
 
@@ -67,7 +75,9 @@ def _agrees(
     weight: Tensor,
     eps: float,
 ) -> bool:
-    """Whether a build has a kernel, forward and backward, that computes what it means."""
+    """Return whether `kernel` exists in this build and its output and gradients equal those of
+    `plain` within the dtype's tolerance. False if it raises.
+    """
     x.stop_gradient = weight.stop_gradient = False
     found = []
     for one in (kernel, meaning):
@@ -86,12 +96,17 @@ def _agrees(
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension by Paddle's fused kernel, which raises in
+    a build without it.
+    """
     out = F.rms_norm(x, [x.shape[-1]], weight, eps)
     return out[0] if isinstance(out, list | tuple) else out
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fp32, whatever mixed precision would make of it."""
+    """Return x / rms(x) * weight over the last dimension, normalized in fp32 even under mixed
+    precision, in the weight's dtype.
+    """
     with paddle.amp.auto_cast(False):
         wide = x.astype("float32")
         normed = wide * paddle.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -99,7 +114,9 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tensor:
-    """[T, heads, D] of packed segments, each causal in itself."""
+    """Return causal attention inside each segment of packed q [tokens, heads, D], k and v [tokens,
+    kv heads, D], by Paddle's flash attention. The result has the shape of q.
+    """
     k, v = _repeated(q, k, v)
     longest, scale = max(micro.lens), q.shape[-1] ** -0.5
     return flash_attn_unpadded(
@@ -108,7 +125,9 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tenso
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tensor:
-    """The same, segment by segment, with all scores of one in memory."""
+    """Compute the same as `flash_attention`, one segment after the other, with all scores of a
+    segment in memory and the softmax in fp32.
+    """
     k, v = _repeated(q, k, v)
     parts = (
         [one.split(list(micro.lens)) for one in (q, k, v)]
@@ -119,6 +138,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, micro: MicroBatch) -> Tenso
 
 
 def _segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention of one segment, [length, heads, D] each."""
     length = q.shape[0]
     scores = paddle.matmul(q.transpose([1, 0, 2]), k.transpose([1, 2, 0])) * q.shape[-1] ** -0.5
     hidden = paddle.triu(paddle.full([length, length], float("-inf"), scores.dtype), 1)
@@ -128,6 +148,6 @@ def _segment(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for every query head."""
+    """Return keys and values repeated so that there is one of each for every query head."""
     times = q.shape[1] // k.shape[1]
     return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))

@@ -1,8 +1,8 @@
-"""A Llama in Paddle's own layers: on one device, or a stage of a pipeline with fleet's
+"""A Llama in Paddle's own layers: whole on one device, or one pipeline stage with fleet's
 tensor-parallel layers.
 
 Tokens are packed: a micro-batch is one long row of tokens whose segments do not see each other.
-Parameters have the names they have in models/llama.py.
+Parameters have the names that they have in models/llama.py.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,8 @@ IGNORED = -100
 
 
 class RMSNorm(nn.Layer):  # type: ignore[misc]
+    """RMSNorm over the hidden dimension, by the chosen kernel."""
+
     def __init__(self, model: LlamaModel, kernels: Kernels) -> None:
         super().__init__()
         self.weight = self.create_parameter(
@@ -33,24 +35,31 @@ class RMSNorm(nn.Layer):  # type: ignore[misc]
         self.eps, self.kernels = model.norm_eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalized x, of the same shape."""
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
 def columns(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
-    """A linear layer whose outputs are divided over a tensor-parallel group, and stay so."""
+    """Return a column-parallel linear layer: each rank has a part of the outputs, which are not
+    gathered. With tp 1 it is a plain one.
+    """
     if tp == 1:
         return nn.Linear(inputs, outputs, bias_attr=None if bias else False)
     return meta_parallel.ColumnParallelLinear(inputs, outputs, has_bias=bias, gather_output=False)
 
 
 def rows(tp: int, inputs: int, outputs: int) -> Any:
-    """A linear layer whose inputs are divided; its outputs are summed over the group."""
+    """Return a row-parallel linear layer without bias: each rank takes a part of the inputs, and
+    outputs are summed over the group. With tp 1 it is a plain one.
+    """
     if tp == 1:
         return nn.Linear(inputs, outputs, bias_attr=False)
     return meta_parallel.RowParallelLinear(inputs, outputs, has_bias=False, input_is_parallel=True)
 
 
 class Block(nn.Layer):  # type: ignore[misc]
+    """A Llama transformer block: attention and SwiGLU FFN, each with RMSNorm and a residual."""
+
     def __init__(self, model: LlamaModel, tp: int, kernels: Kernels) -> None:
         super().__init__()
         self.dim, self.queries, self.kernels = (
@@ -68,6 +77,9 @@ class Block(nn.Layer):  # type: ignore[misc]
         self.down = rows(tp, model.ffn, model.hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the residual stream [tokens, hidden] after the block. `cos` and `sin` are those of
+        `rotary_angles`.
+        """
         tokens = x.shape[0]
         grouped = self.qkv(self.attention_norm(x)).reshape([tokens, -1, self.queries + 2, self.dim])
         q = rotate(grouped[:, :, : self.queries].reshape([tokens, -1, self.dim]), cos, sin)
@@ -78,13 +90,17 @@ class Block(nn.Layer):  # type: ignore[misc]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split convention of Hugging Face checkpoints."""
+    """Apply the rotary embedding to [tokens, heads, D], in the half-split convention of Hugging
+    Face checkpoints.
+    """
     a, b = x.chunk(2, axis=-1)
     return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
 def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Tensor]:
-    """cos and sin of every token's angles, [T, 1, D/2], computed in fp32."""
+    """Return cos and sin of every token's rotary angles, [tokens, 1, D/2] each, computed in fp32
+    and cast to `dtype`.
+    """
     dim = model.hidden // model.heads
     with paddle.amp.auto_cast(False):
         steps = paddle.arange(0, dim, 2, dtype="int64").astype("float32") / dim
@@ -93,9 +109,12 @@ def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Te
 
 
 class Stage(nn.Layer):  # type: ignore[misc]
-    """A stage of a pipeline; without one, the whole model. It takes its micro-batch from `micros`,
-    where its trainer puts all of a step in their order: stages send each other the residual stream
-    and nothing else."""
+    """Pipeline stage `index` of `count` of a Llama; with count 1 the whole model.
+
+    The trainer puts the micro-batches of a step into `micros`, and each forward removes the first:
+    stages send each other only the residual stream. `level` is Paddle's level of mixed precision,
+    None without.
+    """
 
     def __init__(
         self,
@@ -107,7 +126,6 @@ class Stage(nn.Layer):  # type: ignore[misc]
         recompute: bool,
         level: str | None,
     ) -> None:
-        """`level` is that of Paddle's mixed precision, None without."""
         super().__init__()
         self.model, self.recompute, self.level, self.kernels = model, recompute, level, kernels
         self.first, self.last, self.tied = index == 0, index == count - 1, model.tied
@@ -127,15 +145,18 @@ class Stage(nn.Layer):  # type: ignore[misc]
         self.micros: list[MicroBatch] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after this stage, [T, hidden]; of the last one, the summed
-        cross-entropy of the micro-batch.
+        """Return the residual stream after this stage, [tokens, hidden]; of the last stage the
+        summed cross-entropy of the micro-batch. Takes the first micro-batch off `micros`. On the
+        first stage `x` is not read.
         """
         micro = self.micros.pop(0)
         with self._mixed():
             return self._computed(x, micro)
 
     def _mixed(self) -> AbstractContextManager[Any]:
-        """Around the model alone: it would make 16 bit of what is done with its loss too."""
+        """Return the mixed-precision context of the forward pass, or one that does nothing. Around
+        the model alone: it would also make what is computed with the loss 16 bit.
+        """
         if self.level is None:
             return nullcontext()
         context: AbstractContextManager[Any] = paddle.amp.auto_cast(
@@ -144,6 +165,7 @@ class Stage(nn.Layer):  # type: ignore[misc]
         return context
 
     def _computed(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Run embedding (first stage), blocks and loss (last stage) on a micro-batch."""
         if self.first:
             x = self.embed(micro.tokens)
         cos, sin = rotary(micro.positions, self.model, x.dtype)
@@ -157,12 +179,15 @@ class Stage(nn.Layer):  # type: ignore[misc]
 
     @staticmethod
     def _again(block: Block, *inputs: Any) -> Tensor:
-        """Computed once more for its backward. Nothing is drawn at random, so no generator's state
-        is kept.
+        """Run a block and recompute it in the backward pass. No random state is saved, because
+        nothing is drawn.
         """
         return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
     def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the summed cross-entropy at the picked tokens, in fp32; stores the logits' dtype
+        in `logits_dtype`.
+        """
         hidden = self.norm(x.index_select(micro.pick))
         logits = (
             paddle.matmul(hidden, self.embed.weight, transpose_y=True)
@@ -175,4 +200,5 @@ class Stage(nn.Layer):  # type: ignore[misc]
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, unreduced; 0 where the target is IGNORED."""
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")

@@ -1,7 +1,7 @@
-"""What of Paddle a run needs, and whether it can have it: parallel modes, recomputation, mixed
-precision. Needs no Paddle.
+"""The parallel modes, recomputation and mixed precision that a run of engine `paddle` needs, and
+refusals of those it cannot have. Imports no Paddle.
 
-What nobody here has run yet says so in every record that uses it.
+What has never been run by this project's tests is named in every record that uses it.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,9 @@ TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 @dataclass(frozen=True)
 class Modes:
-    """How a model is divided: `shards` replicas divide what `sharding` says, and there are `copies`
-    of those groups.
+    """How a model is parallelized: degrees of tensor and pipeline parallelism, and replicas.
+    `shards` replicas divide among them what level `sharding` says; there are `copies` of such
+    groups.
     """
 
     tp: int
@@ -32,15 +33,19 @@ class Modes:
 
     @property
     def dp(self) -> int:
+        """Return the number of data-parallel replicas."""
         return self.copies * self.shards
 
     @property
     def data_parallel(self) -> bool:
-        """Whole replicas and nothing else."""
+        """Return whether there are several whole replicas and no other parallelism."""
         return self.tp == self.pp == self.shards == 1 and self.copies > 1
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of the modes in use, as `never_run` and refusals name them: `tp`, `pp`,
+        `sharding 1`, `dp`, `copies of shards`, `recompute`; `single` first on one device.
+        """
         found = {
             "tp": self.tp > 1,
             "pp": self.pp > 1,
@@ -54,7 +59,9 @@ class Modes:
 
 
 def of(job: Job) -> Modes:
-    """The modes of a run; what engine paddle has not raises RequestError."""
+    """Return the modes of a run. Raises RequestError for sharding 3, selective recomputation,
+    sharding 2 in a pipeline, or a vocabulary that TP does not divide.
+    """
     tune, plan, model = job.case.tune, job.plan, job.case.question.model
     if tune.sharding > 2:
         raise RequestError(
@@ -81,7 +88,9 @@ def of(job: Job) -> Modes:
 
 
 def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
-    """What Paddle cannot do on a device, with its reason."""
+    """Raise RequestError for the first mode that this device does not have; `lacks` maps modes to
+    reasons.
+    """
     for name in modes.names:
         if name in lacks:
             raise RequestError(
@@ -90,7 +99,9 @@ def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
 
 
 def untried(modes: Modes, device: str, precision: str) -> list[str]:
-    """What of a run nobody here has run before."""
+    """Return which of device type, precision and modes of a run this project's tests have never run
+    with Paddle.
+    """
     return [one for one in (device, precision, *modes.names) if one not in TRIED]
 
 
@@ -104,19 +115,21 @@ SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def level(precision: Precision) -> str | None:
-    """Paddle's level of mixed precision; None: everything in fp32."""
+    """Return Paddle's level of mixed precision: `O2`, or None if everything is fp32."""
     return None if DTYPES[precision.matmul] == FP32 else "O2"
 
 
 def short_names(types: set[str]) -> str:
-    """Names of types as records of all engines have them."""
+    """Return Paddle's dtype names as records have them, sorted, joined by a slash: `bf16/fp32`."""
     return "/".join(sorted(SHORT.get(name, name) for name in types))
 
 
 def check_types(precision: Precision, found: Mapping[str, set[str]]) -> None:
-    """Whether tensors have the types that a precision says. `found` holds those of `parameters`,
-    `gradients`, `logits` and `states` (master weights and moments), as Paddle names them; what is
-    not there yet is left out."""
+    """Raise RuntimeError if tensors have other dtypes than the precision prescribes.
+
+    `seen` maps `parameters`, `gradients`, `logits` or `states` (master weights and moments) to the
+    set of Paddle's dtype names that were seen; kinds that do not exist yet are left out.
+    """
     computed = DTYPES[precision.matmul]
     wanted = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
     for name, types in found.items():

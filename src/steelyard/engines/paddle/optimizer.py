@@ -1,7 +1,7 @@
-"""AdamW of Paddle with clipping, as a run of one device or fleet's hybrid one needs it, and the
-norm before clipping.
+"""Paddle's AdamW with gradient clipping, for one device or for fleet's hybrid parallelism, and
+access to the gradient norm before clipping.
 
-Paddle clips inside `step` and keeps the norm to itself: these clips leave it where it can be read.
+Paddle clips inside `step` and does not tell the norm: the clip classes here keep it in `norm`.
 """
 
 from typing import Any
@@ -20,7 +20,9 @@ GROWTH_STEPS = 1000
 
 
 class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
-    """Of gradients that all are here."""
+    """Clips by the global norm of gradients that are all on this rank, and keeps the norm before
+    clipping in `norm` (None until a step clipped).
+    """
 
     norm: Tensor = None
 
@@ -28,6 +30,9 @@ class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
     def _dygraph_clip(
         self, params_grads: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
+        """Scale all gradients in place so that their norm is at most `clip_norm`, and return the
+        pairs given (called by Paddle inside a step).
+        """
         found = [grad for _, grad in params_grads if grad is not None]
         self.norm = (
             paddle.stack([grad.astype("float32").square().sum() for grad in found]).sum().sqrt()
@@ -39,17 +44,24 @@ class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
 
 
 class HybridClip(HybridParallelClipGrad):  # type: ignore[misc]
-    """Fleet's, over tensor parallel, pipeline and sharding ranks."""
+    """Fleet's clip over tensor-parallel, pipeline and sharding ranks, which also keeps the norm
+    before clipping in `norm`.
+    """
 
     norm: Tensor = None
 
     def _global_norm(self, divided: Tensor, whole: Tensor) -> None:
+        """Sum the squared norms over ranks as fleet does, in place, and keep their root. `divided`
+        is of parameters that ranks have parts of, `whole` of those that all hold.
+        """
         super()._global_norm(divided, whole)  # sums both over the ranks that have other parts
         self.norm = (divided + whole).sqrt().sum()
 
 
 def adamw(named: list[tuple[str, Any]], train: Train) -> Any:
-    """Over parameters by name. Matrices decay, norms and biases do not."""
+    """Return Paddle's AdamW over named parameters with clipping. Weight decay applies to matrices,
+    not to norms and biases.
+    """
     decays = {parameter.name for _, parameter in named if parameter.ndim > 1}
     return paddle.optimizer.AdamW(
         learning_rate=train.lr,
@@ -64,7 +76,7 @@ def adamw(named: list[tuple[str, Any]], train: Train) -> Any:
 
 
 def innermost(optimizer: Any) -> Any:
-    """The AdamW that fleet's optimizers wrap."""
+    """Return the AdamW inside fleet's wrappers; an optimizer without any is returned itself."""
     while True:
         inner = vars(optimizer).get("_inner_opt") or vars(optimizer).get("_optim")
         if inner is None:
@@ -73,8 +85,8 @@ def innermost(optimizer: Any) -> Any:
 
 
 def readable_clip(optimizer: Any) -> Any:
-    """The clip of an optimizer, whose `norm` can be read after a step: fleet puts its own in the
-    place of ours.
+    """Return the optimizer's clip, whose `norm` can be read after a step. Fleet replaces the clip
+    by its own; that is replaced here, inside the optimizer, by a `HybridGradientClip`.
     """
     adam = innermost(optimizer)
     found = adam._grad_clip
@@ -84,11 +96,11 @@ def readable_clip(optimizer: Any) -> Any:
 
 
 def states(optimizer: Any) -> list[Tensor]:
-    """What this rank keeps of moments."""
+    """Return the moment tensors that this rank keeps; empty before the first step."""
     kept = innermost(optimizer)._accumulators.items()
     return [tensor for name, tensors in kept if "moment" in name for tensor in tensors.values()]
 
 
 def masters(optimizer: Any) -> list[Tensor]:
-    """What it keeps of fp32 master weights, where parameters are in 16 bit."""
+    """Return the fp32 master weights that this rank keeps; empty if parameters are fp32."""
     return list(innermost(optimizer)._master_weights.values())

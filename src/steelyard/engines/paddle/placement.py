@@ -1,4 +1,6 @@
-"""A Llama on Paddle's devices with its weights and its optimizer: alone, or as fleet places it."""
+"""Builds a Llama on Paddle's devices with weights and optimizer: on one device, or as fleet places
+it over all ranks. train.py trains what it returns.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,14 +26,21 @@ ORDER = ["dp", "sharding", "pp", "sep", "cp", "mp"]
 
 @dataclass
 class Weight:
-    """What the loss of a pipeline is multiplied with."""
+    """A mutable cell with the factor by which a pipeline's loss is multiplied, set anew for each
+    step.
+    """
 
     value: Any = 1.0
 
 
 @dataclass
 class Placed:
-    """A rank's part of a model, wrapped as Paddle trains it."""
+    """This rank's part of a model with its optimizer, wrapped as Paddle trains it.
+
+    `net` is the wrapped model to call, `stage` the layers inside it. `scaler` scales fp16 losses,
+    None otherwise. `parameters` are (our name, Paddle parameter). `weights` is their source, for
+    the record. `loss_factor` multiplies a pipeline's loss.
+    """
 
     net: Any
     stage: Stage
@@ -43,6 +52,9 @@ class Placed:
 
 
 def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
+    """Build this rank's part of the model, fill in its weights, and wrap it and its optimizer for
+    mixed precision and fleet. Initializes fleet if there are several ranks; all ranks must call it.
+    """
     if job.world > 1:
         _init_fleet(modes)
     weight = Weight()
@@ -63,6 +75,9 @@ def place(job: Job, modes: Modes, kernels: Kernels, train: Train) -> Placed:
 
 
 def _init_fleet(modes: Modes) -> None:
+    """Initialize fleet's process groups, process-wide, in the order in which plan/degrees.py counts
+    ranks.
+    """
     strategy = fleet.DistributedStrategy()
     strategy.hybrid_configs = {
         "dp_degree": modes.copies,
@@ -78,6 +93,9 @@ def _init_fleet(modes: Modes) -> None:
 
 
 def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
+    """Return the model without weights: one `PaddleStage`, or fleet's pipeline of them whose loss
+    is multiplied by `loss_factor.value`.
+    """
     model = job.case.question.model
     shared: dict[str, Any] = {
         "count": modes.pp,
@@ -98,7 +116,10 @@ def _build(job: Job, modes: Modes, kernels: Kernels, weight: Weight) -> Any:
 
 
 def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Fill a rank's parameters; returns where the weights came from, for the record."""
+    """Set this rank's parameters, random from the seed or from a Hugging Face folder, reading in as
+    many threads as the device has, and return the source of the weights for the record. Reports
+    progress in parameters. Raises RequestError if the folder does not fit.
+    """
     question = job.case.question
     if job.weights is None:
         wholes = weights.random(question.seed, question.model)
@@ -121,12 +142,16 @@ def _fill(job: Job, parameters: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _scaler() -> Any:
+    """Return a loss scaler for fp16 with the first scale and growth of all engines."""
     return paddle.amp.GradScaler(
         init_loss_scaling=optimizer.FIRST_SCALE, incr_every_n_steps=optimizer.GROWTH_STEPS
     )
 
 
 def _distribute(job: Job, modes: Modes, model: Any, adam: Any, scaler: Any) -> tuple[Any, Any, Any]:
+    """Wrap model, optimizer and scaler for the ranks of the run and return them; with one rank they
+    are returned unchanged. Sharding 2 uses group_sharded_parallel, all else fleet's wrappers.
+    """
     if job.world == 1:
         return model, adam, scaler
     if modes.shards > 1 and modes.sharding == 2:

@@ -1,8 +1,9 @@
-"""How ranks of Paddle find each other: its variables, from where the run says that they meet.
+"""How Paddle's ranks find each other: the environment variables of its launcher, made from the
+rendezvous of the run.
 
-Paddle's store is a TCP server of rank 0 alone. It listens on every interface, whatever address it
-is told, and takes no socket that is bound already; it holds bytes and unpickles nothing. On one
-host ranks reach it over loopback.
+Paddle's store is a TCP server of rank 0. It listens on every interface, whatever address it is
+told, and takes no socket that is already bound; it holds bytes and unpickles nothing. On one host
+ranks reach it over loopback.
 """
 
 import os
@@ -14,14 +15,18 @@ from steelyard import files
 from steelyard.engine.framework import Meeting
 
 LOOPBACK = "127.0.0.1"
-# for rank 0 to say where; reading a framework from a busy disk takes its time
+# for rank 0 to publish its port; importing a framework from a busy disk is slow
 MEET_S, LOOK_S = 120.0, 0.05
 MOST_BYTES = 100
 
 
 def master(meet: Meeting, rank: int) -> tuple[str, int]:
-    """Where rank 0 serves: a free port of its choice that it writes into the file, or the address
-    of the run.
+    """Return (host, port) at which rank 0 will serve the store.
+
+    On one host rank 0 chooses a free loopback port and writes it into the rendezvous file, and
+    other ranks wait up to 120 s for it (TimeoutError). On several hosts it is the run's address,
+    and rank 0 closes `listen_fd` so that Paddle can bind the port. Raises ValueError if `meet` has
+    neither.
     """
     if meet.file is not None:
         return _chosen(meet.file) if rank == 0 else _read(meet.file)
@@ -33,6 +38,7 @@ def master(meet: Meeting, rank: int) -> tuple[str, int]:
 
 
 def _chosen(file: Path) -> tuple[str, int]:
+    """Find a free loopback port, write it into the file, and return (host, port)."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port: int = free.getsockname()[1]
@@ -41,6 +47,9 @@ def _chosen(file: Path) -> tuple[str, int]:
 
 
 def _read(file: Path) -> tuple[str, int]:
+    """Wait until rank 0 has written its port into the file, and return (host, port); raise
+    TimeoutError after 120 s.
+    """
     never = threading.Event()
     for _ in range(int(MEET_S / LOOK_S)):
         if file.exists():
@@ -52,8 +61,8 @@ def _read(file: Path) -> tuple[str, int]:
 def variables(
     host: str, port: int, rank: int, local_rank: int, world: int, backend: str
 ) -> dict[str, str]:
-    """What Paddle's launcher would set. Its endpoints are names of ranks: nothing listens there but
-    the store.
+    """Return the environment variables that Paddle's launcher would set for this rank. The
+    endpoints only name ranks: nothing listens there but the store.
     """
     endpoints = [f"{host}:{port + 1 + one}" for one in range(world)]
     told = {

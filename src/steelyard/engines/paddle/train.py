@@ -1,4 +1,6 @@
-"""Engine `paddle`, training a Llama: on one device, or as fleet divides it over all of a plan."""
+"""Engine `paddle`, training a Llama on one device, or over all devices of a plan by fleet. The loop
+is training/loop.py.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +19,13 @@ Tensor = Any
 
 
 class PaddleTrainer:
-    """A Llama, how Paddle places it on devices, and its optimizer."""
+    """The learner of the training loop for Paddle: a Llama, its placement by fleet, and its
+    optimizer.
+
+    Constructing it raises RequestError for modes, attention kernels or dtypes that Paddle or the
+    device does not have. `overlaps`: gradients are summed over replicas during the last
+    micro-batch's backward pass; with recomputation, after it.
+    """
 
     def __init__(self, job: Job) -> None:
         tune = job.case.tune
@@ -35,13 +43,20 @@ class PaddleTrainer:
 
     @property
     def model(self) -> placement.Placed:
+        """Return the placed model, of which the loop reads `weights`."""
         return self.placed
 
     @property
     def separate(self) -> bool:
+        """Return whether ranks exchange only in `reduce`: plain data parallelism that does not
+        overlap with the backward pass.
+        """
         return self.modes.data_parallel and not self.overlaps
 
     def prepare(self, part: Part) -> None:
+        """Build and place the model with its weights and optimizer, timed as part `weights`, and
+        check the parameters' dtypes (RuntimeError).
+        """
         with part("weights"):
             self.placed = placement.place(self.job, self.modes, self.kernels, self.train)
             self.net, self.stage, self.adam = (
@@ -55,12 +70,16 @@ class PaddleTrainer:
             self.job.device.synchronize()
 
     def warm(self, micro: MicroBatch) -> None:
+        """Run one evaluation, forward and backward on a micro-batch without an update, check the
+        gradients' dtypes, and clear the gradients.
+        """
         self.evaluate(micro)
         self.reduce(self.backward([micro], self.total(1)))
         self._found("gradients", [p.grad for _, p in self.placed.parameters if p.grad is not None])
         self.adam.clear_grad()
 
     def evaluate(self, micro: MicroBatch) -> Tensor:
+        """Return the summed cross-entropy of a micro-batch, without gradients."""
         with paddle.no_grad():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
@@ -71,7 +90,10 @@ class PaddleTrainer:
             )
 
     def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
-        """Paddle averages gradients over replicas; they must be summed."""
+        """Run forward and backward of a step and return this replica's sum of losses / targets.
+        Paddle averages gradients over replicas, so losses are multiplied by their number first:
+        gradients end up summed.
+        """
         if self.modes.pp > 1:
             return self._pipelined(micros, targets)
         losses = []
@@ -83,14 +105,17 @@ class PaddleTrainer:
         return paddle.stack(losses).sum()
 
     def _forward(self, net: Any, micro: MicroBatch) -> Tensor:
+        """Run the forward pass of one micro-batch and return its summed loss; checks the logits'
+        dtype.
+        """
         self.stage.micros.append(micro)
         nll = net(micro.tokens)
         self._look({self.stage.logits_dtype}, "logits")
         return nll
 
     def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
-        """All micro-batches in 1F1B; each rank feeds its own stage, and the last one's loss is
-        every stage's.
+        """Run all micro-batches through fleet's 1F1B schedule and return the sum of losses /
+        targets, which every stage gets from the last.
         """
         net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
         net.train()
@@ -99,8 +124,9 @@ class PaddleTrainer:
         return loss.sum() / self.modes.dp
 
     def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
-        """Stages tell each other once what they will send, and whether a gradient comes back: anew
-        where that changes.
+        """Set fleet's pipeline up for these micro-batches, with losses multiplied by `loss_factor`,
+        and return it. Stages tell each other once what they send; this is cleared when `learns`
+        (gradients flow back) changes.
         """
         if learns != self.learns:
             self.net._p2p_helper.clear_meta_cache()
@@ -113,18 +139,21 @@ class PaddleTrainer:
         return self.net
 
     def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
-        """What fleet gives the first stage, and as labels the last; neither reads more of it than
-        its shape.
+        """Return what fleet passes to the first stage as inputs and to the last as labels, None on
+        inner stages; only their shapes are read.
         """
         tokens = [micro.tokens for micro in micros]
         return [tokens, tokens] if self.stage.first or self.stage.last else None
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss multiplied by the fp16 loss scale, if there is one."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     @contextmanager
     def _apart(self, last: bool) -> Iterator[None]:
-        """Without summing over replicas, but in the last micro-batch where that overlaps with it."""
+        """Keep Paddle from summing gradients over replicas inside the context, except in the last
+        micro-batch if that overlaps.
+        """
         with (
             self.net.no_sync()
             if self.modes.data_parallel and not (last and self.overlaps)
@@ -133,15 +162,21 @@ class PaddleTrainer:
             yield
 
     def reduce(self, loss: Tensor) -> Tensor:
+        """Sum gradients over replicas if that did not happen in `backward`, and return the loss
+        summed over replicas.
+        """
         if self.separate:
             fused_allreduce_gradients([p for _, p in self.placed.parameters], None)
         return self._sum(loss)
 
     def total(self, number: int) -> Tensor:
+        """Return a count summed over replicas, as a tensor of shape [1]."""
         return self._sum(paddle.full([1], float(number)))
 
     def _sum(self, value: Tensor) -> Tensor:
-        """Over replicas; the ranks of one model all have the same."""
+        """Return a value summed over replicas. All ranks are summed and the result divided by tp x
+        pp, because the ranks of one model have equal values.
+        """
         if self.job.world == 1:
             return value
         summed = value.reshape([1])
@@ -149,6 +184,9 @@ class PaddleTrainer:
         return summed.reshape(value.shape) / (self.modes.tp * self.modes.pp)
 
     def update(self, lr: float) -> Tensor:
+        """Clip, take an optimizer step at this learning rate, clear the gradients, and return their
+        norm before clipping; inf if fp16 gradients overflowed and the step was skipped.
+        """
         self.adam.set_lr(lr)
         self.clip.norm = None
         if self.scaler is None:
@@ -164,15 +202,21 @@ class PaddleTrainer:
         return self.clip.norm
 
     def _found(self, name: str, tensors: list[Tensor]) -> None:
+        """Check and remember the dtypes of tensors under a name such as `gradients`."""
         self._look({tensor.dtype.name.lower() for tensor in tensors}, name)
 
     def _look(self, types: set[Any], name: str) -> None:
-        """Nothing is known of logits, for one, where another stage has them."""
+        """Remember dtypes under a name and raise RuntimeError if the precision prescribes others;
+        seen before, or None among them (another stage has the logits): nothing is done.
+        """
         if types != self.dtypes.get(name) and None not in types:
             self.dtypes[name] = types
             modes.check_types(self.precision, {name: types})
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
+        """Return the loss as a float on a CPU; on a device start its copy to the host and return a
+        function that waits for it and returns the float.
+        """
         if loss.place.is_cpu_place():
             return float(loss)
         host = loss._copy_to(paddle.CUDAPinnedPlace(), False)
@@ -180,13 +224,16 @@ class PaddleTrainer:
         event.record(paddle.device.cuda.current_stream())
 
         def read() -> float:
+            """Wait for the copy and return the loss."""
             event.synchronize()
             return float(host.numpy())
 
         return read
 
     def details(self) -> dict[str, Any]:
-        """What is on this rank; counts show whether what should be divided is."""
+        """Return what this rank holds, for the record: modes, dtypes, kernels, and numbers of
+        parameters, optimizer states and master weights, which prove that sharding works.
+        """
         device = self.job.device.place.partition(":")[0]
         return {
             "paddle": paddle.__version__,
@@ -204,10 +251,15 @@ class PaddleTrainer:
 
 
 def _elements(tensors: list[Tensor]) -> int:
+    """Return the total number of elements."""
     return sum(int(tensor.size) for tensor in tensors)
 
 
 class PaddleTrain(Loop):
+    """The engine for work `train_rows`: the common training loop with a `PaddleTrainer`. Rows are
+    padded to one length if there are several ranks or `tune.pack` is off.
+    """
+
     def __init__(self, job: Job) -> None:
         trainer = PaddleTrainer(job)
         # On one device rows laid end to end need no padding; others must have micro-batches of one

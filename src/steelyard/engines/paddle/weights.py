@@ -1,5 +1,5 @@
-"""Weights as arrays of the host: random ones from a seed, the same that engine torch draws, and
-what a rank holds of them.
+"""Whole parameters as arrays of the host: random ones from a seed, the same that engine `torch`
+draws, and the part that a rank holds.
 
 Arrays have the names and the orientation of models/llama.py: a matrix has a row for each output.
 QKV is stored by key group, gate and up one after the other.
@@ -30,7 +30,7 @@ SPLIT = {
 
 
 def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
-    """Of a parameter of the whole model."""
+    """Return the shape of a parameter in the whole model, by its name."""
     heads = (model.heads + 2 * model.kv_heads) * (model.hidden // model.heads)
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":
@@ -47,11 +47,12 @@ def whole_shape(name: str, model: LlamaModel) -> tuple[int, ...]:
 
 
 def random(seed: int, model: LlamaModel) -> Wholes:
-    """As models/llama_init.py fills a model on a CPU: N(0, 1 / columns) in matrices, ones in norms,
-    zeros in biases.
+    """Return a function from a parameter's name to its whole initial array, as models/llama_init.py
+    fills a model on a CPU: N(0, 1/columns) in matrices, ones in norms, zeros in biases.
     """
 
     def make(name: str) -> Array:
+        """Return a parameter's whole initial array, from a generator seeded by seed and name."""
         size = whole_shape(name, model)
         if len(size) == 1:
             return np.full(size, 0.0 if name.endswith("bias") else 1.0, np.float32)
@@ -64,9 +65,12 @@ def random(seed: int, model: LlamaModel) -> Wholes:
 
 
 def normal(seed: int, count: int) -> Array:
-    """Standard normal numbers as torch draws them on a CPU for this seed, up to the last bit of a
-    logarithm and a sine: both have the same Mersenne Twister, of which torch takes 24 bits a
-    number, in blocks of 16. There are 16 or more."""
+    """Return `count` (at least 16) standard normal numbers as torch draws them on a CPU for this
+    seed, equal up to the last bit of a logarithm and a sine.
+
+    Both use the same Mersenne Twister, of which torch takes 24 bits a number and transforms 16
+    numbers at a time.
+    """
     source = np.random.RandomState(seed & 0xFFFFFFFF)
     out = np.empty(count, np.float32)
     whole = count // (2 * LANES) * (2 * LANES)
@@ -74,17 +78,21 @@ def normal(seed: int, count: int) -> Array:
         end = min(begin + CHUNK, whole)
         out[begin:end] = _block(_uniform(source, end - begin))
     if count > whole:
-        _uniform(source, count - whole)  # drawn, and then drawn again for a last whole block
+        _uniform(source, count - whole)  # torch draws these, then draws a last whole 16 again
         out[-2 * LANES :] = _block(_uniform(source, 2 * LANES))
     return out
 
 
 def _uniform(source: np.random.RandomState, count: int) -> Array:
+    """Draw uniform numbers in [0, 1) with 24 bits each, in fp32."""
     bits = source.randint(0, 1 << 32, size=count, dtype=np.uint32) & np.uint32((1 << 24) - 1)
     return np.asarray(bits.astype(np.float32) * np.float32(2**-24))
 
 
 def _block(uniform: Array) -> Array:
+    """Transform uniform numbers to normal ones by Box-Muller, in torch's order: of each 16, 8 radii
+    and 8 angles.
+    """
     pairs = uniform.reshape(-1, 2, LANES)
     radius = np.sqrt(np.float32(-2) * np.log(np.float32(1) - pairs[:, 0]))
     angle = np.float32(2 * np.pi) * pairs[:, 1]
@@ -92,7 +100,9 @@ def _block(uniform: Array) -> Array:
 
 
 def part(name: str, whole: Array, index: int, count: int) -> Array:
-    """What one of `count` tensor-parallel ranks holds of a parameter."""
+    """Return the part of a whole parameter that tensor-parallel rank `index` of `count` holds; the
+    whole if it is not divided. Gate and up are divided separately.
+    """
     split = SPLIT.get(name.rpartition(".")[0].rpartition(".")[2])
     if count == 1 or split is None:
         return whole
@@ -103,7 +113,7 @@ def part(name: str, whole: Array, index: int, count: int) -> Array:
 
 
 def oriented(name: str, array: Array) -> Array:
-    """As Paddle stores it: a linear layer has a column for each output, a table of embeddings a row
-    for each token.
+    """Return the array as Paddle stores it: matrices transposed, for a linear layer has a column
+    for each output; embeddings, norms and biases unchanged.
     """
     return array if name.startswith("embed.") or array.ndim == 1 else np.ascontiguousarray(array.T)

@@ -1,1 +1,1 @@
-"""Engine reference: the published program's way."""
+"""Engine `reference`: a GLM trained as its authors' published program does."""

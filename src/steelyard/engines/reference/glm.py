@@ -1,9 +1,9 @@
-"""A GLM trained as its authors' program does, for a baseline: the same numbers as engine `torch`,
-more slowly.
+"""A GLM trained on cloze samples as its authors' program does, for a baseline: the same numbers as
+engine `torch`, more slowly.
 
 Every candidate is a sequence of its own, padded to all positions of the model; every layer is
-computed again in the backward pass; logits are computed at every position. Nothing is compiled or
-fused: layers of torch, SDPA with a mask, autograd.
+recomputed in the backward pass; logits are computed at every position. Nothing is compiled or
+fused: torch's layers, SDPA with a mask, autograd.
 """
 
 from functools import partial
@@ -32,7 +32,9 @@ from steelyard.training.trainer import Trainer
 
 
 class ReferenceCloze(Loop):
-    """The published program's way, whose padding is counted, though never as work."""
+    """The engine for work `train_cloze` in the published program's way. Its padding is recorded,
+    and never counted as work.
+    """
 
     def __init__(self, job: Job) -> None:
         made = trainer(job)
@@ -41,6 +43,10 @@ class ReferenceCloze(Loop):
 
 
 def trainer(job: Job) -> Trainer:
+    """Return the trainer of a GLM computed by `compute_log_probs`. `tune.attention` and
+    `tune.recompute` are only checked (RequestError if not known): SDPA and full recomputation
+    always run.
+    """
     choose_kernel(job)  # refuses what is not known, though nothing else is ever run
     check_recompute(job)
     details = {"attention": "sdpa", "padded_to": shape_of(job).positions}
@@ -48,7 +54,9 @@ def trainer(job: Job) -> Trainer:
 
 
 def padded(pack: Pack, positions: int) -> int:
-    """Tokens of padding in what is computed for a pack."""
+    """Return how many padding tokens are computed for a pack, when every candidate is a sequence of
+    `positions` tokens.
+    """
     seen = [
         length
         for length, count in zip(pack.contexts, pack.groups, strict=True)
@@ -58,7 +66,9 @@ def padded(pack: Pack, positions: int) -> int:
 
 
 def log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Tensor:
-    """Log-probabilities of the spans' targets, in the order of a pack."""
+    """Return the log-probabilities of the spans' target tokens, [span tokens], in the order of the
+    pack. `dropout` is the rate after embeddings, attention and FFN.
+    """
     where, mask, picked = sequences(micro, model.shape.positions)
     ids = (
         torch.cat((row, row.new_zeros(1)))[where]
@@ -73,7 +83,9 @@ def log_probs(model: Glm, micro: ClozeMicroBatch, dropout: float) -> Tensor:
 
 
 def _layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
-    """A layer of [sequences, positions, hidden], as models/glm.py has it for packed tokens."""
+    """Apply one layer to [sequences, positions, hidden]: the same function as models/glm.py
+    computes for packed tokens. `mask` is true where a position may look.
+    """
     qkv: Tensor = block.attention.query_key_value(block.input_layernorm(x))
     q, k, v = qkv.unflatten(-1, (3, block.heads, -1)).permute(2, 0, 3, 1, 4)  # type: ignore[no-untyped-call]
     seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -83,9 +95,15 @@ def _layer(block: GlmBlock, x: Tensor, mask: Tensor, dropout: float) -> Tensor:
 
 
 def sequences(micro: ClozeMicroBatch, positions: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For every span a sequence of its context and itself: which token of the pack stands where
-    [spans, positions], one more than there are for padding; what each sees [spans, 1, positions,
-    positions]; and where the spans' tokens are among all."""
+    """Unpack a micro-batch into one padded sequence per span: its context, then itself. Returns
+    three index tensors.
+
+    - [spans, positions]: the pack's token at each position; its length (one past the last token)
+      for padding.
+    - [spans, 1, positions, positions], bool: which positions each one sees (the whole context, and
+      causally itself).
+    - [span tokens]: where each token of the spans is in the flattened sequences.
+    """
     contexts, spans, groups = (np.array(part) for part in micro.layout.lengths)
     ends = np.cumsum(spans), np.cumsum(contexts)
     table = [

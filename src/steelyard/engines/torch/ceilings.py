@@ -1,5 +1,8 @@
-"""What torch can show of a device, for `steelyard spec`: matmuls, memory and copies here, attention
-and exchanges beside it.
+"""The ceilings that torch measures on a device for `steelyard spec`: matmuls, memory bandwidth and
+capacity, host copies.
+
+Attention and collectives are in attention_ceilings.py and exchange_ceilings.py. The rows are
+prepared and timed by run/ceilings.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,17 +23,19 @@ from steelyard.plan.ceilings import BOUNDS, LEAST_ROWS, MIB, CaseShape
 from steelyard.plan.matmuls import Matmul
 
 SAMPLED = 32  # rows and columns of a product that are compared with fp64
-CHUNKS = (1 << 30, 128 * MIB, 16 * MIB)  # in which memory is asked for, until none is had
+CHUNKS = (1 << 30, 128 * MIB, 16 * MIB)  # in which memory is allocated until refused
 # of an array that is read or written; caches have up to some hundred MiB
 FULL_BYTES, QUICK_BYTES = 4096 * MIB, 256 * MIB
 # between host and device, by whether it is quick
 COPIED_BYTES = {False: 1024 * MIB, True: 128 * MIB}
-ARRAYS = 4  # that must fit into what is free, though two are made at most
+ARRAYS = 4  # that must fit into free memory, though at most two are made
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A product made ready, and its operands."""
+    """A matmul that is ready to be called, with its operands a [m, k] and b [k, n] as the call sees
+    them.
+    """
 
     work: Callable[[], Tensor]
     a: Tensor
@@ -38,6 +43,9 @@ class Operands:
 
 
 def _plain(dtype: torch.dtype, shape: Matmul, place: torch.device) -> Operands:
+    """Allocate a torch.mm of random numbers in `dtype`, with the operand stored transposed that the
+    layout says.
+    """
     a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
     b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)
     out = torch.empty(shape.m, shape.n, dtype=dtype, device=place)
@@ -45,8 +53,8 @@ def _plain(dtype: torch.dtype, shape: Matmul, place: torch.device) -> Operands:
 
 
 def _fp8(shape: Matmul, place: torch.device) -> Operands:
-    """E4M3 operands, the second stored by columns as its kernels want it, one scale each; given out
-    in bf16.
+    """Allocate a matmul of random E4M3 operands with scale 1 each. b is stored by columns, as the
+    kernel requires; the result is bf16.
     """
     a, b = (
         torch.randn(rows, shape.k, device=place).to(torch.float8_e4m3fn)
@@ -60,6 +68,7 @@ def _fp8(shape: Matmul, place: torch.device) -> Operands:
 
 
 def _int8(shape: Matmul, place: torch.device) -> Operands:
+    """Allocate a matmul of random int8 operands whose result is int32. b is stored by columns."""
     a, b = (
         torch.randint(-128, 128, (rows, shape.k), device=place).to(torch.int8)
         for rows in (shape.m, shape.n)
@@ -80,7 +89,12 @@ PRODUCTS: Mapping[str, Callable[[Matmul, torch.device], Operands]] = {
 
 
 def compare(made: Operands, precision: str) -> tuple[float, float]:
-    """The largest difference in a sample of rows and columns, first and last among them."""
+    """Run the matmul once, compute up to 32 of its rows and columns again in fp64, and return
+    (largest relative error, bound of this precision).
+
+    The sample is evenly spaced and includes the first and last row and column. The error is that of
+    `max_relative_error`.
+    """
     out = made.work()
     rows, columns = (_spread(size, out.device) for size in out.shape)
     right = _picked(made.a, 0, rows).double() @ _picked(made.b, 1, columns).double()
@@ -88,18 +102,23 @@ def compare(made: Operands, precision: str) -> tuple[float, float]:
 
 
 def _picked(matrix: Tensor, dim: int, places: Tensor) -> Tensor:
-    """Rows or columns of it, as bytes where a number is one: not every device picks from fp8."""
+    """Return the rows (dim 0) or columns (dim 1) of a matrix at these indices. One-byte types are
+    selected as uint8, for not every device indexes fp8.
+    """
     if matrix.dtype.itemsize > 1:
         return matrix.index_select(dim, places)
     return matrix.view(torch.uint8).index_select(dim, places).view(matrix.dtype)
 
 
 def _spread(size: int, place: torch.device) -> Tensor:
+    """Return up to 32 evenly spaced indices from 0 to size - 1, both included."""
     return torch.linspace(0, size - 1, min(SAMPLED, size), device=place).round().long()
 
 
 def apart(told: Tensor, right: Tensor) -> float:
-    """The largest difference as a share of the root mean square of what is right."""
+    """Return the largest absolute difference as a fraction of the root mean square of the right
+    result.
+    """
     size = right.double().square().mean().sqrt()
     return float(
         (told.double() - right.double()).abs().max()
@@ -108,13 +127,19 @@ def apart(told: Tensor, right: Tensor) -> float:
 
 
 class TorchCeilings:
+    """The rows of `steelyard spec` for torch's device. Reasons why a device cannot run some of them
+    come from the device class's `lacks`.
+    """
+
     def __init__(self, framework: TorchFramework) -> None:
         self.framework, self.device = framework, framework.device
         self.place = self.device.torch_device
         self.lacks: Mapping[str, str] = getattr(self.device, "lacks", {})
 
     def rows(self, quick: bool) -> Iterator[Row]:
-        """What says most comes first, for a slow device may not come to the end."""
+        """Yield the rows, the most informative first: a slow device may run out of time before the
+        end.
+        """
         yield Row("capacity", "memory of one process", None, "B", self._capacity)
         yield from self._memory(quick)
         for precision in PRODUCTS:
@@ -133,6 +158,9 @@ class TorchCeilings:
         yield from ceilings_attention.rows(self.place, self.lacks, quick)
 
     def agree(self, value: float) -> float:
+        """Return the maximum of `value` over all ranks by an all-reduce; one rank alone gets its
+        own value back.
+        """
         if self.framework.world == 1:
             return value
         told = torch.tensor([value], dtype=torch.float64, device=self.place)
@@ -140,9 +168,13 @@ class TorchCeilings:
         return float(told)
 
     def release(self) -> None:
+        """Empty the allocator's cache, so that the device has its memory back."""
         self.device.release_memory()
 
     def _case(self, one: CaseShape) -> Row:
+        """Make the row of a shipped case's own matmul shape, which may shrink for a slow device.
+        Its name has the case, the matmul and, of a backward one, which gradient.
+        """
         backward = {"nt": "", "nn": " (input gradient)", "tn": " (weight gradient)"}[
             one.matmul.layout
         ]
@@ -151,7 +183,14 @@ class TorchCeilings:
         )
 
     def _matmul(self, name: str, precision: str, shape: Matmul, shrinks: bool) -> Row:
+        """Make the row of one matmul. If `shrinks`, it gets fewer rows on a slow device; otherwise
+        preparing it raises UnavailableError if one call would take too long.
+        """
+
         def make(budget: Budgeted) -> Made:
+            """Allocate the matmul in a shape that the budget allows. For fp32 and tf32 the
+            process's matmul precision is set to that one.
+            """
             fits = _fitting(shape, budget, shrinks)
             if precision in ("fp32", "tf32"):
                 self.framework.set_precision(precision)
@@ -162,14 +201,19 @@ class TorchCeilings:
         return Row("matmul", name, precision, "FLOP/s", make, self.lacks.get(precision))
 
     def _memory(self, quick: bool) -> Iterator[Row]:
+        """Yield rows for reading, writing and copying device memory, on arrays of 4 GiB (quick: 256
+        MiB), or a quarter of the free memory if that is less. A copy counts its bytes twice.
+        """
         size = min(
             QUICK_BYTES if quick else FULL_BYTES, max(MIB, self._free() // ARRAYS // MIB * MIB)
         )
 
         def array() -> Tensor:
+            """Allocate an fp32 array of ones on the device, `size` bytes large."""
             return torch.ones(size // 4, device=self.place)
 
         def read(budget: Budgeted) -> Made:
+            """Prepare the sum of an array; its check compares it with the number of elements."""
             one = array()
             right = torch.tensor(float(one.numel()), dtype=torch.float64)
             return Made(
@@ -180,18 +224,26 @@ class TorchCeilings:
             )
 
         def write(budget: Budgeted) -> Made:
+            """Prepare filling an array with a constant; its check counts elements that have another
+            value.
+            """
             one = array()
 
             def check() -> tuple[float, float]:
+                """Fill the array with 3 and return (number of elements that are not 3, bound 0)."""
                 one.fill_(3.0)
                 return float((one != 3.0).sum()), 0.0
 
             return Made(lambda: one.fill_(2.0), size, check, {"bytes": size})
 
         def copy(budget: Budgeted) -> Made:
+            """Prepare a copy from one device array to another; its check counts elements that
+            differ.
+            """
             one, other = array(), torch.zeros(size // 4, device=self.place)
 
             def check() -> tuple[float, float]:
+                """Copy once and return (number of elements that differ, bound 0)."""
                 other.copy_(one)
                 return float((other != one).sum()), 0.0
 
@@ -201,13 +253,19 @@ class TorchCeilings:
             yield Row("memory", name, None, "B/s", make)
 
     def _free(self) -> int:
-        """Bytes of the device that are free; ranks of a host share that of a CPU."""
+        """Return the free memory of the device in bytes. Of a CPU, the host's available memory
+        divided by the number of ranks.
+        """
         if self.place.type == "cpu":
             return int(psutil.virtual_memory().available) // self.framework.world
         module: Any = getattr(torch, self.place.type)
         return int(module.mem_get_info(self.place)[0])
 
     def _capacity(self, budget: Budgeted) -> Made:
+        """Return the bytes that one process can allocate on the device: what the device class says,
+        otherwise found by allocating chunks of 1 GiB to 16 MiB until refused, all of which are
+        freed again. The result is never called.
+        """
         told = self.device.capacity() if hasattr(self.device, "capacity") else None
         if told is not None:
             return Made(lambda: None, told[0], None, {"how": told[1]})
@@ -230,9 +288,15 @@ class TorchCeilings:
         )
 
     def _copies(self, quick: bool) -> Iterator[Row]:
+        """Yield rows for copies between host and device in both directions, from pageable and from
+        pinned host memory: 1 GiB, quick 128 MiB.
+        """
         size = COPIED_BYTES[quick]
 
         def make(pinned: bool, down: bool, budget: Budgeted) -> Made:
+            """Allocate host and device arrays and prepare the copy. `to_host`: from the device to
+            the host. Copies of pinned memory do not block the host.
+            """
             host = torch.arange(size // 4, dtype=torch.int32)
             host = host.pin_memory() if pinned else host
             there = torch.zeros(size // 4, dtype=torch.int32, device=self.place)
@@ -255,7 +319,10 @@ class TorchCeilings:
 
 
 def _fitting(shape: Matmul, budget: Budgeted, shrinks: bool) -> Matmul:
-    """The shape, or with so few rows that one call takes as long as it may."""
+    """Return the shape, with fewer rows (m halved, at least 64) if `shrinks` and one call would
+    exceed the budget. Raises UnavailableError if it still exceeds it. Without a known rate the
+    shape is returned unchanged.
+    """
     if budget.most is None:
         return shape
     rows = shape.m

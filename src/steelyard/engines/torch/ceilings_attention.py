@@ -1,5 +1,5 @@
-"""Attention kernels for `steelyard spec`: forward and backward with the heads of each case, checked
-against fp64.
+"""Attention ceilings of `steelyard spec`: forward and backward of every attention kernel with the
+heads of each shipped case, checked against fp64.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,11 +21,14 @@ from steelyard.plan.ceilings import (
 )
 
 PRECISION = "bf16"  # which every kernel takes
-# tokens of the rows that are compared with fp64: two, so that one that sees the other is seen
+# tokens of the rows compared with fp64: two rows, so that attention across rows is detected
 CHECKED_ROWS = (150, 106)
 
 
 def rows(place: torch.device, lacks: Mapping[str, str], quick: bool) -> Iterator[Row]:
+    """Yield a row for each case's heads, attention kernel and direction, in bf16. `lacks` maps a
+    precision to the reason why the device does not have it.
+    """
     for heads in case_heads(quick):
         for kernel in KERNELS:
             for backward in (False, True):
@@ -44,6 +47,10 @@ def rows(place: torch.device, lacks: Mapping[str, str], quick: bool) -> Iterator
 
 
 def _make(place: torch.device, heads: Heads, kernel: str, backward: bool, budget: Budgeted) -> Made:
+    """Allocate attention of the case's heads, with fewer rows (then shorter ones, at least 256
+    tokens) until one call fits the budget. A backward counts twice the FLOPs of a forward. The
+    smallest size is used even if it does not fit.
+    """
     count, length, times = heads.rows, heads.length, BACKWARD if backward else 1
     while (
         budget.most is not None
@@ -68,7 +75,9 @@ def _make(place: torch.device, heads: Heads, kernel: str, backward: bool, budget
 
 
 def _inputs(place: torch.device, heads: Heads, lens: list[int], learn: bool) -> list[Tensor]:
-    """Queries, keys and values."""
+    """Return random bf16 queries, keys and values, [tokens of all rows, heads or kv_heads, head
+    dim] each; with gradients if `requires_grad`.
+    """
     numbers = (heads.heads, heads.kv_heads, heads.kv_heads)
     return [
         torch.randn(sum(lens), n, heads.dim, device=place, dtype=torch.bfloat16).requires_grad_(
@@ -81,6 +90,9 @@ def _inputs(place: torch.device, heads: Heads, lens: list[int], learn: bool) -> 
 def _work(
     place: torch.device, heads: Heads, kernel: str, lens: list[int], backward: bool
 ) -> Callable[[], Any]:
+    """Return a function that runs the kernel's forward, or only its backward over a graph that is
+    computed once here. `lens` are tokens of each row.
+    """
     q, k, v = _inputs(place, heads, lens, backward)
     run = partial(KERNELS[kernel], q, k, v, layout(lens, None, place), None)
     if not backward:
@@ -91,7 +103,9 @@ def _work(
 
 
 def _check(place: torch.device, heads: Heads, kernel: str, backward: bool) -> tuple[float, float]:
-    """The output, or all three gradients, of two short rows: the farthest of them."""
+    """Run the kernel on two short rows and return (error, bound) against fp64: of the output, or
+    the largest of the three gradients' errors.
+    """
     lens = list(CHECKED_ROWS)
     q, k, v = inputs = _inputs(place, heads, lens, backward)
     wide = [one.detach().double().requires_grad_(backward) for one in inputs]
@@ -106,7 +120,9 @@ def _check(place: torch.device, heads: Heads, kernel: str, backward: bool) -> tu
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor:
-    """Causal attention inside each row, by its definition."""
+    """Compute causal attention inside each row by its definition, from [tokens, heads, D] packed
+    rows; returns the same shape as q.
+    """
     group = q.shape[1] // k.shape[1]
     out = []
     for a, b, c in zip(*(torch.split(one, lens) for one in (q, k, v)), strict=True):
@@ -120,7 +136,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, lens: list[int]) -> Tensor:
 
 
 def _apart(told: Tensor, right: Tensor) -> float:
-    """As a share of each number and the root mean square of all together: a row's first tokens see
-    few keys, and have numbers many times larger than the others."""
+    """Return the largest difference, each relative to its own right value plus the root mean square
+    of all: a row's first tokens see few keys and have values many times larger than the others.
+    """
     told, right = told.detach().double(), right.detach()
     return float(((told - right).abs() / (right.abs() + right.square().mean().sqrt())).max())

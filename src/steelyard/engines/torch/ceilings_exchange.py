@@ -1,4 +1,4 @@
-"""What ranks exchange, for `steelyard spec`: copies to the next device, and collectives with their
+"""Communication ceilings of `steelyard spec`: copies to the next device, and collectives with their
 bus bandwidth.
 """
 
@@ -25,6 +25,10 @@ _dist: Any = dist  # untyped in parts, which parts depends on the version
 
 
 def rows(framework: TorchFramework, lacks: Mapping[str, str], quick: bool) -> Iterator[Row]:
+    """Yield a row for copies to the next device and one for each collective and message size. All
+    ranks run them together. With one rank every row is unavailable; `lacks` may give a reason
+    against device-to-device copies (key `peers`).
+    """
     alone = ALONE if framework.world == 1 else None
     sizes = QUICK_COLLECTIVE_BYTES if quick else COLLECTIVE_BYTES
     peer = partial(_peer, framework, sizes[-1])
@@ -46,6 +50,9 @@ def rows(framework: TorchFramework, lacks: Mapping[str, str], quick: bool) -> It
 
 
 def _peer(framework: TorchFramework, size: int, budget: Budgeted) -> Made:
+    """Prepare a copy of `size_bytes` from this rank's device to the next one of the host (the last
+    one copies to device 0). All ranks copy at once.
+    """
     here = framework.device.torch_device
     there = torch.device(here.type, ((here.index or 0) + 1) % framework.world)
     source = torch.arange(size // 4, dtype=torch.int32, device=here)
@@ -54,9 +61,12 @@ def _peer(framework: TorchFramework, size: int, budget: Budgeted) -> Made:
 
 
 def copy(source: Tensor, target: Tensor, size_bytes: int, non_blocking: bool) -> Made:
-    """Return a copy made ready; its check compares every number."""
+    """Return a copy of `source` to `target` that is ready to be timed; its check copies once and
+    compares every number.
+    """
 
     def check() -> tuple[float, float]:
+        """Copy once and return (0 if all numbers are equal else 1, bound 0)."""
         target.copy_(source)
         return (0.0 if torch.equal(target.cpu(), source.cpu()) else 1.0), 0.0
 
@@ -79,6 +89,12 @@ EXPECTED: dict[Collective, Callable[[int, int], float]] = {
 
 
 def _collective(framework: TorchFramework, name: Collective, size: int, budget: Budgeted) -> Made:
+    """Prepare a collective on fp32 messages of about `size_bytes`, rounded down to a multiple of
+    the ranks.
+
+    Its amount is the bytes on the bus, as nccl-tests counts them; rank r sends r + 1 in all
+    numbers, so that the result is known.
+    """
     world = framework.world
     place, numbers = framework.device.torch_device, size // 4 // world * world
     mine = float(dist.get_rank() + 1)
@@ -87,6 +103,7 @@ def _collective(framework: TorchFramework, name: Collective, size: int, budget: 
     got = torch.empty(few if name == "reduce_scatter" else many, device=place)
 
     def work() -> None:
+        """Run the collective once; an all-reduce is in place."""
         # in place: after the check all numbers are 0, or they would grow with every call
         if name == "all_reduce":
             _dist.all_reduce(sent)
@@ -98,6 +115,9 @@ def _collective(framework: TorchFramework, name: Collective, size: int, budget: 
             _dist.all_to_all_single(got, sent)
 
     def check() -> tuple[float, float]:
+        """Run the collective once and return (largest difference from the expected numbers, bound
+        0). After an all-reduce the tensor is zeroed, so that repeated calls do not grow it.
+        """
         work()
         out = sent if name == "all_reduce" else got
         parts = out.view(world, -1) if out.numel() == many else out.view(1, -1)

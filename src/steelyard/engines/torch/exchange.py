@@ -1,7 +1,8 @@
-"""Collectives between the ranks of a plan: issued together for several tensors, without waiting.
+"""Process groups of a plan for training, and asynchronous collectives in them, issued together for
+several tensors.
 
-On a device they run on a stream of their own. `wait` makes the stream of the computation wait for
-them, not the host; so what is computed between issue and wait overlaps with them.
+On a device collectives run on a stream of their own. `wait` makes the compute stream wait for them,
+not the host, so what is computed between issue and wait overlaps with them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,49 +36,62 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Pending(Protocol):
-    def wait(self) -> Any: ...
+    """A collective that has been issued and may not be finished."""
+
+    def wait(self) -> Any:
+        """Make what is computed next wait for the result. On a CPU this blocks the host."""
 
 
 class Nothing:
+    """A collective with nothing to do, finished from the start."""
+
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Return at once."""
 
 
 NOTHING = Nothing()
 
 
 class InTurn:
-    """Collectives of a group that must not overlap with one another: the next is issued when the
-    last is over.
+    """Remembers the last collective of a group so that the next one is issued only after it has
+    finished.
 
-    gloo corrupts the heap where several all-gathers and an all-reduce of one group are on their way
-    (torch 2.13)."""
+    Used with gloo alone, which corrupts the heap if several all-gathers and an all-reduce of one
+    group are under way (torch 2.13).
+    """
 
     def __init__(self) -> None:
         self.last: Pending = NOTHING
 
     def issued(self, pending: Pending) -> "Pending":
+        """Store a collective that was just issued as the last one, and return it wrapped so that it
+        is waited for once.
+        """
         self.last = Once(pending)
         return self.last
 
 
 class Once:
-    """What is waited for once, whoever asks: waiting again would copy a result again, over what was
-    made of it.
+    """A collective whose inner `wait` is called once, however often this one's is: a second wait
+    could copy the result again over what was made of it.
     """
 
     def __init__(self, pending: Pending) -> None:
         self.pending = pending
 
     def wait(self) -> None:
+        """Wait for the collective at the first call; later calls return at once."""
         pending, self.pending = self.pending, NOTHING
         pending.wait()
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks along one dimension of a plan, seen from one of them. One alone sends nothing, unless
-    it is forced to.
+    """The process group of this rank along one dimension of a plan: torch's handle, its size, and
+    this rank's index in it.
+
+    A group of one sends nothing, unless `forced`: then it runs the collectives that several ranks
+    would. `queue` keeps collectives from overlapping; None lets them overlap.
     """
 
     handle: Any = None
@@ -88,24 +102,37 @@ class Group:
 
     @property
     def live(self) -> bool:
+        """Return whether collectives of this group are really run: it has several ranks, or is
+        forced.
+        """
         return self.size > 1 or self.forced
 
     def all_reduce(self, tensors: Iterable[Tensor], op: Any = dist.ReduceOp.SUM) -> Pending:
+        """Start to reduce each tensor over the group in place, by default to its sum; return
+        without waiting.
+        """
         return self._issue([partial(dist.all_reduce, one, op, self.handle) for one in tensors])
 
     def reduce_scatter(self, pairs: Pairs) -> Pending:
-        """Sum the wholes; each rank gets its part of the sum."""
+        """Start to sum each whole tensor over the group and write this rank's part of the sum into
+        the paired part tensor; return without waiting.
+        """
         return self._issue(
             [partial(_reduce_scatter, part, whole, group=self.handle) for whole, part in pairs]
         )
 
     def all_gather(self, pairs: Pairs) -> Pending:
-        """Fill the wholes with the parts of all ranks."""
+        """Start to fill each whole tensor with the paired parts of all ranks, in the order of
+        ranks; return without waiting.
+        """
         return self._issue(
             [partial(_all_gather, whole, part, group=self.handle) for whole, part in pairs]
         )
 
     def _issue(self, calls: Sequence[Callable[[], Any]]) -> Pending:
+        """Start all these collectives as one coalesced operation, and return what to wait for. With
+        a queue, waits for the group's last operation first. No calls: nothing is sent.
+        """
         if not calls:
             return NOTHING
         if self.turn is not None:
@@ -117,7 +144,9 @@ class Group:
         return out if self.turn is None else self.turn.issued(out)
 
     def total(self, value: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """A number, summed over the group in place."""
+        """Reduce a tensor over the group in place, by default to its sum, wait for it, and return
+        it. A group that is not live returns it unchanged.
+        """
         if self.live:
             self.all_reduce([value], op).wait()
         return value
@@ -128,7 +157,12 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class Groups:
-    """Where a rank stands along every dimension of its plan."""
+    """The process groups of this rank, one for each dimension of its plan.
+
+    Of the data-parallel replicas, `shards` divide parameters, gradients or states among them, and
+    `copies` are the replicas that hold the same shard. `stages` is the pipeline, `tensor` the
+    tensor-parallel group.
+    """
 
     copies: Group = ALONE
     shards: Group = ALONE
@@ -137,17 +171,25 @@ class Groups:
 
     @property
     def replicas(self) -> tuple[Group, Group]:
+        """Return the two groups over which a sum over all data-parallel replicas is taken, one
+        after the other.
+        """
         return self.copies, self.shards
 
 
 def form(
     device: torch.device, backend: str, plan: Plan, degree: int, sharding: int, forced: bool
 ) -> Groups:
-    """The groups of a plan, `degree` of its replicas dividing among them what they hold. All ranks
-    must call it. `forced`: one rank alone sends what several would."""
+    """Create the process groups of a plan and return this rank's. All ranks must call it.
+
+    `shard_degree` replicas divide their states; `sharding` is the tune's level (0 to 3). `forced`
+    makes a single rank run the collectives of several, in the group that `sharding` uses. A single
+    rank that is not forced gets groups of one without any process group; otherwise
+    torch.distributed is initialized first if nobody did.
+    """
     if plan.world == 1 and not forced:
         return Groups()
-    if not dist.is_initialized():  # one rank alone, whom nobody asked to meet others
+    if not dist.is_initialized():  # a single rank: the framework did not join any
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     sizes = (plan.dp // degree, degree, plan.pp, plan.tp)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMS)

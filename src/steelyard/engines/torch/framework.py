@@ -1,5 +1,8 @@
-"""PyTorch as a framework: joins ranks by torch.distributed, and drives the device that an
+"""PyTorch as a framework: it joins ranks by torch.distributed and drives the device that an
 accelerator names.
+
+Engines torch, transformers, megatron and reference run on it. A worker makes one `TorchFramework`
+(engine/framework.py).
 """
 
 import sys
@@ -26,7 +29,9 @@ GRAPHS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
 
 
 class CompileCache:
-    """Counts from its making on, in this process."""
+    """Counts cache hits and misses of Triton and TorchInductor in this process, from construction
+    on. It installs itself as Triton's compilation listener, if this Triton has one.
+    """
 
     def __init__(self) -> None:
         self._kernels = {"hits": 0, "misses": 0}
@@ -35,11 +40,16 @@ class CompileCache:
             knobs.compilation.listener = self._compiled
 
     def _compiled(self, *, cache_hit: bool, **told: Any) -> None:
+        """Count one kernel that Triton compiled or took from its cache (Triton's listener
+        callback).
+        """
         self._kernels["hits" if cache_hit else "misses"] += 1
 
     def counts(self) -> dict[str, int] | None:
-        """Both together; None where nothing was compiled."""
-        # whoever has not compiled has not imported it
+        """Return `hits` and `misses` of kernels and graphs added up, or None if nothing was
+        compiled.
+        """
+        # not imported in a process that has compiled nothing
         dynamo = sys.modules.get("torch._dynamo.utils")
         graphs = {} if dynamo is None else dynamo.counters["inductor"]
         both = {
@@ -50,14 +60,17 @@ class CompileCache:
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
-# for all ranks to be there; reading a framework from a busy disk takes its time
+# for all ranks to join; importing a framework from a busy disk is slow
 MEET = timedelta(minutes=2)
 
 
 def _store(meet: Meeting, rank: int, world: int) -> Any:
-    """What ranks find each other with. No rendezvous of torch's own: it listens on every interface,
-    and unpickles what it is sent. This one holds bytes, in a private file or behind a socket that
-    is bound to one interface."""
+    """Return the torch.distributed store with which ranks find each other: a file store, or a TCP
+    store that rank 0 serves on the socket it was given.
+
+    torch's own rendezvous is not used: it listens on every interface and unpickles what it
+    receives. Raises ValueError if `meet` has neither a file nor an address.
+    """
     if meet.file is not None:
         return _dist.FileStore(str(meet.file), world)
     if meet.address is None or meet.port is None:
@@ -77,13 +90,19 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
 def random(
     rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device
 ) -> torch.Tensor:
-    """Return a matrix of random numbers, stored transposed or not."""
+    """Return a [rows, columns] matrix of standard normal numbers; if `transposed`, it is a
+    transposed view of a contiguous [columns, rows].
+    """
     sides = (columns, rows) if transposed else (rows, columns)
     made = torch.randn(*sides, device=place, dtype=dtype)
     return made.t() if transposed else made
 
 
 class TorchFramework(DeviceFramework):
+    """The framework `torch` on one rank. Raises RequestError if the accelerator has no device class
+    for torch; turns off this package's Triton kernels for devices that do not say they run Triton.
+    """
+
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
         if device is None:
             raise RequestError(
@@ -96,7 +115,9 @@ class TorchFramework(DeviceFramework):
         self._compiled = CompileCache()
 
     def make_deterministic(self) -> None:
-        """Torch's kernels in their deterministic variants. Our own add in a fixed order."""
+        """Switch torch to deterministic algorithms, process-wide; an operation without one raises
+        when it runs. This package's kernels always add in a fixed order.
+        """
         torch.use_deterministic_algorithms(True)
         # Otherwise it costs a pass over memory; nothing here reads any of that.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -104,6 +125,10 @@ class TorchFramework(DeviceFramework):
     def join(
         self, plan: Plan, rank: int, world: int, meet: Meeting | None
     ) -> tensor_parallel.TensorParallelGroup:
+        """Initialize torch.distributed over all ranks and return this rank's tensor-parallel group.
+        One rank alone initializes nothing and gets a group of one. Raises ValueError if several
+        ranks have no rendezvous.
+        """
         self.world = world
         if world == 1:
             return tensor_parallel.TensorParallelGroup()
@@ -115,17 +140,23 @@ class TorchFramework(DeviceFramework):
         return tensor_parallel.form(plan, rank, self.device.torch_device)
 
     def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
-        """Rank r brings r + 1, and nothing it got before."""
+        """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
+        r sends r + 1 each time, never an earlier result.
+        """
         mine = torch.full(
             (EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device
         )
         out = torch.empty_like(mine)
 
         def work() -> None:
+            """Copy this rank's numbers into the result tensor and all-reduce it."""
             out.copy_(mine)
             dist.all_reduce(out)
 
         def check() -> str | None:
+            """Return None if every number of the last result is the right sum, else a text with the
+            first wrong one.
+            """
             expected = self.world * (self.world + 1) / 2
             wrong = out[out != expected]
             return None if wrong.numel() == 0 else f"{float(wrong[0])} where it must be {expected}"
@@ -133,14 +164,19 @@ class TorchFramework(DeviceFramework):
         return work, mine.numel() * mine.element_size(), check
 
     def barrier(self) -> None:
+        """Wait for all ranks; with one rank return at once."""
         if self.world > 1:
             dist.barrier()
 
     def leave(self) -> None:
+        """Destroy the process group, if one was initialized."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+        """Allocate two random square matrices of the device's `matmul_shape` and return (call,
+        FLOPs). fp8 operands are quantized once, here.
+        """
         size, dtype = self.device.matmul_shape, compute_dtype(precision)
         a, b = (
             torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2)
@@ -151,11 +187,15 @@ class TorchFramework(DeviceFramework):
         return lambda: torch.mm(a, b), 2 * size**3
 
     def profiler(self) -> TorchProfiler:
+        """Return a new torch profiler for this rank's device."""
         return TorchProfiler(self.device.torch_device)
 
     def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
-        """Of fp8, both operands lie as its matmuls want them, whatever the layout; the vocabulary's
-        stay bf16.
+        """Allocate a matmul of this shape and return (call, FLOPs), or None if the device is out of
+        memory.
+
+        In fp8 both operands are stored as the fp8 kernels need them, whatever the layout, with k
+        padded; the vocabulary matmul stays bf16.
         """
         dtype, place = compute_dtype(precision), self.device.torch_device
         try:
@@ -174,7 +214,11 @@ class TorchFramework(DeviceFramework):
         return lambda: torch.mm(a, b, out=out), shape.flops
 
     def compile_cache(self) -> dict[str, int] | None:
+        """Return `hits` and `misses` of Triton's and TorchInductor's caches since this object was
+        made, or None if nothing was compiled.
+        """
         return self._compiled.counts()
 
     def threads(self) -> int:
+        """Return torch's number of intra-op CPU threads."""
         return torch.get_num_threads()

@@ -1,8 +1,9 @@
-"""A Llama as engine `torch` trains it, under every plan: what this rank holds of it, and its loss.
+"""A Llama as engine `torch` trains it under every plan: this rank's pipeline stage and
+tensor-parallel shard, its forward pass and its loss.
 
-Its blocks are fused ones (models/llama_fused.py) over rows without padding. Logits stay in the
-precision of the matmuls; the compiled loss reads them as fp32 inside its kernel, so that no fp32
-copy of them is ever there.
+Blocks are fused (models/llama_fused.py) and run over packed rows. Logits stay in the precision of
+the matmuls; the compiled loss reads them as fp32 inside its kernel, so no fp32 copy of them ever
+exists. train.py makes a `LlamaStage` and gives it to the trainer.
 """
 
 from collections.abc import Callable
@@ -48,8 +49,7 @@ from steelyard.training.micro_batches import MicroBatch
 from steelyard.training.placement import Model
 from steelyard.weights import load
 
-# What selective recomputation keeps: the results of matmuls and of attention. All else is computed
-# again.
+# Selective recomputation saves the results of matmuls and attention, and recomputes all else.
 KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -60,16 +60,21 @@ KEPT_OPS = {
 
 
 def recomputed(block: Callable[..., Streams], how: str) -> Callable[..., Streams]:
-    """A block whose activations are computed again in the backward pass: all, or all but those of
-    large operations.
+    """Return a function that computes the same as `block` and recomputes its activations in the
+    backward pass.
+
+    `mode` is `tune.recompute`: `none` returns the block itself; `full` keeps only its inputs; any
+    other value means selective, which also keeps results of matmuls and attention.
     """
     if how == "none":
         return block
 
     def selective() -> Any:
+        """Return the contexts of torch's selective checkpointing with `_save_policy`."""
         return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
 
     def run(*arguments: Any) -> Streams:
+        """Run the block under torch's non-reentrant checkpoint."""
         if how == "full":
             out: Streams = checkpoint(block, *arguments, use_reentrant=False)
         else:
@@ -80,10 +85,20 @@ def recomputed(block: Callable[..., Streams], how: str) -> Callable[..., Streams
 
 
 def _policy(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """Say for torch's selective checkpointing whether the result of `op` is saved: that of the
+    operations in `SAVED_OPS` is, all others are recomputed.
+    """
     return CheckpointPolicy.MUST_SAVE if op in KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Stage(nn.Module):
+    """The parameters of pipeline stage `index` of `count` of a Llama, for one tensor-parallel
+    shard: the embedding on the first stage, blocks, norm and output on the last.
+
+    Parameter names are those of models/llama.py, with the block's number in the whole model. It has
+    no forward; `LlamaStage` computes with it. A shard of a small vocabulary may have no rows.
+    """
+
     def __init__(self, shape: LlamaShape, index: int, count: int, share: Shard) -> None:
         super().__init__()
         local = placements.local(shape, share)
@@ -105,14 +120,16 @@ class Stage(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """One table for input and output, where the shape says so."""
+        """Make the output use the embedding's parameter if the shape is tied and both are on this
+        stage.
+        """
         if self.shape.tied and self.first and self.last:
             self.output.weight = self.embed.weight
 
 
 class StageLlama(Model):
-    """A pipeline stage of a tensor-parallel share of a Llama, its parameters divided among replicas
-    as `sharding` says.
+    """A pipeline stage of one tensor-parallel shard of a Llama, ready to be trained: forward pass
+    and loss, with parameters sharded among replicas at level `sharding` (0 to 3, see shards.py).
     """
 
     def __init__(self, job: Job, kernel: str, groups: Groups, sharding: int) -> None:
@@ -124,6 +141,11 @@ class StageLlama(Model):
         self.share = Shard(groups.tensor.rank, groups.tensor.size)
 
     def build(self) -> list[Tensor] | None:
+        """Make the stage on the device, fill in the weights parameter by parameter, and shard them.
+
+        Returns this rank's shards of the master weights if these have another precision than the
+        computation, else None. Sets `weights`, the source of the weights for the record.
+        """
         plan, place = self.job.plan, self.job.place
         with torch.device("meta"):
             self.module = Stage(self.shape, place.pp, plan.pp, self.share).train()
@@ -142,13 +164,17 @@ class StageLlama(Model):
         return [one.master for one in self.replicas.held] if self.compute != self.kept else None
 
     def _read_in(self, name: str) -> torch.dtype:
-        """What a parameter is held in to compute with. Fp8 is made of what is kept, where that is
-        whole: no 16-bit copy stands between them."""
+        """Return the dtype in which a parameter is held for the computation. A matrix of fp8
+        training that is not sharded stays in the stored precision: fp8 is made directly from it,
+        without a 16-bit copy.
+        """
         made = self.fp8 and llama_fp8.is_matrix(name) and self.groups.shards.size == 1
         return self.kept if made else self.compute
 
     def _units(self, held: dict[str, Held]) -> list[Unit]:
-        """In the order of the forward pass."""
+        """Return the exchange units of this stage in the order of the forward pass: embedding, each
+        block, norm with output.
+        """
         units = [Unit([held["embed.weight"]], again=False)] if self.module.first else []
         for number in self.module.layers:
             units.append(
@@ -161,16 +187,22 @@ class StageLlama(Model):
         return units
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
-        """This rank's rows of each."""
+        """Return (name, this rank's shard) of every parameter; a shard is a range of rows and may
+        be empty.
+        """
         return [(one.name, one.shard) for one in self.replicas.held]
 
     def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What an optimizer keeps of this rank's rows, as parts of the whole model's tensors."""
+        """Return the optimizer's tensors as parts of the whole model's tensors, for checkpoints.
+        Keys of `state` are `kind.parameter-name`.
+        """
         boxes = {one.name: self._box(one) for one in self.replicas.held}
         return {key: part(tensor, *boxes[key.partition(".")[2]]) for key, tensor in state.items()}
 
     def _box(self, held: Held) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The whole model's shape of a parameter, and where in it this rank's rows begin."""
+        """Return the shape of a parameter in the whole model, and the offset in it at which this
+        rank's rows begin.
+        """
         row = placements.placement(held.name)
         whole = placements.flat_shape(held.name, row.logical_shape(self.shape))
         offset = [0] * len(whole)
@@ -185,8 +217,11 @@ class StageLlama(Model):
         return whole, tuple(offset)
 
     def compile(self, gradient: Gradient) -> None:
-        """Gradients are summed where replicas exchange them: the optimizer has only this rank's
-        rows.
+        """Choose what computes the blocks and the loss: fused, fp8 or tensor-parallel matmuls,
+        recomputation, compiled kernels. Raises RequestError if fp8 cannot divide the sizes.
+
+        `gradient` is not used: gradients are accumulated in the replicas' buffers, since the
+        optimizer has only this rank's shards.
         """
         tune, module = self.job.case.tune, self.module
         self.linears, self.kernels = (
@@ -199,6 +234,9 @@ class StageLlama(Model):
         ]
 
     def _fused(self, blocks: list[Any]) -> list[Callable[..., Streams]]:
+        """Return what computes each block: fp8 blocks, or fused blocks with the matmuls of this
+        precision. With tensor parallelism the matmuls also gather and scatter tokens.
+        """
         linears: Linears = self.linears
         if self.fp8:
             llama_fp8.check_sizes(blocks[0].shape)
@@ -218,8 +256,9 @@ class StageLlama(Model):
         return [FusedBlock(block, linears, self.kernels) for block in blocks]
 
     def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
-        """The residual stream after this stage; of the last one, the summed cross-entropy of the
-        micro-batch.
+        """Return the residual stream after this stage, [tokens of this rank, hidden]; on the last
+        stage, the summed cross-entropy of the micro-batch. `x` is the residual stream of the stage
+        before, None on the first stage.
         """
         x = self._embed(micro) if x is None else x
         cos, sin = rotary(micro.positions, self.shape, x.dtype)
@@ -230,6 +269,7 @@ class StageLlama(Model):
             def run(
                 x: Tensor, delta: Tensor, block: Callable[..., Streams] = block
             ) -> tuple[Tensor, ...]:
+                """Run one block on the residual stream and its pending addend, and return both."""
                 return block(x, delta, cos, sin, micro.rows, self.kernel, None)[:2]
 
             x, delta = self.replicas.around(skip + i, run, x, delta)
@@ -241,7 +281,12 @@ class StageLlama(Model):
         return loss
 
     def _embed(self, micro: MicroBatch) -> Tensor:
+        """Return the embeddings of the micro-batch's tokens; with tensor parallelism, those of this
+        rank's part of the tokens.
+        """
+
         def done() -> None:
+            """Exchange the embedding's gradient; its backward pass is the last of the stage."""
             self.replicas.finish(0)
 
         table = self.module.embed.weight
@@ -257,6 +302,9 @@ class StageLlama(Model):
             )
 
     def _loss(self, x: Tensor, delta: Tensor, micro: MicroBatch) -> Tensor:
+        """Return the summed cross-entropy of the micro-batch's targets, from the residual stream
+        and its pending addend. Logits are computed at the picked tokens alone.
+        """
         module, tensor = self.module, self.groups.tensor
         normed: Tensor = AddNorm.apply(
             x, delta, module.norm.weight, self.shape.norm_eps, self.kernels
@@ -273,11 +321,15 @@ class StageLlama(Model):
         return losses.sum()
 
     def loss(self, micro: MicroBatch) -> Tensor:
+        """Return the summed cross-entropy of a micro-batch, in nats; only for a pipeline of one
+        stage.
+        """
         return self.forward(None, micro)
 
     def details(self) -> dict[str, Any]:
-        """`exchanged`: what replicas and tensor-parallel ranks hold whole at a time, which the
-        prediction of memory reads.
+        """Return the attention kernel, the kind of block and, if there are several ranks,
+        `exchanged`: units are what ranks hold whole at a time, which the prediction of memory
+        reads.
         """
         several = (
             {"exchanged": "units"} if self.job.world > 1 or self.job.case.tune.distributed else {}

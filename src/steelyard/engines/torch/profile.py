@@ -1,5 +1,5 @@
-"""Torch's profiler as activities of a device: kernels where there are any, else the operators of
-the CPU.
+"""torch's profiler as a source of activities (engine/profile.py): a device's kernels and copies or,
+on a CPU, operators.
 """
 
 import gzip
@@ -53,10 +53,17 @@ MOST_BYTES = 2 << 30  # of a trace that is read back
 
 
 def kind_of(name: str) -> Kind:
+    """Return the kind of a kernel or operator by the first pattern in `PATTERNS` that its name
+    matches; `other` if none does.
+    """
     return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
 
 
 class TorchProfiler:
+    """The profiler of one rank's device, used once: `start`, then `stop`. It records CPU operators
+    with shapes and, unless the device is a CPU, all other activities that torch supports.
+    """
+
     def __init__(self, device: torch.device) -> None:
         self._on_device = device.type != "cpu"
         wanted = [ProfilerActivity.CPU]
@@ -66,9 +73,13 @@ class TorchProfiler:
         self._profile = profile(activities=wanted, record_shapes=True)
 
     def start(self) -> None:
+        """Begin to record."""
         self._profile.start()
 
     def stop(self, trace: Path | None) -> list[Activity]:
+        """End recording and return the activities; if `trace` is a path, write the gzipped Chrome
+        trace there. A trace of more than 2 GiB gives no activities and is not written.
+        """
         self._profile.stop()
         with tempfile.TemporaryDirectory(prefix="steelyard-trace-") as folder:
             path = Path(folder) / "trace.json"
@@ -82,8 +93,10 @@ class TorchProfiler:
 
 
 def activities(trace: Mapping[str, Any], on_device: bool) -> Iterator[Activity]:
-    """Of a trace in Chrome's format. On a device its own events; what their calls name is told by
-    the operators that launched them."""
+    """Yield the activities of a Chrome trace. With `on_device` they are kernels, copies and
+    memsets, whose lane is their stream; a kernel's bytes are those of the operator that launched
+    it. Otherwise they are CPU operators, whose lane is their thread.
+    """
     events = [one for one in trace["traceEvents"] if one.get("ph") == "X" and "dur" in one]
     operators = [one for one in events if one.get("cat") == "cpu_op"]
     if not on_device:
@@ -104,16 +117,20 @@ def activities(trace: Mapping[str, Any], on_device: bool) -> Iterator[Activity]:
 
 
 def _on_cpu(event: Mapping[str, Any]) -> Activity:
+    """Return a CPU operator's trace event as an activity in the lane of its thread."""
     return _activity(event, f"thread {event.get('tid')}", _size(event))
 
 
 def _activity(event: Mapping[str, Any], lane: str, size_bytes: int | None) -> Activity:
+    """Return a trace event as an activity; its microseconds become seconds."""
     begin_s, name = event["ts"] * 1e-6, str(event["name"])
     return Activity(name, kind_of(name), begin_s, begin_s + event["dur"] * 1e-6, lane, size_bytes)
 
 
 def _size(event: Mapping[str, Any]) -> int | None:
-    """Bytes of the tensors that a call names; None where one of them is not told."""
+    """Return the bytes of all input tensors of an operator's trace event, or None if there are
+    none, or one has an unknown type.
+    """
     args = event.get("args", {})
     shapes, types = args.get("Input Dims"), args.get("Input type")
     if not shapes or not types:

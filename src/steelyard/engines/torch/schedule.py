@@ -1,9 +1,9 @@
-"""A pipeline: its stages pass the residual stream on, one micro-batch after the other, forward and
-backward in turn (1F1B).
+"""The pipeline schedule of engine `torch` (1F1B): stages pass the residual stream on, one
+micro-batch after the other, forward and backward in turn.
 
-Stage s of p has at most p - s micro-batches under way. All stages know the size of every
-micro-batch, so sizes may differ. What a stage sends to a neighbour and what it gets from it are
-exchanged together, so that neither waits for the other; what was sent is kept until the next
+Stage s of p has at most p - s micro-batches in flight. All stages know the size of every
+micro-batch, so sizes may differ. What a stage sends to a neighbour and what it receives from it are
+exchanged together, so that neither waits for the other; a sent tensor is kept alive until the next
 exchange with the same neighbour.
 """
 
@@ -19,27 +19,34 @@ from steelyard.engines.torch.exchange import Group
 from steelyard.training.micro_batches import MicroBatch
 from steelyard.training.placement import Weigh
 
-# told before every backward pass whether it is the step's first, and last
+# called before every backward pass: whether it is the step's first, and its last
 Before = Callable[[bool, bool], None]
 
 
 class Staged(Protocol):
-    """What computes a stage: `x` is what the stage before it gave, None for the first."""
+    """What computes one pipeline stage."""
 
-    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor: ...
+    def forward(self, x: Tensor | None, micro: MicroBatch) -> Tensor:
+        """Return the stage's output; `x` is the output of the stage before, None for the first
+        stage.
+        """
 
 
 @dataclass
 class Neighbour:
-    """The stage before or after this one; none at the ends of a pipeline."""
+    """The stage before or after this one in the pipeline. At the ends of the pipeline `index` is
+    out of range and every exchange does nothing.
+    """
 
     group: Group
     index: int
     sent: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
 
     def exchange(self, give: Tensor | None, take: Tensor | None) -> Tensor | None:
-        """Send one, receive the other, as far as there are any; the received one can be computed
-        with.
+        """Send `give` and receive into `take` in one batched operation; either may be None. Returns
+        `take`, which can be computed with, or None if there is none or no such neighbour.
+
+        Waits for the receive alone; the sent tensor is remembered until `wait_for_sends`.
         """
         if not 0 <= self.index < self.group.size:
             return None
@@ -60,25 +67,30 @@ class Neighbour:
         return take
 
     def settle(self) -> None:
-        """What was sent may be written to again."""
+        """Wait until all sent tensors have been transferred and may be overwritten."""
         for _, work in self.sent:
             work.wait()
         self.sent = []
 
 
 class Pipeline:
+    """Runs this rank's stage for all micro-batches of a step in 1F1B order.
+
+    `like` has the dtype, device and width (its second dimension) of the stream that stages
+    exchange; of its tokens this rank has one of `tp` parts. `before_backward(is_first, is_last)` is
+    called before each backward pass of a step.
+    """
+
     def __init__(self, stage: Staged, group: Group, like: Tensor, tp: int, before: Before) -> None:
-        """`like` is of the kind that a stage gives to the next, of whose tokens this rank has one
-        of `tp` parts.
-        """
         self.stage, self.group, self.like, self.tp, self.told = stage, group, like, tp, before
         self.first, self.last = group.rank == 0, group.rank == group.size - 1
         self.before, self.after = Neighbour(group, group.rank - 1), Neighbour(group, group.rank + 1)
         self.under_way: list[tuple[Tensor | None, Tensor]] = []
 
     def learn(self, micros: list[MicroBatch], weigh: Weigh) -> None:
-        """Forward and backward of all micro-batches. The last stage's losses are weighed before the
-        backward pass.
+        """Run forward and backward of all micro-batches of a step; gradients accumulate in the
+        parameters. On the last stage `weigh` turns each micro-batch's loss into what backward
+        starts from.
         """
         ahead = min(self.group.size - self.group.rank - 1, len(micros))
         x = self._take(micros, 0)
@@ -97,6 +109,9 @@ class Pipeline:
         self.after.settle()
 
     def _take(self, micros: list[MicroBatch], number: int) -> Tensor | None:
+        """Receive the input of micro-batch `number` from the stage before; None on the first stage,
+        or if there is no such micro-batch.
+        """
         return (
             self.before.exchange(None, self._stream(micros[number]))
             if number < len(micros)
@@ -104,6 +119,9 @@ class Pipeline:
         )
 
     def _forward(self, x: Tensor | None, micro: MicroBatch, weigh: Weigh) -> Tensor:
+        """Run the stage's forward pass, queue its graph for the backward pass, and return the
+        detached output.
+        """
         if x is not None:
             x.requires_grad_()
         out = self.stage.forward(x, micro)
@@ -113,17 +131,23 @@ class Pipeline:
         return out.detach()
 
     def _backward(self, grad: Tensor | None) -> Tensor | None:
-        """Of the micro-batch that is longest under way; returns the gradient of what it was given."""
+        """Run the backward pass of the oldest micro-batch in flight and return the gradient of its
+        input; None on the first stage. `grad` is None on the last stage.
+        """
         x, out = self.under_way.pop(0)
         torch.autograd.backward(out, grad)
         return None if x is None else x.grad
 
     def _stream(self, micro: MicroBatch) -> Tensor:
-        """Room for what one stage gives to the next of a micro-batch."""
+        """Allocate an uninitialized tensor for what one stage sends to the next for this
+        micro-batch: [tokens / tp, hidden].
+        """
         return self.like.new_empty(len(micro.tokens) // self.tp, self.like.shape[1])
 
     def loss(self, micro: MicroBatch) -> Tensor:
-        """The summed cross-entropy of one micro-batch, known to all stages."""
+        """Return the summed cross-entropy of one micro-batch in fp64, broadcast from the last stage
+        to all. Runs no backward pass; all stages must call it.
+        """
         out = self.stage.forward(self._take([micro], 0), micro)
         self.after.exchange(None if self.last else out, None)
         self.after.settle()

@@ -1,8 +1,8 @@
-"""Weights of a model that may be divided over devices: one parameter at a time is made or read
-whole, and each rank keeps its part.
+"""Weights of a tensor-parallel Llama: one parameter at a time is drawn or read whole, and each rank
+keeps its shard.
 
-So every plan begins with the same numbers, and no rank ever holds more than one parameter beyond
-its own.
+So every plan begins with the same numbers, and no rank holds more than one parameter beyond its
+own. llama_stage.py takes them for training.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,12 @@ Wholes = Callable[[str, Tensor], Tensor]
 def local_parameters(
     model: nn.Module, job: Job, shape: LlamaShape, share: Shard, kept: torch.dtype
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """Where weights came from, for the record, and a share's part of every parameter of a model,
-    one after the other.
+    """Return (source of the weights for the record, iterator of (name, this shard's tensor on the
+    device)) for the parameters that `model` names.
+
+    Random from the case's seed, or read from the checkpoint in `job.weights`; a checkpoint that
+    does not fit the shape raises RequestError. Tensors are made in `dtype`, one by one as the
+    iterator advances.
     """
     names = [name for name, _ in model.named_parameters()]
     if job.weights is None:
@@ -38,6 +42,7 @@ def local_parameters(
         source = load.facts(checkpoint, shape)
 
     def parts() -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter's name and this shard's part of it."""
         for name in names:
             size = placements.flat_shape(name, placements.placement(name).logical_shape(shape))
             with torch.no_grad():
@@ -48,7 +53,9 @@ def local_parameters(
 
 
 def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
-    """What a share holds. Parts of a vocabulary may differ in size."""
+    """Return a shard's part of a whole parameter as a tensor of its own; the whole itself if it is
+    not divided. Parts of a vocabulary may differ in size.
+    """
     dim = placements.flat_split(name)
     if dim is None or share.count == 1:
         return whole
@@ -59,7 +66,12 @@ def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
 
 
 def _random(seed: int, shape: LlamaShape) -> Wholes:
+    """Return a function (name, empty tensor) that fills a whole parameter with the seed's random
+    numbers and returns it.
+    """
+
     def make(name: str, whole: Tensor) -> Tensor:
+        """Fill the tensor with the parameter's initial values and return it."""
         load.fill_parameter(name, whole, seed, shape)
         return whole
 
@@ -72,6 +84,10 @@ def _read(
     names: list[str],
     progress: layouts.ByteProgress | None,
 ) -> Wholes:
+    """Return a function (name, empty tensor) that reads a whole parameter from a checkpoint. Shapes
+    and settings are checked here, and RequestError raised if they do not fit. `progress` is called
+    with the bytes read and their total over `names`.
+    """
     pieces = layouts.by_parameter(checkpoint.pieces(shape))
     checkpoint.check_values(shape)
     total = sum(
@@ -80,6 +96,7 @@ def _read(
     copied = layouts.Progress(progress, total)
 
     def read(name: str, whole: Tensor) -> Tensor:
+        """Copy all pieces of the parameter into the tensor, report the bytes, and return it."""
         box = placements.box(name, shape, WHOLE)
         place = placements.logical_view(name, whole, shape, WHOLE)
         for piece in pieces[name]:

@@ -1,17 +1,20 @@
-"""What a rank holds of parameters, gradients and states, and when replicas exchange it.
+"""What one rank holds of parameters, gradients and optimizer states, and when replicas exchange it
+(ZeRO levels 0 to 3).
 
-A parameter of n rows is divided among d ranks by its rows: each has ⌈n/d⌉ of them, the last ones
+A parameter of n rows is divided among d ranks by rows: each has ceil(n/d) of them, the last ranks
 fewer or none. What is gathered is padded to d times that many, so that every rank's rows are a view
 of the whole, and nothing is copied.
 
-A unit (the embedding, a layer, the last norm with the output) is what is exchanged together:
+A unit (the embedding, a block, the last norm with the output) is what is exchanged together:
 gradients as soon as its backward pass is over, while that of the unit before it is computed;
 weights before they are read, while another unit computes.
 
-    sharding 0   gradients are summed over all copies, after the last micro-batch
-    sharding 1   gradients are reduce-scattered in place, after the last micro-batch; weights are gathered after the update
+    sharding 0   gradients are all-reduced over all copies, after the last micro-batch
+    sharding 1   gradients are reduce-scattered in place, after the last micro-batch;
+                 weights are gathered after the update
     sharding 2   the same after every micro-batch; whole gradients of two units exist at a time
-    sharding 3   weights are gathered for every unit, forward and backward; those of two units exist at a time
+    sharding 3   weights are gathered for every unit, forward and backward;
+                 those of two units exist at a time
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +29,18 @@ from steelyard.models.placements import Shard
 
 
 class Held:
-    """A parameter, as this rank holds it. `shared`: the ranks of a tensor-parallel group all have
-    it.
+    """A parameter of which this rank updates one shard of rows, with its gradient and master
+    weights.
+
+    - `parameter` is what modules compute with: the whole parameter, or empty at sharding 3 while it
+      is not gathered.
+    - `shard` is this rank's rows in the compute dtype, `part` the same padded to `chunk` rows.
+    - `master` is this rank's rows in the stored precision (`shard` itself if that is the compute
+      dtype).
+    - `whole` is the padded whole parameter, None at sharding 3.
+    - `gradient` is the padded whole gradient while it exists, `gradient_part` this rank's padded
+      rows of it.
+    - `shared`: all ranks of a tensor-parallel group hold this parameter whole, as a norm's weight.
     """
 
     def __init__(
@@ -39,6 +52,9 @@ class Held:
         place: Shard,
         shared: bool,
     ) -> None:
+        """Take over the whole parameter's `values` in the stored precision; `shard` says which of
+        how many shards is this rank's. `values` is freed unless it is used as it is.
+        """
         self.name, self.size, self.sharding, self.shared = name, values.shape, sharding, shared
         rows = len(values)
         self.chunk = -(-rows // place.count)
@@ -55,6 +71,9 @@ class Held:
         self.gradient: Tensor | None = None
 
     def _padded(self, values: Tensor, compute: torch.dtype) -> Tensor:
+        """Return the values in the compute dtype, padded with zero rows to a multiple of the ranks;
+        without padding or cast it is the same tensor.
+        """
         if self.padded == len(values):
             return values.to(compute)
         whole = values.new_zeros(self.padded, *values.shape[1:], dtype=compute)
@@ -62,6 +81,9 @@ class Held:
         return whole
 
     def _master(self, values: Tensor) -> Tensor:
+        """Return this rank's rows in the stored precision: the values themselves if they are all
+        its own, else a copy.
+        """
         return (
             values
             if self.rows == len(values)
@@ -69,12 +91,12 @@ class Held:
         )
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a padded whole, padded."""
+        """Return a view of this rank's rows, padding included, in a padded whole tensor."""
         return whole.narrow(0, self.at, self.chunk)
 
     def make_gradients(self, master: Tensor) -> None:
-        """Room for what the optimizer reads; where it is divided, whole gradients have room only
-        while they are made.
+        """Allocate zeroed gradients and set `master.grad` to this rank's rows of them. At sharding
+        2 and 3 only those rows are allocated; whole gradients exist only while they are computed.
         """
         if self.sharding < 2:
             self.gradient = self._zeros(self.padded)
@@ -84,18 +106,24 @@ class Held:
         master.grad = self.gradient_part[: self.rows]
 
     def whole_gradient(self) -> Tensor:
-        """To be added to: as large as the parameter."""
+        """Return the whole gradient for adding to, as large as the parameter; it is allocated with
+        zeros if it does not exist.
+        """
         if self.gradient is None:
             self.gradient = self._zeros(self.padded)
         return self.gradient[: self.size[0]]
 
     def _zeros(self, rows: int) -> Tensor:
+        """Return zeros of this many rows in the dtype of the master weights."""
         return self.master.new_zeros(rows, *self.size[1:])
 
 
 class Unit:
-    """Parameters that are exchanged together. `again`: its backward reads them too, as all but an
-    embedding's does.
+    """Parameters that are exchanged together, and the state of their exchange.
+
+    `backward_reads`: the backward pass needs the weights too, as all but an embedding's does.
+    `gathering` and `reducing` are collectives in flight. `adds`: the reduced gradients are added to
+    those of earlier micro-batches. `last`: they are of the step's last micro-batch.
     """
 
     def __init__(self, held: Sequence[Held], again: bool = True) -> None:
@@ -110,7 +138,11 @@ class Unit:
 
 
 class Replicas:
-    """The units of a rank, and what its replicas exchange of them."""
+    """All units of this rank, and the exchange of their weights and gradients with its replicas.
+
+    Autograd's own gradients (of norms and biases) are moved into the units' gradients by a hook on
+    each parameter.
+    """
 
     def __init__(self, units: Sequence[Unit], sharding: int, groups: Groups) -> None:
         self.units, self.sharding, self.groups = list(units), sharding, groups
@@ -124,28 +156,37 @@ class Replicas:
             one.parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
 
     def make_gradients(self, masters: Sequence[Tensor]) -> None:
-        """For what the optimizer updates."""
+        """Allocate the gradients of all parameters; `masters` are the tensors that the optimizer
+        updates, in the same order, and get them as `grad`.
+        """
         for one, master in zip(self.held, masters, strict=True):
             one.make_gradients(master)
 
     def gradient(self, parameter: Tensor) -> Tensor:
-        """Where a parameter's gradient is summed."""
+        """Return the tensor to which a parameter's gradient is added, allocated if it does not
+        exist.
+        """
         return self.places[id(parameter)].whole_gradient()
 
     def _add(self, parameter: Tensor) -> None:
-        """What autograd made: the gradients of norms and biases."""
+        """Move a gradient that autograd made (of a norm or bias) into the unit's gradient (hook,
+        called by torch).
+        """
         if parameter.grad is not None:
             self.gradient(parameter).add_(parameter.grad)
             parameter.grad = None
 
     def before(self, first: bool, last: bool) -> None:
-        """Told before every backward pass whether it is the step's first, and last."""
+        """Note before a backward pass whether it is the step's first and its last."""
         self.first, self.last = first, last
 
     def around(
         self, index: int, run: Callable[..., tuple[Tensor, ...]], *given: Tensor
     ) -> tuple[Tensor, ...]:
-        """A unit's forward, with what is exchanged before it, and before and after its backward."""
+        """Run a unit's forward pass and return its outputs. Its weights are gathered before it, and
+        hooks in the autograd graph gather them before its backward pass and send its gradients
+        after it. Without replicas it only runs.
+        """
         if not self.live:
             return run(*given)
         with self.weights(index, keep=index == len(self.units) - 1 and torch.is_grad_enabled()):
@@ -154,7 +195,9 @@ class Replicas:
 
     @contextmanager
     def weights(self, index: int, keep: bool = False) -> Iterator[None]:
-        """Around a unit's forward: it has its weights. They are kept where its backward is next."""
+        """Have a unit's weights gathered inside the context, and start to gather those of the next
+        unit. They are dropped at the end, unless `keep`: its backward pass comes next.
+        """
         if self.live:
             self._ready(index, index + 1)
         yield
@@ -162,14 +205,18 @@ class Replicas:
             self._release(self.units[index])
 
     def _begin(self, index: int) -> None:
-        """Before a unit's backward."""
+        """Before a unit's backward pass, have its weights, and finish an exchange of its own
+        gradients that is still in flight (a stage of one unit).
+        """
         # a stage of one unit: its gradients of the micro-batch before are on their way
         if self.reducing is self.units[index]:
             self._settle_last()
         self._ready(index, index - 1)
 
     def _ready(self, index: int, following: int) -> None:
-        """Have a unit's weights, and those of the following one on their way."""
+        """Wait for a unit's weights, and start to gather those of unit `following` if it exists and
+        will read them.
+        """
         unit = self.units[index]
         self._gather(unit)
         if unit.gathering is not None:
@@ -179,6 +226,9 @@ class Replicas:
             self._gather(self.units[following])
 
     def _gather(self, unit: Unit) -> None:
+        """Start to gather a unit's weights into new tensors, at sharding 3 and if they are not
+        gathered yet.
+        """
         if self.sharding < 3 or unit.gathered:
             return
         pairs = []
@@ -189,13 +239,17 @@ class Replicas:
         unit.gathering, unit.gathered = self.groups.shards.all_gather(pairs), True
 
     def _release(self, unit: Unit) -> None:
+        """Drop a unit's gathered weights, at sharding 3."""
         if self.sharding == 3:
             for one in unit.held:
                 one.parameter.data = one.part.new_empty(0)
             unit.gathered = False
 
     def finish(self, index: int) -> None:
-        """After a unit's backward."""
+        """After a unit's backward pass, drop its weights and start to exchange its gradients, at
+        sharding 0 and 1 only in the last micro-batch. The exchange of the unit before it is
+        finished.
+        """
         unit = self.units[index]
         self._release(unit)
         if not self.live or (self.sharding < 2 and not self.last):
@@ -220,7 +274,10 @@ class Replicas:
         self.reducing = unit
 
     def _settle(self, unit: Unit | None) -> None:
-        """The gradients of a unit, which were on their way while the next one's were computed."""
+        """Wait for a unit's reduce-scatter, add its result to earlier micro-batches' gradients,
+        free whole gradients (sharding 2 and 3), and after the last micro-batch start to sum over
+        copies. None does nothing.
+        """
         if unit is None or unit.reducing is None:
             return
         unit.reducing.wait()
@@ -235,11 +292,15 @@ class Replicas:
             )
 
     def _settle_last(self) -> None:
+        """Finish the exchange of the unit whose gradients were sent last."""
         unit, self.reducing = self.reducing, None
         self._settle(unit)
 
     def drain(self) -> None:
-        """Have all gradients."""
+        """Wait until all gradients of the step are summed over replicas; gradients of shared
+        parameters are also summed over the tensor-parallel group, whose ranks each saw a part of
+        the tokens.
+        """
         self._settle_last()
         for work in self.works:
             work.wait()
@@ -250,8 +311,10 @@ class Replicas:
             ).wait()
 
     def updated(self) -> None:
-        """The optimizer has changed this rank's rows: send them to those that hold whole weights.
-        Who keeps something made of a weight looks at its version."""
+        """After an optimizer step, start to gather the changed rows where ranks hold whole weights
+        (sharding 1 and 2). Parameters' version counters are increased, so that cached copies such
+        as fp8 weights are made anew.
+        """
         torch.autograd.graph.increment_version([one.parameter for one in self.held])
         if self.sharding in (1, 2) and self.groups.shards.live:
             for unit in self.units:
@@ -259,25 +322,30 @@ class Replicas:
                 unit.gathering = self.groups.shards.all_gather(pairs)
 
     def zero(self) -> None:
-        """Whole gradients; those that are divided are written anew."""
+        """Zero whole gradients at sharding 0 and 1; at 2 and 3 the next step overwrites them."""
         if self.sharding < 2:
             torch._foreach_zero_([one.gradient for one in self.held if one.gradient is not None])
 
 
 class _Around(torch.autograd.Function):
-    """The same tensors; `call` is called in the backward pass."""
+    """Return views of the same tensors; `call` is called when their gradients pass in the backward
+    pass.
+    """
 
     @staticmethod
     def forward(context: Any, call: Callable[[], None], *given: Tensor) -> tuple[Tensor, ...]:
+        """Return views of the tensors and remember `call`."""
         context.call = call
         return tuple(one.view_as(one) for one in given)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Call `call`, then pass the gradients on unchanged."""
         context.call()
         return None, *grads
 
 
 def _around(call: Callable[[], None], *given: Tensor) -> tuple[Tensor, ...]:
+    """Return views of the tensors whose backward pass calls `call` first, without arguments."""
     out: tuple[Tensor, ...] = _Around.apply(call, *given)  # type: ignore[no-untyped-call]
     return out

@@ -1,5 +1,7 @@
-"""Tensor-parallel groups: the ranks that hold one model together, and what they send each other
-while it scores.
+"""Tensor-parallel groups for scoring: the ranks that hold one model together, and what they send
+each other while it scores.
+
+`TorchFramework.join_ranks` makes the group; engines get it as `Job.group`.
 """
 
 from dataclasses import dataclass
@@ -17,19 +19,23 @@ from steelyard.plan.degrees import Plan
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """A tensor-parallel group, seen from one of its ranks. A group of one sends nothing."""
+    """A tensor-parallel group as seen from one of its ranks: which shard of the model it has, and
+    torch's process group. A group of one sends nothing.
+    """
 
     share: Shard = WHOLE
     group: Any = None
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum over the group, in place."""
+        """Sum a tensor over the group in place, and return it."""
         if self.share.count > 1:
             dist.all_reduce(part, group=self.group)
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """What every rank of the group has, stacked in the order of their shares."""
+        """Return every rank's tensor stacked along a new first dimension, in the order of shards;
+        all must have one shape.
+        """
         if self.share.count == 1:
             return part[None]
         parts = [torch.empty_like(part) for _ in range(self.share.count)]
@@ -38,7 +44,9 @@ class TensorParallelGroup:
 
 
 def form(layout: Plan, rank: int, device: torch.device) -> TensorParallelGroup:
-    """The group of a rank. All ranks must call it."""
+    """Create the tensor-parallel groups of a plan and return this rank's; all ranks must call it.
+    With TP1 no process group is made.
+    """
     if layout.tp == 1:
         return TensorParallelGroup()
     mesh = init_device_mesh(

@@ -1,10 +1,10 @@
-"""Tensor parallelism with sequence parallelism: each rank has a part of the tokens of the residual
-stream, and inside attention and FFN all tokens of a part of the heads and columns.
+"""Tensor parallelism with sequence parallelism for training: each rank has a part of the tokens of
+the residual stream, and inside attention and FFN all tokens of a part of the heads and columns.
 
-Before a matmul that is divided by what it gives, tokens are gathered; after one that is divided by
-what it takes, parts of a sum are summed and tokens divided again. A rank keeps only its own tokens
-for the backward pass, and gathers the others' again there, while the gradient of the input is
-computed; that is summed and divided while the gradient of the weight is computed.
+Before a column-parallel matmul tokens are gathered; after a row-parallel one the partial sums are
+reduce-scattered over tokens. A rank saves only its own tokens for the backward pass and gathers the
+others again there, while the gradient of the input is computed; that gradient is reduce-scattered
+while the gradient of the weight is computed.
 """
 
 from collections.abc import Callable
@@ -20,22 +20,29 @@ from steelyard.models.llama_fused import Accumulating, BlockKernels, Gradient, L
 
 
 def gathered(x: Tensor, group: Group) -> tuple[Tensor, Any]:
-    """All tokens, on their way."""
+    """Start to gather the tokens (first dimension) of all ranks, and return (tensor that will hold
+    them, what to wait for).
+    """
     whole = x.new_empty(len(x) * group.size, *x.shape[1:])
     return whole, group.all_gather([(whole, x.contiguous())])
 
 
 def scattered(x: Tensor, group: Group) -> tuple[Tensor, Any]:
-    """The sum of own tokens, on its way."""
+    """Start a reduce-scatter over the first dimension, and return (tensor that will hold the sum at
+    this rank's tokens, what to wait for).
+    """
     part = x.new_empty(len(x) // group.size, *x.shape[1:])
     return part, group.reduce_scatter([(x.contiguous(), part)])
 
 
 class GatherTokens(torch.autograd.Function):
-    """All tokens of what each rank has a part of."""
+    """Gather all tokens from the ranks' parts, waiting for them; the backward pass reduce-scatters
+    the gradient.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        """Return x of all ranks along the first dimension."""
         context.group = group
         whole, pending = gathered(x, group)
         pending.wait()
@@ -43,16 +50,20 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient summed over ranks, at this rank's tokens."""
         part, pending = scattered(grads[0], context.group)
         pending.wait()
         return part, None
 
 
 class ScatterTokens(torch.autograd.Function):
-    """Own tokens of the sum over ranks."""
+    """Reduce-scatter partial sums of all tokens to this rank's tokens, waiting for them; the
+    backward pass gathers the gradient.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        """Return the sum of x over ranks, at this rank's tokens."""
         context.group = group
         part, pending = scattered(x, group)
         pending.wait()
@@ -60,18 +71,25 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients of all ranks' tokens."""
         whole, pending = gathered(grads[0], context.group)
         pending.wait()
         return whole, None
 
 
 class GatheredLinear(torch.autograd.Function):
-    """All tokens times a weight, from a part of them."""
+    """Column-parallel linear layer without bias: gather the tokens of all ranks from this rank's x,
+    then compute x @ weight.T.
+
+    The backward pass adds the weight's gradient to the tensor that `gradient(weight)` returns and
+    gives autograd none for it.
+    """
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, weight: Tensor, gradient: Gradient, group: Group
     ) -> Tensor:
+        """Return [all tokens, this rank's output columns]; only this rank's tokens are saved."""
         context.save_for_backward(x)
         context.weight, context.gradient, context.group = weight, gradient, group
         whole, pending = gathered(x, group)
@@ -80,6 +98,9 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of this rank's tokens; gather and reduce-scatter overlap with the two
+        matmuls.
+        """
         [x] = context.saved_tensors
         whole, gathering = gathered(x, context.group)
         wide = grads[0] @ context.weight
@@ -91,14 +112,18 @@ class GatheredLinear(torch.autograd.Function):
 
 
 class TokenLinears:
-    """The matmuls of a block whose tokens are divided: `columns` are those that are divided by what
-    they give.
+    """The matmuls of a transformer block whose tokens are divided among tensor-parallel ranks,
+    around those of `inner`. `columns` are the column-parallel layers (QKV, gate and up); all others
+    are row-parallel.
     """
 
     def __init__(self, inner: Linears, group: Group, columns: list[nn.Linear]) -> None:
         self.inner, self.group, self.columns = inner, group, {id(layer) for layer in columns}
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """Apply a layer: a column-parallel one takes this rank's tokens and returns all tokens, a
+        row-parallel one the reverse, summed over ranks.
+        """
         if id(layer) not in self.columns:
             return apply(ScatterTokens, self.inner.linear(x, layer), self.group)
         # other matmuls keep all tokens, as they want them
@@ -110,16 +135,23 @@ class TokenLinears:
     def swiglu_linear(
         self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
     ) -> Tensor:
+        """Apply SwiGLU and the row-parallel layer after it to all tokens, and return this rank's
+        tokens of the sum. The third argument is the number of columns in which gate and up
+        alternate in `gate_up`.
+        """
         return apply(
             ScatterTokens, self.inner.swiglu_linear(gate_up, layer, block, kernels), self.group
         )
 
 
 class Embed(torch.autograd.Function):
-    """Rows of a table, whose gradient is added to where `gradient` says. Of a part of a table,
-    which begins at token `first`, the tokens of other parts give zeros; they are summed over the
-    group, and divided. Nothing comes before it: its backward pass is the stage's last, and calls
-    `done`."""
+    """Embedding lookup in this rank's rows of the vocabulary, which begin at token `first_token`.
+
+    With several ranks, tokens of other ranks' rows give zeros, and the result is reduce-scattered
+    to this rank's tokens. The backward pass adds the table's gradient to the tensor that
+    `gradient(table)` returns, gives autograd none, and then calls `done`: it is the last of the
+    stage.
+    """
 
     @staticmethod
     def forward(
@@ -131,6 +163,9 @@ class Embed(torch.autograd.Function):
         group: Group,
         done: Callable[[], None],
     ) -> Tensor:
+        """Return the embeddings [tokens, hidden], or [tokens / ranks, hidden] with several ranks. A
+        rank's table may have no rows.
+        """
         here = None
         if group.size > 1:
             tokens = tokens - first
@@ -152,6 +187,7 @@ class Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[None, ...]:
+        """Accumulate the table's gradient, call `done`, and return None for every input."""
         tokens, here = context.saved_tensors
         grad = grads[0]
         if here is not None:
@@ -166,29 +202,35 @@ class Embed(torch.autograd.Function):
 
 
 class Pick(torch.autograd.Function):
-    """Some rows, each at most once: their gradients are put back without sorting them first."""
+    """Select rows of x, each at most once: x.index_select(0, pick). The backward pass puts
+    gradients back without sorting indices, as torch's own would.
+    """
 
     @staticmethod
     def forward(context: Any, x: Tensor, pick: Tensor) -> Tensor:
+        """Return the rows of x at the indices `pick`."""
         context.save_for_backward(pick)
         context.size = x.shape
         return x.index_select(0, pick)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x: zeros with the picked rows' gradients put back."""
         [pick] = context.saved_tensors
         return grads[0].new_zeros(context.size).index_copy_(0, pick, grads[0]), None
 
 
 class DividedLosses(torch.autograd.Function):
-    """The cross-entropy of each target, from logits of which every rank has a part of the columns:
-    they are never gathered.
+    """Cross-entropy of each target, [targets], from logits of which every tensor-parallel rank has
+    some columns, beginning at token `first_token`. Logits are never gathered; only maxima and sums
+    are all-reduced.
     """
 
     @staticmethod
     def forward(
         context: Any, logits: Tensor, targets: Tensor, first: int, group: Group, code: "LossCode"
     ) -> Tensor:
+        """Return log(sum of exp(logits)) - target's logit of each target, the same on all ranks."""
         own = targets - first
         here = (own >= 0) & (own < logits.shape[1])
         own = torch.where(here, own, 0)
@@ -201,14 +243,20 @@ class DividedLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Return the gradient of this rank's columns of the logits."""
         return context.code.gradients(*context.saved_tensors, grads[0]), None, None, None, None
 
 
 class LossCode:
-    """What a rank computes of its part of the logits, as it is written or compiled."""
+    """The functions that compute losses and their gradients from logits, compiled by torch.compile
+    for dynamic sizes or as they are written.
+
+    `maxima`, `sums` and `gradients` are for logits divided by columns, `losses` for whole logits.
+    """
 
     def __init__(self, compiled: bool) -> None:
         def make(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            """Compile a function if asked to."""
             return torch.compile(function, dynamic=True) if compiled else function
 
         self.most, self.sums, self.gradients = make(_most), make(_sums), make(_gradients)
@@ -216,23 +264,30 @@ class LossCode:
 
 
 def _wide(logits: Tensor) -> Tensor:
+    """Return the logits as fp32 if their type is narrower, else unchanged."""
     return logits.float() if logits.dtype.itemsize < torch.float32.itemsize else logits
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """One for each target: a compiler has several ways to reduce over them, and takes another
-    whenever they become few.
+    """Return the cross-entropy of each target, unreduced, [targets]: a compiler would choose other
+    code for a sum whenever there are few targets.
     """
     return F.cross_entropy(_wide(logits), targets, reduction="none")
 
 
 def _most(logits: Tensor) -> Tensor:
+    """Return the largest logit of each target in this rank's columns, [targets]; -inf if this rank
+    has no columns.
+    """
     wide = _wide(logits)
     return wide.amax(1) if logits.shape[1] else wide.new_full(logits.shape[:1], -torch.inf)
 
 
 def _sums(logits: Tensor, most: Tensor, own: Tensor, here: Tensor) -> Tensor:
-    """Of the exponentials, and the logit of the target where it is here: [2, targets]."""
+    """Return [2, targets]: the sum of exp(logit - maximum) over this rank's columns, and the
+    target's logit if its column is on this rank, else 0. `maxima` [targets] are over all ranks;
+    `local_targets` are the targets' columns on this rank, valid where `is_own` is true.
+    """
     wide = _wide(logits)
     if not logits.shape[1]:
         return wide.new_zeros(2, len(logits))
@@ -241,6 +296,9 @@ def _sums(logits: Tensor, most: Tensor, own: Tensor, here: Tensor) -> Tensor:
 
 
 def _gradients(logits: Tensor, spread: Tensor, own: Tensor, here: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of this rank's logits, (softmax - one-hot target) x grad, in the logits'
+    dtype. `log_sum_exp` [targets] is over all ranks.
+    """
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns == own[:, None]) & here[:, None]
     out = ((_wide(logits) - spread[:, None]).exp() - hit.to(spread.dtype)) * grad[:, None]
@@ -248,5 +306,6 @@ def _gradients(logits: Tensor, spread: Tensor, own: Tensor, here: Tensor, grad: 
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Call an autograd Function with these arguments and return its output, typed as one tensor."""
     out: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return out

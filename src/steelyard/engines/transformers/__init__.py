@@ -1,1 +1,1 @@
-"""Engine transformers."""
+"""Engine `transformers`: scoring and training with the Hugging Face library."""

@@ -1,8 +1,8 @@
-"""Any AutoModelForCausalLM of the library: built from a case's configuration or loaded from its
-folder, divided into what makes hidden states and what makes logits of them, and counted on meta
-tensors.
+"""Any AutoModelForCausalLM of the transformers library, for cases of family `auto`: built from a
+case's configuration or loaded from its folder, split into base and head, and its FLOPs counted on
+meta tensors.
 
-No code of a model's folder is ever run, no pickle is read and nothing is fetched: only the
+No code of a model's folder is ever run, no pickle is read and nothing is downloaded: only the
 library's own classes, and safetensors.
 """
 
@@ -31,13 +31,16 @@ CHECKED = 8  # tokens on which a divided model is compared with the whole
 
 
 def configuration(model_type: str, config: dict[str, Any], null: list[str]) -> Any:
-    """The library's configuration of a model."""
+    """Return the library's configuration object of a model type, from these fields; the fields in
+    `null` are set to None. Raises RequestError if the library does not know the type or rejects a
+    field.
+    """
     if model_type not in CONFIG_MAPPING:
         raise RequestError(
             f"model_type {model_type!r} is none that this version of transformers has; install a"
             " newer one"
         )
-    # The library writes into what it is given.
+    # The library modifies its arguments.
     told = deepcopy({key: value for key, value in config.items() if key != "model_type"})
     try:
         return AutoConfig.for_model(model_type, **told, **dict.fromkeys(null))
@@ -49,12 +52,14 @@ def configuration(model_type: str, config: dict[str, Any], null: list[str]) -> A
 
 
 def of_shape(model: AutoModel) -> Any:
+    """Return the library's configuration object of a case's model."""
     return configuration(model.model_type, dict(model.config), model.null)
 
 
 def make(config: Any, experts: str | None = None) -> Any:
-    """A model on the current default device, with the library's own random weights and its own
-    choice of attention.
+    """Return a causal language model in eval mode on the current default device, with the library's
+    random weights and choice of attention. `experts` names the library's implementation of
+    mixture-of-experts layers. Raises RequestError if it cannot be built.
     """
     told = {} if experts is None else {"experts_implementation": experts}
     build: Any = AutoModelForCausalLM.from_config
@@ -68,9 +73,10 @@ def make(config: Any, experts: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Divided:
-    """A model in two: `base` makes hidden states of tokens, `head` makes logits of them with all
-    that the model does to logits. `layers` is the list of its layers in `owner`, where there is
-    one."""
+    """A model split in two: `base` computes hidden states from tokens, `head` logits from hidden
+    states, with all that the model does to logits. `layers` is the attribute of `owner` that holds
+    the list of layers; None if there is no such list.
+    """
 
     model: Any
     base: Any
@@ -80,25 +86,35 @@ class Divided:
 
 
 class _Given(nn.Module):
-    """In the place of a model's base: what it would have made is given to it."""
+    """A stand-in for a model's base that returns the given `inputs_embeds` as its hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **others: Any) -> Any:
+        """Return `inputs_embeds` as the last hidden states; other arguments are ignored."""
         return _Output(inputs_embeds)
 
 
 class _Output:
+    """The output of a base model with hidden states alone: any other attribute is None."""
+
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
     def __getattr__(self, name: str) -> None:
-        return None  # whatever else a base may tell
+        """Return None for every output that a base model may have beside its hidden states."""
+        return None  # noqa: RET501
 
     def __getitem__(self, place: Any) -> Tensor | None:
+        """Return the hidden states for item 0 and None for any other."""
         return self.last_hidden_state if place == 0 else None
 
 
 def divide(model: Any, device: torch.device) -> Divided:
-    """The two halves, which together must compute what the model computes."""
+    """Split a model into base and head. The head calls the whole model with its base replaced for
+    the time of the call.
+
+    Raises RequestError if base and head are not separate, the two together do not compute what the
+    model computes, or tokens see later ones; a trial run on 8 tokens checks this.
+    """
     base, name = model.base_model, model.base_model_prefix
     if base is model or not hasattr(model, name):
         raise RequestError(
@@ -108,6 +124,7 @@ def divide(model: Any, device: torch.device) -> Divided:
     stub = _Given()
 
     def head(hidden: Tensor) -> Tensor:
+        """Return the logits [rows, vocabulary] of hidden states [rows, hidden]."""
         setattr(model, name, stub)
         try:
             logits: Tensor = model(inputs_embeds=hidden[None], use_cache=False).logits[0]
@@ -121,6 +138,9 @@ def divide(model: Any, device: torch.device) -> Divided:
 
 
 def _check(model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """Run the model and its two halves on 8 tokens; raise RequestError if logits differ, or hidden
+    states of earlier tokens change with the last one (it is not causal).
+    """
     tokens = (
         torch.arange(3, 3 + CHECKED, device=device)[None]
         % model.config.get_text_config().vocab_size
@@ -147,6 +167,9 @@ def _check(model: Any, base: Any, head: Callable[[Tensor], Tensor], device: torc
 
 
 def _layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
+    """Find the module list with `count` entries, and return (module that has it, attribute name);
+    (base, None) if there is none.
+    """
     for module in base.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) == count:
@@ -156,6 +179,10 @@ def _layers(base: nn.Module, count: int) -> tuple[Any, str | None]:
 
 @dataclass(frozen=True)
 class Counted:
+    """The size of a model: number of parameters, and forward FLOPs per token, per pair of tokens
+    (attention), and per token's logits.
+    """
+
     parameters: int
     token_flops: int
     pair_flops: int
@@ -163,8 +190,12 @@ class Counted:
 
 
 def count(config: Any) -> Counted:
-    """Parameters, and FLOPs of a forward by torch's counter, on meta tensors: attention over the
-    whole square; of experts, those that a token is sent to, and no more."""
+    """Count parameters and forward FLOPs of a model by torch's counter on meta tensors.
+
+    Attention is counted over the whole square of pairs; of experts, those that a token is routed
+    to. Raises RequestError if FLOPs are not a·T + b·T² in the number of tokens T, or cannot be
+    counted.
+    """
     with torch.device("meta"):
         model = make(config, experts="batched_mm")
     base = model.base_model
@@ -184,6 +215,9 @@ def count(config: Any) -> Counted:
 
 
 def _forward(base: Any, tokens: int) -> None:
+    """Run the base on so many meta tokens, with a full mask: making one reads values, which meta
+    tensors do not have. Models that reject such a mask get none.
+    """
     # A mask is given: making one looks at values, which meta tensors do not have. Older models take
     # no mask of pairs.
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta")
@@ -195,6 +229,9 @@ def _forward(base: Any, tokens: int) -> None:
 
 
 def _flops(work: Callable[[], Any]) -> int:
+    """Return the FLOPs of a call, by torch's counter; raise RequestError if it cannot run on meta
+    tensors.
+    """
     try:
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             work()
@@ -208,7 +245,13 @@ def _flops(work: Callable[[], Any]) -> int:
 def load(
     model: AutoModel, folder: Path | None, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[Any, dict[str, Any]]:
-    """The model on a device, and where its weights came from."""
+    """Return (model on the device in `dtype`, without gradients; source of its weights for the
+    record).
+
+    Random from the seed if `folder` is None (sets torch's global seed). Otherwise read from
+    safetensors; raises RequestError if the folder is not of this model, has no safetensors, stores
+    quantized weights, or lacks tensors.
+    """
     if folder is None:
         torch.manual_seed(seed)
         with torch.device(device):

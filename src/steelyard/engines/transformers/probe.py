@@ -1,5 +1,9 @@
-"""What the library makes of a model's folder, for a parent that never imports it: started as its
-own process, answers in a file. `python -m steelyard.engines.transformers.probe FOLDER ANSWER`."""
+"""Describes a model's folder by the transformers library, in a process of its own, for a parent
+that never imports it.
+
+Started as `python -m steelyard.engines.transformers.probe FOLDER ANSWER`; the answer is JSON in a
+file.
+"""
 
 import json
 import sys
@@ -43,8 +47,9 @@ PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The model as a case tells it, and a tiny one of its kind; the reason instead of that where
-    none can be made.
+    """Return the model of a folder as a case states it (`model`), and a tiny model of its type
+    (`smoke`); if none can be made, `smoke` is None and `why` has the reason. Raises RequestError if
+    the library has no causal language model of that type, or cannot count it.
     """
     config = hf_config.read_json(folder / hf_config.CONFIG_NAME)
     model_type = str(config.get("model_type"))
@@ -76,13 +81,16 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _version() -> str:
+    """Return the version of transformers."""
     import transformers
 
     return str(transformers.__version__)
 
 
 def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str, Any]:
-    """[question.model] of a configuration."""
+    """Return a case's [question.model] table for a configuration, with counted parameters and
+    FLOPs. Raises RequestError if it cannot be built or counted.
+    """
     made = auto.configuration(model_type, config, null)
     text = made.get_text_config()
     counted = auto.count(made)
@@ -102,6 +110,9 @@ def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str,
 
 
 def _positions(text: Any) -> int:
+    """Return the largest number of positions, from the configuration's usual field names; raise
+    RequestError if it has none.
+    """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions"):
         found = getattr(text, name, None)
         if isinstance(found, int) and found > 0:
@@ -113,6 +124,9 @@ def _positions(text: Any) -> int:
 
 
 def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration fields of a tiny model of the same type: sizes replaced by those of
+    TINY, as far as `library_config` has them, and per-layer lists shortened.
+    """
     names = {name: made.attribute_map.get(name, name) for name in TINY}
     told = {
         names[name]: value for name, value in TINY.items() if getattr(made, name, None) is not None
@@ -126,6 +140,9 @@ def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Describe the folder in argv[1] and write the answer to the file in argv[2]; a RequestError
+    becomes {"error": text}.
+    """
     torch.set_num_threads(1)
     folder, answer = map(Path, sys.argv[1:3])
     try:

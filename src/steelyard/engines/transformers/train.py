@@ -44,18 +44,27 @@ PACKED = "steelyard_packed"  # the name of our kernels in the library
 
 @dataclass(frozen=True)
 class RowsMicroBatch(MicroBatch):
+    """A micro-batch of rows of one length, with whether plain causal attention is right for it."""
+
     # every segment from which something is learned begins its row: plain causal attention is right
     alone: bool
 
 
 class SegmentedRows(RowBatches):
+    """Rows of one length as micro-batches that know whether they need a mask."""
+
     def to_device(self, pack: Packed) -> RowsMicroBatch:
+        """Copy a pack to the device; `begins_rows` is true if every learned token's segment begins
+        its row.
+        """
         alone = pack.positions[pack.pick] == pack.pick % self.length
         return RowsMicroBatch(**vars(super().to_device(pack)), alone=bool(alone.all()))
 
 
 class TransformersTrain(Loop):
-    """On one device, or divided by FSDP over many."""
+    """The engine for work `train_rows`: the common training loop with the library's Llama, on one
+    device or sharded by FSDP over many. Raises RequestError for settings that it cannot do.
+    """
 
     def __init__(self, job: Job) -> None:
         kernel = choose_kernel(job)
@@ -67,6 +76,10 @@ class TransformersTrain(Loop):
 
 
 def choose_kernel(job: Job) -> str:
+    """Return `sdpa` for `auto`, else the attention kernel that `tune.attention` names. Raises
+    RequestError if it is unknown, has wrong gradients or no window that the model needs, and for
+    selective recomputation.
+    """
     tune = job.case.tune
     kernel = "sdpa" if tune.attention == "auto" else tune.attention
     if tune.recompute == "selective":
@@ -83,7 +96,10 @@ def choose_kernel(job: Job) -> str:
 
 
 class ShardedLayers:
-    """The layers of the library's model divided by FSDP over all devices, as its users do."""
+    """Shards the layers of the library's model by FSDP over all devices, as its users do. Raises
+    RequestError unless `tune.sharding` is set for all replicas. Creates a device mesh, so all ranks
+    must construct it.
+    """
 
     def __init__(self, job: Job) -> None:
         tune, precision = job.case.tune, job.case.question.precision
@@ -97,13 +113,18 @@ class ShardedLayers:
         self.mesh = init_device_mesh(job.device.torch_device.type, (job.plan.dp,))
 
     def placement(self) -> Sharded:
+        """Return the placement that the trainer uses for FSDP."""
         device: torch.device = self.device.torch_device
         return Sharded(self.mesh.get_group(), self.sharding, self.compute, device)
 
     def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
-        """Every rank has made or read the whole, and keeps its part. What is kept in another
-        precision is so in the parts, and gathered in that of the matmuls. Returns the outermost
-        modules."""
+        """Shard a whole model in place, of which every rank keeps its part, and return the
+        outermost modules.
+
+        `master`, if given, are the trainable weights in the stored precision: they replace the
+        parameters' data, and FSDP gathers them in the precision of the matmuls. Frees cached device
+        memory.
+        """
         if master is not None:
             for parameter, one in zip(
                 (p for p in model.parameters() if p.requires_grad), master, strict=True
@@ -116,16 +137,22 @@ class ShardedLayers:
 
 
 class TransformersLlama(Model):
-    """The library's model; `layers` divides it, where it is divided."""
+    """The library's Llama as the trainer uses it; `fsdp` shards it, None on one device. `masked`
+    counts micro-batches that needed a mask, of `batches`.
+    """
 
     def __init__(self, job: Job, kernel: str, layers: ShardedLayers | None) -> None:
         self.job, self.kernel, self.layers = job, kernel, layers
         self.masked = self.batches = 0
 
     def build(self) -> list[Tensor] | None:
-        """The model in the precision it is computed in, and what is learned of it in the one that
-        is kept, where that is another. The same weights as every engine: read, checked or made by
-        our own loader, then handed over."""
+        """Build the model in the precision of the matmuls with the same weights as every engine's,
+        and shard it if there are several devices.
+
+        Returns the trainable weights in the stored precision if that is another, else None;
+        sharded, None, for the shards are themselves in the stored precision. The output
+        projection's bias, which our Llama does not have, stays zero and is not trained.
+        """
         job, question = self.job, self.job.case.question
         precision, device, made = (
             question.precision,
@@ -160,6 +187,7 @@ class TransformersLlama(Model):
         return None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of all parameters that are trained."""
         return [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
@@ -167,6 +195,9 @@ class TransformersLlama(Model):
         ]
 
     def compile(self, gradient: Gradient) -> None:
+        """Turn on full recomputation and compile the layers, the last norm and the loss, as the
+        tune says. `gradient` is not used: autograd accumulates.
+        """
         tune = self.job.case.tune
         if tune.recompute == "full":
             self.module.gradient_checkpointing_enable(
@@ -180,8 +211,9 @@ class TransformersLlama(Model):
         )
 
     def variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
-        """With a mask and without, which are graphs of their own: a border is cut into rows that
-        may have none.
+        """Yield the micro-batch with and without a mask, which are two graphs to compile: half of a
+        row's length makes a second segment. Other kernels have one form. Resets the counts of
+        masked batches afterwards.
         """
         if self.kernel == "sdpa" and isinstance(micro, RowsMicroBatch):
             half = max(1, micro.rows.max_q // 2)
@@ -192,6 +224,7 @@ class TransformersLlama(Model):
         self.masked = self.batches = 0
 
     def loss(self, micro: MicroBatch) -> Tensor:
+        """Return a micro-batch's summed cross-entropy, in nats, at the learned tokens alone."""
         tokens = micro.tokens.view(-1, micro.rows.max_q)
         hidden = self.module.model(
             input_ids=tokens, use_cache=False, **self._segments(micro)
@@ -199,7 +232,10 @@ class TransformersLlama(Model):
         return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
     def _segments(self, micro: MicroBatch) -> dict[str, Any]:
-        """What keeps the segments of a row apart."""
+        """Return the model arguments that keep the segments of a row apart: positions, or
+        cumulative lengths for a packed kernel; none if plain causal attention is right. Counts
+        batches and masked ones with SDPA.
+        """
         positions = micro.positions.view(-1, micro.rows.max_q)
         if self.kernel != "sdpa":
             rows = micro.rows
@@ -212,8 +248,8 @@ class TransformersLlama(Model):
         return {} if alone else {"position_ids": positions}
 
     def details(self) -> dict[str, Any]:
-        """`masked`: batches that a mask was made for, of all that were computed outside of warming
-        up.
+        """Return attention kernel, kind of block, sharding and, with SDPA, how many batches outside
+        warm-up needed a mask (`masked` of `batches`).
         """
         counts = {"masked": self.masked, "batches": self.batches} if self.kernel == "sdpa" else {}
         sharding = {} if self.layers is None else {"sharding": self.layers.sharding}
@@ -221,6 +257,9 @@ class TransformersLlama(Model):
 
 
 def _head(output: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy, in fp32 at least, of the output layer's logits for hidden
+    states [targets, hidden].
+    """
     logits = output(hidden)
     wide = logits.float() if logits.dtype.itemsize < torch.float32.itemsize else logits
     return F.cross_entropy(wide, targets, reduction="sum")
@@ -241,8 +280,10 @@ def _packed_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What the library calls, with [rows, heads, length, D]; it wants [rows, length, heads, D]. It
-    makes no mask for names that it does not know."""
+    """Compute attention by one of this package's packed kernels; called by the library through its
+    AttentionInterface. Takes [rows, heads, length, D] and returns [rows, length, heads, D] and no
+    weights. The library makes no mask for names that it does not know.
+    """
     q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     rows = Layout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     out = attend(q, k, v, rows, kernel, window=sliding_window)

@@ -1,4 +1,4 @@
-"""Pages in the form of FlagPerf's published result pages."""
+"""Markdown pages in the form of FlagPerf's published result pages (`report --layout flagperf`)."""
 
 from steelyard.report.flagperf.page import LAYOUTS, CasePage, pages
 

@@ -1,21 +1,23 @@
-"""What the form of FlagPerf's published result pages is made of: lines, lists of metrics, tables of
-values.
+"""The parts of which the form of FlagPerf's published result pages is made: fixed lines, lists of
+metrics, tables of values.
 
-Labels, headings and column names are theirs, letter for letter, also where two pages differ in a
-colon. What a number means is said in Steelyard's own words. A name in braces stands for values of
-the records (flagperf/values.py).
+Labels, headings and column names are those of FlagPerf, letter for letter, even where two of its
+pages differ in a colon. What a number means is said in Steelyard's own words. A name in braces,
+such as {model}, is replaced by the values of that name in flagperf/values.py.
 """
 
 from dataclasses import dataclass
 
 from steelyard.words import pair
 
-Text = tuple[str, str]  # in English, in Chinese
+Text = tuple[str, str]  # English, Chinese
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines that every such page has. Several values of one name stand on one line."""
+    """Fixed lines of a page in English and in Chinese. A {name} in them is replaced by its values,
+    several on one line.
+    """
 
     en: str
     zh: str
@@ -23,7 +25,9 @@ class Lines:
 
 @dataclass(frozen=True)
 class Each:
-    """A line for each value of a name, after a prefix; {n} counts them."""
+    """One line for each value of the name `value`, after a prefix in which {n} is the number of the
+    line, from 1.
+    """
 
     prefix: str
     value: str
@@ -31,8 +35,8 @@ class Each:
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a list of metrics. `about` names the metric or setting whose meaning stands in its
-    last cell.
+    """A row in a list of metrics. `meaning_of` names the metric or setting whose meaning is printed
+    in the last cell.
     """
 
     name: Text
@@ -43,14 +47,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class MetricList:
+    """A table that explains metrics: the titles of its three columns, and its rows."""
+
     heads: tuple[Text, Text, Text]
     entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of values: a setting, or metrics joined by a slash. `form` is how this page writes a
-    number, where that is not the metric's own; a value in another unit than `unit` says so."""
+    """A column of the table of values: a setting (a name in ROW_SETTINGS), or metrics joined by a
+    slash.
+
+    `form` is the number format if it is not that of the metric. A value in another unit than `unit`
+    is printed with its unit, any other with `suffix`.
+    """
 
     title: Text
     setting: str = ""
@@ -62,7 +72,9 @@ class Column:
 
 @dataclass(frozen=True)
 class ValueTable:
-    """One row a run. `over` names the value of a row that stands above them."""
+    """The table of values, one row per valid run. `header_value` names a page value that is printed
+    in a row above them.
+    """
 
     columns: tuple[Column, ...]
     over: str = ""
@@ -73,10 +85,13 @@ Block = Lines | Each | MetricList | ValueTable
 
 @dataclass(frozen=True)
 class PageLayout:
-    """`addresses` say where that page has the data set from; `explained` are columns that its lists
-    leave out, with the metric of each; `data_noted`: its lines have no place for the data that were
-    read, which stand in a note; `beside` are metrics that count as that page does, and stand in a
-    note for each row."""
+    """The form of one of FlagPerf's pages: its parts in order, and what differs from page to page.
+
+    `addresses` are where FlagPerf gets the dataset. `explained_columns` are (column, metric) pairs
+    that its lists do not explain, and which a note does. With `note_data`, a note says which data
+    was read, because the lines have no place for it. `noted_metrics` count as that page does, and
+    stand in a note for each row.
+    """
 
     blocks: tuple[Block, ...]
     addresses: tuple[Text, ...]
@@ -88,19 +103,23 @@ class PageLayout:
 
 
 def same(text: str) -> Text:
+    """Return a text that is equal in English and Chinese as a pair."""
     return text, text
 
 
 def see(index: str) -> Text:
+    """Return the text "see COLUMN" in English and in Chinese."""
     en, zh = pair("form.see")
     return en.format(index), zh.format(index)
 
 
 def metric(title: str, metric: str = "", unit: str = "", form: str = "") -> Column:
+    """Return a column for one metric: `metric_name`, or the title if that is empty."""
     return Column(same(title), metrics=(metric or title,), unit=unit, form=form)
 
 
 def setting(title: str, setting: str = "") -> Column:
+    """Return a column for one setting: `setting_name`, or the title if that is empty."""
     return Column(same(title), setting or title)
 
 

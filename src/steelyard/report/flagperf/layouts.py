@@ -1,4 +1,6 @@
-"""FlagPerf's pages: MMLU and LAMBADA of inference; alpaca, OpenWebText and ReCoRD of training."""
+"""The forms of FlagPerf's five pages as data: inference on MMLU and LAMBADA; training on alpaca,
+OpenWebText and ReCoRD.
+"""
 
 from steelyard.report.flagperf.form import (
     MEM,
@@ -20,6 +22,9 @@ from steelyard.words import pair
 
 
 def _tokens(title: str) -> Column:
+    """Return a column for a rate in tokens/s; a `*` at the start of its title is no part of the
+    metric's name.
+    """
     return metric(title, title.removeprefix("*"), "tokens/s")
 
 

@@ -1,8 +1,8 @@
-"""Pages in the form of FlagPerf's published ones, ready to be submitted there: one a case and kind
-of accelerator.
+"""Build Markdown pages in the form of FlagPerf's published ones, ready to be submitted there: one
+per case, size and kind of accelerator.
 
-Rows are of valid runs; what is not valid is named below the table. Rates count real tokens, never
-padding, and MFU is that of those pages: FLOPs from the nominal parameter count.
+Rows are those of valid runs; the others are named in a note. Rates count real tokens, never
+padding, and the MFU is that of FlagPerf's pages: FLOPs from the nominal parameter count.
 """
 
 import re
@@ -32,7 +32,7 @@ from steelyard.report.runs import by_case, scope
 from steelyard.words import LANGS, Words
 from steelyard.words.english import MEANINGS
 
-# By the name of the task.
+# By name of the task.
 LAYOUTS: dict[str, PageLayout] = {
     "mmlu": MMLU,
     "lambada": LAMBADA,
@@ -45,7 +45,7 @@ DASHES = "-------"  # in a row that stands above others
 
 @dataclass(frozen=True)
 class CasePage:
-    """`name` is fit for a file's."""
+    """A finished page. `name` is a safe file name without a suffix, `text` the Markdown."""
 
     name: str
     case: str
@@ -56,7 +56,9 @@ class CasePage:
 
 @dataclass(frozen=True)
 class Source:
-    """What a page is made of."""
+    """What a page is made from: its layout, the records of one case and accelerator, what differs
+    from the shipped case, and the words of its language.
+    """
 
     layout: PageLayout
     records: list[Record]
@@ -65,19 +67,23 @@ class Source:
 
     @property
     def valid(self) -> list[Record]:
+        """Return the valid runs: the rows of the page."""
         return [record for record in self.records if record.status == "valid"]
 
     @property
     def described(self) -> list[Record]:
-        """Return the runs that the page describes: those of its rows, if there are any."""
+        """Return the runs that the page describes: the valid ones, or all if none is valid."""
         return self.valid or self.records
 
     def spoken(self, text: Text) -> str:
+        """Return the English or the Chinese text, by the language of the page."""
         return text[LANGS.index(self.say.lang)]
 
 
 def pages(records: list[Record], lang: Lang) -> list[CasePage]:
-    """Return one page a case, size and kind of accelerator, in the order given."""
+    """Return one page for each case, size and kind of accelerator, in the order of their first
+    record; RequestError if FlagPerf has no page for a record's task.
+    """
     out: list[CasePage] = []
     for case, members in by_case(records, lang).items():
         by_device: dict[str, list[Record]] = {}
@@ -92,6 +98,7 @@ def pages(records: list[Record], lang: Lang) -> list[CasePage]:
 
 
 def _layout(record: Record) -> PageLayout:
+    """Return the layout for the task of a record; RequestError if FlagPerf has no page for it."""
     if record.task.name not in LAYOUTS:
         known = ", ".join(LAYOUTS)
         raise RequestError(
@@ -102,8 +109,11 @@ def _layout(record: Record) -> PageLayout:
 
 
 def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
-    """Return the name of a page's file. Its parts come from strangers: none may lead out of a
-    folder, and no two pages share a name."""
+    """Return a file name for a page that no earlier page has.
+
+    Its parts come from untrusted records: characters other than letters, digits and `._-` become
+    `_`, so that no name leads out of a folder.
+    """
     name = "-".join(
         re.sub(r"[^A-Za-z0-9._-]+", "_", part)[:64].strip("._") or "_" for part in parts
     )
@@ -116,11 +126,13 @@ def _name(parts: tuple[str, ...], earlier: list[CasePage]) -> str:
 
 
 def _page(source: Source) -> str:
+    """Return the Markdown of a page: its parts, then the notes."""
     lines = [text for block in source.layout.blocks for text in _block(block, source)]
     return "\n".join([*lines, *_notes(source)]).rstrip("\n") + "\n"
 
 
 def _block(block: Block, source: Source) -> list[str]:
+    """Return the Markdown lines of a part of the layout."""
     match block:
         case Lines(en, zh):
             return _filled(source.spoken((en, zh)), source).split("\n")
@@ -137,13 +149,19 @@ def _block(block: Block, source: Source) -> list[str]:
 
 
 def _filled(text: str, source: Source) -> str:
-    """Replace each name in braces by the values of the page: several on one line, none as a
-    slash."""
+    """Replace each name in braces by the values of the page: several joined by `; `, none as
+    UNKNOWN.
+    """
     return re.sub(r"\{(\w+)\}", lambda name: "; ".join(_values(name[1], source)) or UNKNOWN, text)
 
 
 def _values(name: str, source: Source) -> list[str]:
-    """Return the values of a page as Markdown. Text of a record is escaped."""
+    """Return the values of a page by name, as Markdown: text from records is escaped, also for the
+    start of a line.
+
+    `address`, `dataset` and `category` come from the layout (generated data has no address and is
+    named as such); any other name is one of PAGE_VALUES.
+    """
     layout, say = source.layout, source.say
     made = all(is_made(record) for record in source.described)
     own: dict[str, list[str]] = {
@@ -154,28 +172,33 @@ def _values(name: str, source: Source) -> list[str]:
     if name in own:
         return own[name]
     escaped = map(escape, page_values(source.described, name, say))
-    # They are harmless at the start of a line too.
+    # Escaped for the start of a line too.
     return [re.sub(r"^([#+\-=])", r"\\\1", text) for text in escaped]
 
 
 def _heads(titles: list[str]) -> list[str]:
+    """Return the two Markdown lines of a table's head."""
     return [line([escape(title) for title in titles]), line(["---"] * len(titles))]
 
 
 def _entry(entry: Entry, source: Source) -> str:
+    """Return the Markdown line of a row in a list of metrics: name, index and meaning; name and
+    index in bold if it is strong.
+    """
     cells = [source.spoken(entry.name), _filled(escape(source.spoken(entry.index)), source)]
     about = escape(_meaning(entry.about, source)) if entry.about else ""
     return line([*(f"**{cell}**" if entry.strong else cell for cell in cells), about])
 
 
 def _meaning(name: str, source: Source) -> str:
-    """Return what a setting or a metric is, in Steelyard's words."""
+    """Return what a setting or metric means, in Steelyard's words and the page's language."""
     if f"setting.{name}" in MEANINGS:
         return source.say.meaning(f"setting.{name}")[1]
     return metric_row(name, task=source.records[0].task).words(source.say.lang)[1]
 
 
 def _table(table: ValueTable, source: Source) -> list[str]:
+    """Return the Markdown lines of the table of values, one row per valid run."""
     out = _heads([source.spoken(column.title) for column in table.columns])
     if table.over:
         above = "; ".join(_values(table.over, source))
@@ -186,6 +209,11 @@ def _table(table: ValueTable, source: Source) -> list[str]:
 
 
 def _cell(column: Column, record: Record, source: Source) -> str:
+    """Return the text of a run's cell, not yet escaped: a setting, or metrics joined by slashes
+    with the column's suffix.
+
+    If the record has the metric in another unit than the column's, that unit follows instead.
+    """
     if column.setting:
         return ROW[column.setting](record, source.say)
     text = joined([_number(name, column, record) for name in column.metrics])
@@ -196,8 +224,9 @@ def _cell(column: Column, record: Record, source: Source) -> str:
 
 
 def _number(name: str, column: Column, record: Record) -> str:
-    """Format a metric; UNKNOWN for a quality that was not evaluated, which is no result to
-    submit."""
+    """Format a metric without thousands separators; UNKNOWN if the record lacks it, and in the
+    column of a quality that was not evaluated, because that is no result to submit.
+    """
     found = record.metrics.get(name)
     judged = record.quality.evaluated or record.quality.metric not in column.metrics
     return (
@@ -208,7 +237,9 @@ def _number(name: str, column: Column, record: Record) -> str:
 
 
 def _notes(source: Source) -> list[str]:
-    """Return what a reader must know of the rows, as a quote below them."""
+    """Return the notes below a page as a numbered Markdown quote: on the page, on its rows, the
+    runs that are not valid, and the ids of all records.
+    """
     say, found = source.say, [*_of_page(source), *_of_rows(source)]
     lost = []
     for record in source.records:
@@ -225,6 +256,9 @@ def _notes(source: Source) -> list[str]:
 
 
 def _of_page(source: Source) -> list[str]:
+    """Return the notes on the whole page: columns that it does not explain, the data that was read,
+    a size other than full, and how the question differs from the shipped case.
+    """
     say, size = source.say, source.records[0].case.size
     out = [
         say("flagperf.explained", title, _meaning(name, source))
@@ -237,7 +271,7 @@ def _of_page(source: Source) -> list[str]:
     )
 
 
-# What is said of a row, where there is something to say.
+# Each returns a remark on a row, or an empty string.
 REMARKS: tuple[Callable[[Record, Words], str], ...] = (
     lambda record, say: (
         scope(record, say) if record.scope.kind != "full" or record.restarts else ""
@@ -250,7 +284,7 @@ REMARKS: tuple[Callable[[Record, Words], str], ...] = (
 
 
 def _of_rows(source: Source) -> list[str]:
-    """Return each remark once, with the numbers of its rows."""
+    """Return each remark on rows once, with the numbers of the rows (from 1) it is about."""
     say = source.say
     rows: dict[str, list[int]] = {}
     for number, record in enumerate(source.valid, 1):
@@ -261,7 +295,7 @@ def _of_rows(source: Source) -> list[str]:
 
 
 def _rows(numbers: list[int], say: Words) -> str:
-    """Name rows by their numbers, neighbours together: 1, 4-7."""
+    """Name rows by their numbers, consecutive ones as a range, such as "rows 1 and 4-7"."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][-1] == number - 1:
@@ -273,6 +307,9 @@ def _rows(numbers: list[int], say: Words) -> str:
 
 
 def _beside(record: Record, source: Source) -> list[str]:
+    """Return a text for each of the layout's `noted_metrics` that the run has: name, number, unit
+    and meaning.
+    """
     out = []
     for name in source.layout.beside:
         found = record.metrics.get(name)

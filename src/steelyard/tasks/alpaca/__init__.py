@@ -1,1 +1,1 @@
-"""Instruction fine-tuning on alpaca."""
+"""Alpaca: conversations to fine-tune on."""

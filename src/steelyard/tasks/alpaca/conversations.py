@@ -1,14 +1,12 @@
-"""Conversations to fine-tune on, from a file, from the folder that holds it, or of the package's
-own making.
+"""Read conversations to fine-tune on from a file or the folder that holds it, or generate them.
 
-Two forms are read, told apart by their first letter and perhaps gzipped: alpaca's JSON (a list of
-objects with `instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with
-`conversations`, a list of turns with `from` and `value`, and perhaps `instruction`). Of an alpaca
-object the human says the instruction and, where there is one, the input; what stands between the
-two is the case's `joint`. The converter that made FlagAI's `alpaca_data_train.jsonl`, the file of
-the published runs, is not public; three line feeds stand there in that file. A line of
-conversations has its joint in it, so that the field changes nothing of it. An answer may be empty:
-alpaca's data has some.
+Two forms are read, told apart by their first character and perhaps gzipped: alpaca's JSON (a list
+of objects with `instruction`, `input` and `output`) and JSON lines of FlagAI's Aquila (objects with
+`conversations`, a list of turns with `from` and `value`, and perhaps `instruction`). In alpaca's
+JSON the human says the instruction and the input, if any, with the case's `joint` between them. The
+converter that made FlagAI's `alpaca_data_train.jsonl`, the file of the published runs, is not
+public; that file has three line feeds between the two. JSON lines already contain their joint, so
+that field has no effect on them. An answer may be empty: alpaca's data has some.
 """
 
 import random
@@ -26,13 +24,13 @@ from steelyard.tasks.alpaca.task import ConversationData, MadeConversations
 
 MAX_FILE_BYTES = 1 << 30
 MAX_GZIP_BYTES = 256 << 20
-BEGIN_BYTES = 1 << 20  # of a file, which show whether it holds conversations
+BEGIN_BYTES = 1 << 20  # of a file that `check_source` reads
 JOINT: str = ConversationData.model_fields["joint"].default
 
 Role = Literal["human", "assistant"]
 
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-# A tokenizer may stand beside the data.
+# Files of a tokenizer, which may lie beside the data.
 _NO_DATA = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,8 +54,8 @@ _LINE = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, the human's and the assistant's in turn, and what is said to the assistant before
-    them, mostly nothing.
+    """Alternating turns of human and assistant, and an instruction to the assistant before them,
+    mostly empty.
     """
 
     turns: tuple[tuple[Role, str], ...]
@@ -65,28 +63,36 @@ class Conversation:
 
 
 def read(source: Path, joint: str = JOINT) -> tuple[list[Conversation], str]:
-    """All conversations in the order of the file, and the file's name."""
+    """Read all conversations in file order; return them with the file's name. `joint` is put
+    between instruction and input of alpaca's JSON. Raises RequestError if the file is missing, too
+    large or malformed.
+    """
     path = _file(source)
     return list(_conversations(_content(path), path, joint)), path.name
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a file or folder holds no conversations, by the first of them."""
+    """Raise RequestError if a file, or the folder of one, does not begin with a valid conversation.
+    Reads at most the first MiB; JSON that is cut there is accepted.
+    """
     path = _file(source)
     with jsonl.refusals(path):
         content = files.begin(path, BEGIN_BYTES)
     cut = len(content) == BEGIN_BYTES
     if cut:
-        content = content.decode("utf-8", "ignore").encode()  # without a cut character at its end
+        content = content.decode("utf-8", "ignore").encode()  # drop a cut character at the end
     try:
         next(_conversations(content, path, JOINT))
     except RequestError as error:
-        # What is not JSON may go on behind the cut.
+        # Cut JSON is no error: it may continue behind the cut.
         if not cut or not isinstance(error.__cause__, ValueError):
             raise
 
 
 def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversation]:
+    """Parse a file's content in either form, one conversation at a time. Raises RequestError if it
+    begins like neither, or an element is malformed.
+    """
     first = content.lstrip(b" \t\r\n")[:1]
     if first == b"[":
         yield from (_alpaca(found, where, joint) for found, where in _elements(content, path))
@@ -101,6 +107,9 @@ def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversat
 
 
 def _file(source: Path) -> Path:
+    """Return the data file: the path itself, or the only .json or .jsonl (.gz) file of a folder,
+    tokenizer files aside. Raises RequestError if there is not exactly one.
+    """
     if source.is_file():
         return source
     if not source.is_dir():
@@ -123,6 +132,9 @@ def _file(source: Path) -> Path:
 
 
 def _content(path: Path) -> bytes:
+    """Return the bytes of a file, unpacked if gzipped. Raises RequestError if it cannot be read or
+    is too large, packed or unpacked.
+    """
     with jsonl.refusals(path, "; alpaca's data has 23 MB"):
         with files.open_regular(path) as file:
             compressed = file.read(len(files.GZIP)) == files.GZIP
@@ -137,13 +149,15 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def _after_space(text: str, at: int) -> int:
+    """Return the first position from `position` on that is not JSON white space."""
     found = _SPACE.match(text, at)
     return found.end() if found else at
 
 
 def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
-    """The elements of a list, one by one: a file of something else is refused at its first, before
-    it fills the memory.
+    """Parse a JSON list element by element, and yield each with its location for error messages.
+    Raises RequestError at the first element that is not JSON, so that a wrong file is refused
+    before it fills the memory; also for an empty list, and for text behind it.
     """
     try:
         text = content.decode("utf-8")
@@ -173,6 +187,9 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
 
 
 def _alpaca(found: Any, where: str, joint: str) -> Conversation:
+    """Return an object of alpaca's JSON as a conversation of two turns. Raises RequestError if a
+    field is missing or no string.
+    """
     if not isinstance(found, dict):
         raise RequestError(f"{where} is {shown(found)}; {_ALPACA}")
     for key in ("instruction", "output"):
@@ -188,6 +205,9 @@ def _alpaca(found: Any, where: str, joint: str) -> Conversation:
 
 
 def _conversation(line: jsonl.Line) -> Conversation:
+    """Return a JSON line as a conversation. Raises RequestError unless turns alternate, the human
+    begins and the assistant answers.
+    """
     found, where = line.value, line.where
     turns = found.get("conversations") if isinstance(found, dict) else None
     if not isinstance(turns, list):
@@ -252,8 +272,8 @@ _WORDS = (
 
 
 def make(made: MadeConversations, joint: str = JOINT) -> list[Conversation]:
-    """No two alike: words to say again, one or two times to a conversation. Some are an instruction
-    and its input.
+    """Generate distinct conversations of one or two exchanges, in which words are to be repeated,
+    from a seed. Some have instruction and input with `joint` between them.
     """
     rng = random.Random(f"alpaca:{made.seed}")
     out: dict[Conversation, None] = {}
@@ -271,6 +291,7 @@ def make(made: MadeConversations, joint: str = JOINT) -> list[Conversation]:
 
 
 def _made_turns(rng: random.Random, joint: str) -> tuple[tuple[Role, str], tuple[Role, str]]:
+    """Generate one exchange: a turn of the human, and the assistant's answer."""
     one, two, three = rng.sample(_WORDS, 3)
     asked, answer = rng.choice(
         (

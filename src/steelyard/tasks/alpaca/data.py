@@ -1,21 +1,21 @@
-"""Instruction fine-tuning: conversations as samples, and samples packed whole into rows.
+"""Tokenize conversations for instruction fine-tuning, and pack them whole into training rows.
 
 A sample is written as FlagScale's Aquila fine-tuning writes it
-(`examples/aquila/utils/convo_prompt.py` and `convo_dataset.py`): what begins a sequence, a header,
-"### Human: …" and "### Assistant: …" lines, what ends a text. A conversation's own instruction, if
-it has one, is a "### System: …" line behind the header. Each piece is encoded on its own and the
-tokens are laid end to end: header, instruction, each of the human's lines, the assistant's tag up
-to its colon, and the rest of the assistant's line (its space, the text, the newline). A byte-level
-BPE never reads across that colon, so that the tokens are the reference's to the unit, and the
-border between what is learned and what is not is one between tokens.
+(`examples/aquila/utils/convo_prompt.py` and `convo_dataset.py`): the begin token, a header, "###
+Human: …" and "### Assistant: …" lines, the end token. A conversation's own instruction, if any, is
+a "### System: …" line after the header. Each piece is encoded on its own and the tokens are laid
+end to end: header, instruction, each line of the human, the assistant's tag up to its colon, and
+the remainder of the assistant's line (space, text, newline). Byte-level BPE never merges across
+that colon, so that the tokens are exactly the reference's, and the boundary between learned and
+unlearned text is one between tokens.
 
-Learned are the assistant's lines behind their colon, and the end where the assistant spoke last.
+Learned are the assistant's lines after the colon, and the end token if the assistant spoke last.
 The reference also learns the header, the instruction, the assistant's tags, and the end after a
-human's last word; here nothing but answers counts.
+human's last word; here only answers count.
 
-A sample that is longer than a row is cut. The reference keeps one token more than a row has, so
-that the last token of the row still has its target (`maxlen + 1` in `convo_dataset.py`); a case
-says with `last_target` whether ours does.
+A sample longer than a row is cut. The reference keeps one token more than a row has, so that the
+last token of the row still has its target (`maxlen + 1` in `convo_dataset.py`); a case says with
+`last_target` whether ours does.
 """
 
 from collections.abc import Iterable, Iterator
@@ -58,11 +58,13 @@ HEADER = (
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
 PADDING = 0
-_AT_ONCE = 1024  # conversations whose texts are encoded in one call
+_AT_ONCE = 1024  # conversations encoded in one call
 
 
 def prepare(asked: Asked) -> Prepared:
-    """Read or make conversations, and make rows for an engine of them."""
+    """Read or generate conversations, and return training rows of them for an engine. Raises
+    RequestError if data are missing or wrong, or too few samples remain.
+    """
     fields: ConversationData = asked.data
     if asked.sources.data is not None:
         conversations, label = read(asked.sources.data, fields.joint)
@@ -93,17 +95,17 @@ def prepare(asked: Asked) -> Prepared:
 
 @dataclass(frozen=True)
 class ConversationSample:
-    """One tokenised conversation."""
+    """One tokenized conversation, with the tokens that are learned."""
 
     tokens: tuple[int, ...]
-    learned: tuple[bool, ...]  # of each token, whether it is a target
-    # the token behind a cut, where it is learned: the target of the last token, and in no row
+    learned: tuple[bool, ...]  # per token, whether it is a target
+    # the learned token behind a cut: only the target of the last token, in no row itself
     beyond: int | None = None
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a tokenizer puts around every text, and what ends one."""
+    """The tokens that a tokenizer puts before and after every text, and the end token."""
 
     begin: list[int]
     close: list[int]
@@ -113,10 +115,13 @@ class _Frame:
 def encode(
     conversations: list[Conversation], tokenizer: Tokenizer, length: int, last_target: bool = False
 ) -> tuple[list[ConversationSample], int]:
-    """The samples, each cut to `length` at its end, and how many were shortened: cut, or left out
-    because nothing learned was left. These last are the ones by which the samples are fewer than
-    the conversations. With `last_target` the token behind the cut is kept as a target, so that one
-    token beyond `length` shortens nothing."""
+    """Tokenize conversations and cut each to `length` tokens; return the samples and how many were
+    shortened.
+
+    Shortened are samples that were cut, and those left out because nothing learned remained (so
+    there may be fewer samples than conversations). With `last_target` the token behind the cut is
+    kept as a target, so that one token beyond `length` does not count as shortened.
+    """
     frame = _frame(tokenizer)
     samples, shortened = [], 0
     for start in range(0, len(conversations), _AT_ONCE):
@@ -130,6 +135,9 @@ def encode(
 
 
 def _cut(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
+    """Cut a sample to `length` tokens; with `last_target` keep the next token as `beyond` if it is
+    learned.
+    """
     learned = last_target and any(whole.learned[length : length + 1])
     return ConversationSample(
         whole.tokens[:length], whole.learned[:length], whole.tokens[length] if learned else None
@@ -137,6 +145,9 @@ def _cut(whole: ConversationSample, length: int, last_target: bool) -> Conversat
 
 
 def _frame(tokenizer: Tokenizer) -> _Frame:
+    """Find what a tokenizer puts around every text, by encoding an empty text and a letter. Raises
+    RequestError if it has no end token.
+    """
     empty, letter = tokenizer.encode(["", "a"])
     begin = common_prefix([empty, letter])
     return _Frame(empty[:begin], empty[begin:], end_of(tokenizer))
@@ -145,6 +156,9 @@ def _frame(tokenizer: Tokenizer) -> _Frame:
 def _whole(
     conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame
 ) -> Iterator[ConversationSample]:
+    """Yield the uncut sample of each conversation. Raises RequestError if the tokenizer does not
+    frame every text alike.
+    """
     pieces = [_pieces(one) for one in conversations]
     encoded = iter(tokenizer.encode([text for parts in pieces for text, _ in parts]))
     for one, parts in zip(conversations, pieces, strict=True):
@@ -157,7 +171,9 @@ def _whole(
 
 
 def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
-    """The texts that are encoded each on its own, and whether they are learned."""
+    """Return the texts of a conversation that are encoded each on its own, and whether each is
+    learned.
+    """
     out = [(HEADER, False)]
     if conversation.instruction:
         out.append((f"### System: {conversation.instruction}\n", False))
@@ -171,6 +187,9 @@ def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
 
 
 def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
+    """Return token ids without the frame. Raises RequestError, which names the tokenizer's
+    `source`, if they are not framed as expected.
+    """
     first, last = len(frame.begin), len(ids) - len(frame.close)
     if ids[:first] != frame.begin or ids[last:] != frame.close or last < first:
         raise RequestError(
@@ -181,8 +200,8 @@ def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
 
 
 def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
-    """The hash of all conversations, whatever form they were read from, and of the vocabulary they
-    are read with.
+    """Return the SHA-256 (hex) of all conversations, whatever form they were read from, and of the
+    tokenizer's vocabulary.
     """
     return fingerprint_of(
         tokenizer, (canonical([one.instruction, one.turns]) for one in conversations)
@@ -190,6 +209,9 @@ def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
 
 
 def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
+    """Return the number of samples, of their tokens and of learned targets, and the longest and
+    mean sample in tokens.
+    """
     sizes = [len(one.tokens) for one in samples]
     return {
         "samples": len(sizes),
@@ -201,11 +223,13 @@ def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
 
 
 class AlpacaRows:
-    """Rows of samples (see data.rows); a row's key is the numbers of its samples.
+    """Training rows of whole conversations; implements `TrainingRows`. The key of a row is the
+    tuple of its samples' numbers.
 
-    The global batch is counted in samples: `batch` of them a step, of an endless sequence of
-    epochs, each a permutation of its own of all samples but the held-out ones. Packed into the rows
-    that first-fit-decreasing needs, or one to a row.
+    The global batch counts samples: `batch_samples` per step, of endless epochs, each its own
+    permutation of all samples that are not held out. With `pack` the samples of a batch are packed
+    into rows of `length` tokens by first-fit-decreasing, else each is a row. `held_out_samples`
+    samples, drawn with the seed, are never trained on.
     """
 
     def __init__(
@@ -217,6 +241,9 @@ class AlpacaRows:
         held_out: int,
         pack: bool = True,
     ) -> None:
+        """Raises RequestError if a sample is longer than a row, no sample would be left to train
+        on, or the batch is below 1.
+        """
         longest = totals(samples)["longest"]
         if longest > length:
             raise RequestError(
@@ -239,13 +266,16 @@ class AlpacaRows:
         self._held_out = sorted(order[len(samples) - held_out :])
 
     def batch(self, step: int) -> list[Key]:
+        """Return the keys of the rows in the global batch of a step, counted from 0."""
         drawn = batch_of_step(step, self._batch, len(self._trained), f"alpaca:epoch:{self._seed}")
         return self._keys([self._trained[i] for i in drawn])
 
     def held_out(self) -> list[Key]:
+        """Return the keys of the rows that hold the held-out samples."""
         return self._keys(self._held_out)
 
     def _keys(self, numbers: list[int]) -> list[Key]:
+        """Group samples into rows and return the rows' keys."""
         if not self._pack:
             return [(i,) for i in numbers]
         return first_fit_decreasing(
@@ -253,6 +283,9 @@ class AlpacaRows:
         )
 
     def row(self, key: Key) -> Row:
+        """Return the row of these samples, each a segment, padded to the full length. Targets that
+        are not learned are ignored.
+        """
         samples = [self._samples[i] for i in key]
         lens = [len(one.tokens) for one in samples]
         real = sum(lens)
@@ -272,8 +305,9 @@ class AlpacaRows:
 
 
 def first_fit_decreasing(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
-    """Numbers in rows of `room`, the longest first and each into the first row that has room for
-    it; the same rows for any order of the numbers."""
+    """Pack items into rows of `room` tokens: longest first, each into the first row that has room
+    for it. Return the tuples of item numbers; the order of `numbers` has no influence.
+    """
     rows: list[list[int]] = []
     left: list[int] = []
     for i in sorted(numbers, key=lambda i: (-lengths[i], i)):

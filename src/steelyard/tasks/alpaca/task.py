@@ -1,4 +1,4 @@
-"""The row of alpaca: instructions and their answers, to fine-tune a trained model on."""
+"""The `Task` row of alpaca: instructions with answers, on which a trained model is fine-tuned."""
 
 from typing import Literal
 
@@ -9,14 +9,14 @@ from steelyard.tasks.held_out import rows_task
 
 
 class MadeConversations(Frozen):
-    """Conversations that the package makes itself, from a seed."""
+    """How many conversations to generate, and from which seed."""
 
     conversations: int = Field(ge=1)
     seed: int = 0
 
 
 class ConversationData(Frozen):
-    """Instructions and their answers."""
+    """The fields of `question.data` of alpaca. `fingerprint` is that of the published data set."""
 
     kind: Literal["alpaca"]
     held_out: int = Field(ge=1, description="samples kept for the loss before and after")

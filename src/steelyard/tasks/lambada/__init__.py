@@ -1,1 +1,1 @@
-"""LAMBADA."""
+"""LAMBADA: predicting the last word of passages."""

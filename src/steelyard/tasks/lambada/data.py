@@ -1,7 +1,7 @@
-"""LAMBADA: passages of novels whose last word can be guessed from the whole passage only.
+"""Read LAMBADA: passages of novels whose last word can only be guessed from the whole passage.
 
-Read from JSON lines with the key `text` (OpenAI's formatting of the test set), as a file or the
-folder that holds it.
+Reads JSON lines with the key `text` (OpenAI's formatting of the test set) from a file or the folder
+that holds it. A worker calls `prepare`, the parent `check_source`.
 """
 
 import random
@@ -42,16 +42,20 @@ _LINE = 'a line is {"text": "…"}'
 
 @dataclass(frozen=True)
 class LambadaTexts:
-    """Tokenised passages: what begins a sequence, the text, what ends one."""
+    """Tokenized passages, each with its begin token (if the tokenizer has one) and end token;
+    implements `PassageTexts`.
+    """
 
     rows: list[list[int]]
     groups: list[int]  # every passage is a group of its own
-    index: list[int]  # which passage of the whole set each is
-    last: list[int]  # how many tokens the last word of each has; the end is not one of them
+    index: list[int]  # position of each passage in the whole set
+    last: list[int]  # tokens of each last word, without the end token
 
 
 def prepare(asked: Asked) -> Prepared:
-    """Read or make passages, and make texts for an engine of them."""
+    """Read or generate passages, and tokenize those that the request selects. Raises RequestError
+    if data are missing or wrong.
+    """
     fields: LambadaData = asked.data
     texts, label = load(fields, asked.sources.data)
     tokenizer = asked.tokenizer()
@@ -72,7 +76,10 @@ def prepare(asked: Asked) -> Prepared:
 
 
 def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
-    """The passages and the name of where they came from."""
+    """Return the passages and the name of their file, "made" if generated (no path given). Raises
+    RequestError if the case generates none and no path is given, or if their number is not the
+    case's.
+    """
     if source is None:
         if data.made is None:
             raise RequestError(
@@ -95,7 +102,9 @@ def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
 
 
 def read(source: Path) -> list[str]:
-    """All passages, in the order of their lines."""
+    """Read all passages in line order. Raises RequestError if the file is missing, empty, too large
+    or malformed.
+    """
     path = _file(source)
     with jsonl.refusals(path, "; LAMBADA's test set has 1.8 MB"):
         content = files.read(path, MAX_FILE_BYTES)
@@ -107,7 +116,7 @@ def read(source: Path) -> list[str]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a file or folder is not LAMBADA's, by its first line."""
+    """Raise RequestError if a file, or the folder of one, does not begin with a line of LAMBADA."""
     path = _file(source)
     line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
     if line is None:
@@ -116,10 +125,14 @@ def check_source(source: Path) -> None:
 
 
 def _empty(path: Path) -> str:
+    """Return the error text for a file without lines."""
     return f"{path}: no lines; LAMBADA's test set has 5153"
 
 
 def _file(source: Path) -> Path:
+    """Return the data file: the path itself, or a file of a known name in the folder or its
+    `data/`. Raises RequestError if there is none.
+    """
     if source.is_file():
         return source
     if not source.is_dir():
@@ -138,6 +151,7 @@ def _file(source: Path) -> Path:
 
 
 def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield numbered lines. Raises RequestError if one is too long."""
     for number, line in jsonl.split(content):
         if len(line) > MAX_LINE_BYTES:
             raise RequestError(
@@ -147,11 +161,14 @@ def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _passage(line: jsonl.Line) -> str:
+    """Return the text of a line. Raises RequestError unless it is a string of at least two words
+    that does not end in white space.
+    """
     text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
         raise RequestError(f"{line.where} is {short_repr(line.raw.decode())}; {_LINE}")
-    # A text is kept as it is, so one that ends in whitespace has no last word; nor has one without
-    # a word before it.
+    # Texts are not stripped: one that ends in white space has no last word, and a last word needs
+    # words before it.
     if text != text.rstrip() or not text.rpartition(" ")[0].strip():
         raise RequestError(
             f"{line.where} has the text {short_repr(text)}; it needs two words with a space"
@@ -161,7 +178,7 @@ def _passage(line: jsonl.Line) -> str:
 
 
 def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
-    """The hash of all passages and of the vocabulary they are read with."""
+    """Return the SHA-256 (hex) of all passages and of the tokenizer's vocabulary."""
     return fingerprint_of(tokenizer, [canonical(texts)])
 
 
@@ -173,8 +190,10 @@ def encode(
     seed: int,
     pool: list[int] | None = None,
 ) -> LambadaTexts:
-    """Rows of all passages (of `pool`, where it is given), or of a seeded sample; none is cut to
-    fit.
+    """Tokenize all passages, or those in `pool`, or a seeded sample of these.
+
+    The last word is what follows the last space. Raises RequestError if a passage has more tokens
+    than `positions`, its last word has no token of its own, or the tokenizer has no end token.
     """
     end = end_of(tokenizer)
     index = chosen(len(texts), sample, seed, "passage", pool)
@@ -201,13 +220,12 @@ def encode(
 
 
 def _open(ids: list[int], end: int) -> list[int]:
-    """A text's tokens without the end that some tokenizers add by themselves."""
+    """Return tokens without the end token that some tokenizers append themselves."""
     return ids[:-1] if ids[-1:] == [end] else ids
 
 
 _WHO = ("Mira", "Jonas", "Adele", "Tomas", "Ruth", "Anselm", "Clara", "Edvard")
-# Some are several tokens to a tokenizer that splits at a hyphen: a last word is not always one
-# token.
+# With hyphens, so that some last words are several tokens.
 _THINGS = (
     "lantern",
     "ledger",
@@ -242,9 +260,7 @@ _CLOSINGS = (
 
 
 def make(made: MadePassages) -> list[str]:
-    """Passages of the package's own making, no two alike: who took what where, closing with one of
-    the things.
-    """
+    """Generate distinct passages from a seed: who took what where, ending with such a thing."""
     rng = random.Random(f"lambada:{made.seed}")
     out: dict[str, None] = {}
     while len(out) < made.passages:
@@ -253,6 +269,7 @@ def make(made: MadePassages) -> list[str]:
 
 
 def _made_passage(rng: random.Random) -> str:
+    """Generate one passage whose last word occurs earlier in it."""
     things = rng.sample(_THINGS, rng.randrange(1, 6))
     sentences = []
     for thing in things:

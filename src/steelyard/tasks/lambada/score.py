@@ -1,7 +1,7 @@
-"""Loss and last-word accuracy on LAMBADA from the answers a record keeps.
+"""Check, merge and score answers on LAMBADA: loss, perplexity and last-word accuracy.
 
-A passage that was not answered is "?" in `hits`; one that was and has no finite likelihood is None
-in `nll` or `last_nll`.
+In a record, a passage that was not answered is "?" in `hits`. One that was answered without a
+finite likelihood is None in `nll` or `last_nll`.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,24 @@ from steelyard.schema import GrownTable
 from steelyard.tasks.task import Differences, Many, Selected, Tally
 
 ANSWERS = ("items", "nll", "last_nll", "hit")  # an engine's answers: four lists of one length
-ARGMAX = "argmax"  # and a list of lists, where an engine tells it
+ARGMAX = "argmax"  # optional: per item a list of token ids
 NO_TOKEN = -1
-MOST_TOKENS = 1 << 31  # of a vocabulary
+MOST_TOKENS = 1 << 31  # limit of a vocabulary
 Token = Annotated[int, Field(ge=NO_TOKEN, lt=MOST_TOKENS)]
-LEAST = -1e-3  # a sum of log-probabilities can be above 0 by its rounding, and by no more
+LEAST = -1e-3  # below 0 only by rounding of a sum of log-probabilities
 
 
 UNANSWERED = "?"
 
 
 class LambadaAnswers(GrownTable):
-    """Per passage the negative log-likelihood (nats) of all its targets and of its last word's
-    tokens, and whether greedy decoding gives the whole last word. `argmax` has the likeliest token
-    at each token of the last words, one passage after the other, -1 where it was not answered; it
-    is not there where the engine does not tell it."""
+    """The answers of one pass: per passage the negative log-likelihood in nats of all its targets
+    (`nll`) and of its last word (`last_nll`), and whether greedy decoding gives the whole last word
+    (`hits`).
+
+    `argmax` holds the likeliest token at each token of the last words, passage after passage, -1
+    where a passage was not answered; None if the engine does not report it.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ("argmax",)
 
@@ -43,8 +46,10 @@ class LambadaAnswers(GrownTable):
 
 
 class LambadaOutputs(GrownTable):
-    """Per passage its predicted tokens, how many of them are the last word's, and its place in the
-    whole set. Answers of version 1 have no `argmax`."""
+    """What a record keeps of LAMBADA: per passage its number of target tokens, how many of these
+    are the last word's (`last`), and its position in the whole set; and the answers of each pass.
+    Answers of version 1 have no `argmax`.
+    """
 
     LATER: ClassVar[tuple[str, ...]] = ("version",)
 
@@ -56,6 +61,9 @@ class LambadaOutputs(GrownTable):
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
+        """Raise ValueError if a passage has no targets, or the lengths of a pass's answers do not
+        fit the passages.
+        """
         count = len(self.targets)
         if any(target < 1 for target in self.targets):
             raise ValueError("a passage without a token to predict")
@@ -73,13 +81,16 @@ class LambadaOutputs(GrownTable):
 
 
 def outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
-    """The part that does not depend on a pass."""
+    """Return outputs without any pass."""
     return LambadaOutputs(version=2, targets=targets, last=last, index=index, passes={})
 
 
 def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
-    """An engine's answers, if a record can be made of them; a value that is not finite becomes
-    None, for JSON has neither.
+    """Return an engine's answers of a pass if a record can be made of them: lists `items`, `nll`,
+    `last_nll` and `hit` of one length, and optionally `argmax`. Values that are not finite become
+    None.
+
+    Raises TypeError or ValueError if types, lengths, indices or signs are wrong.
     """
     passages = len(outputs.targets)
     columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
@@ -112,7 +123,9 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
 
 
 def _check_argmax(found: Any, items: list[int], outputs: LambadaOutputs) -> list[list[int]]:
-    """An engine need not tell it; where it does, it is a list of tokens for each item."""
+    """Return the optional `argmax` of an engine if it has, for each item, as many token ids as the
+    item's last word; raise TypeError or ValueError otherwise.
+    """
     if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
         raise TypeError(f"the engine's outputs must have a list of tokens for each item: {ARGMAX}")
     if [len(row) for row in found] != [outputs.last[item] for item in items]:
@@ -129,7 +142,10 @@ def _check_argmax(found: Any, items: list[int], outputs: LambadaOutputs) -> list
 
 
 def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> LambadaOutputs:
-    """With a pass's answers of all ranks, in the order of the passages."""
+    """Return the outputs with one more pass, from the checked answers of all ranks. A passage
+    answered twice counts as repeated, and the later answer stays. `argmax` is kept only if every
+    rank reports it.
+    """
     count = len(outputs.targets)
     hits = [UNANSWERED] * count
     nll: list[float | None] = [None] * count
@@ -153,6 +169,7 @@ def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> L
 
 
 def _merged(outputs: LambadaOutputs, tables: list[dict[str, Any]]) -> list[int]:
+    """Return the likeliest tokens of all last words in passage order, -1 where unanswered."""
     found = {
         item: row
         for table in tables
@@ -166,7 +183,9 @@ def _merged(outputs: LambadaOutputs, tables: list[dict[str, Any]]) -> list[int]:
 
 
 def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
-    """The likeliest tokens of each last word; None where the pass does not keep them."""
+    """Return the likeliest tokens of each passage's last word; None if the pass did not keep them.
+    Raises KeyError if there is no such pass.
+    """
     found = outputs.passes[name].argmax
     if found is None:
         return None
@@ -175,12 +194,13 @@ def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
 
 
 def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
-    """Over the answered passages: the losses and perplexities, if all are finite, and the accuracy
-    of the last word.
+    """Score a pass over its answered passages: last-word accuracy `acc` with standard error `se`,
+    and, if all likelihoods are finite, losses in nats and perplexities. Empty if the pass is
+    missing or nothing was answered.
 
-    `loss` is the mean over passages of each one's loss per token, as published; `loss_token` weighs
-    every token alike; `perplexity_last` is of whole last words, as LAMBADA's perplexity is commonly
-    reported.
+    `loss` is the mean over passages of each passage's loss per token, as published; `loss_token`
+    and `perplexity` weigh every token alike; `perplexity_last` is that of whole last words, as
+    commonly reported for LAMBADA.
     """
     answers = outputs.passes.get(name)
     asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
@@ -195,6 +215,7 @@ def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
 
 
 def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str, float]:
+    """Return the losses and perplexities by name; a value too large for a float is left out."""
     values: dict[str, Callable[[], float]] = {
         "loss": lambda: (
             fsum(one / count for one, count in zip(nll, targets, strict=True)) / len(nll)
@@ -207,14 +228,16 @@ def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str
     for name, value in values.items():
         try:
             out[name] = value()
-        except OverflowError:  # no float can hold it: it is left out, as what is unknown is
+        except OverflowError:  # too large for a float: left out, as unknown values are
             continue
     return out
 
 
 def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
-    """Share of the passages, answered in both passes, that got the same last word: the same
-    likeliest tokens, or, where a pass does not keep them, right in both or wrong in both."""
+    """Return the share of passages, answered in both passes, with the same last word: the same
+    likeliest tokens or, if a pass did not keep these, right in both or wrong in both. None if a
+    pass is missing or none was answered in both.
+    """
     if one not in outputs.passes or other not in outputs.passes:
         return None
     ours, theirs = outputs.passes[one], outputs.passes[other]
@@ -232,8 +255,9 @@ def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
 
 
 def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differences | None:
-    """Whether the last words were right in two runs, the losses per token of the passages, and the
-    likeliest last words.
+    """Compare two runs in a pass: last words (by likeliest tokens, else by right or wrong), and the
+    largest difference of a passage's loss per token. None if the pass is missing in either, or the
+    runs asked different passages.
     """
     if name not in one.passes or name not in other.passes or one.index != other.index:
         return None
@@ -254,7 +278,7 @@ def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differ
 
 
 def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
-    """Why these are not the answers to what was named."""
+    """Return why outputs do not answer the rows that the user selected, or None if they do."""
     if selected.row_count not in (None, len(outputs.index)) or selected.places not in (
         None,
         outputs.index,
@@ -264,6 +288,7 @@ def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
 
 
 def tally(outputs: LambadaOutputs, name: str) -> Tally | None:
+    """Return how a pass's answers cover the passages; None if there is no such pass."""
     answers = outputs.passes.get(name)
     if answers is None:
         return None

@@ -1,4 +1,4 @@
-"""The row of LAMBADA: passages whose last word can be guessed from the whole passage only."""
+"""The `Task` row of LAMBADA: predicting the last word of passages."""
 
 from dataclasses import replace
 from typing import Literal
@@ -12,14 +12,14 @@ from steelyard.words import meaning
 
 
 class MadePassages(Frozen):
-    """Passages that the package makes itself, from a seed."""
+    """How many passages to generate, and from which seed."""
 
     passages: int = Field(ge=1)
     seed: int = 0
 
 
 class LambadaData(Frozen):
-    """Passages whose last word is to be predicted."""
+    """The fields of `question.data` of LAMBADA. `fingerprint` is that of the published data set."""
 
     kind: Literal["lambada"]
     rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")

@@ -1,1 +1,1 @@
-"""MMLU."""
+"""MMLU: multiple-choice questions of 57 subjects."""

@@ -1,7 +1,8 @@
-"""MMLU: 57 subjects of four-way questions, asked after five answered examples of the same subject.
+"""Read MMLU: 57 subjects of four-way questions, asked after five answered examples of the same
+subject.
 
-Read from the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`), as a folder or a tar
-that is never unpacked.
+Reads the published layout (`data/dev/*_dev.csv`, `data/test/*_test.csv`) from a folder, or from a
+tar that is never unpacked to disk. A worker calls `prepare`, the parent `check_source`.
 """
 
 import csv
@@ -21,22 +22,28 @@ from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.questions import McqRow, Subject
 from steelyard.tasks.task import Asked, Prepared
 
-PLACE = "test/{}_test.csv"  # where the questions of a subject stand
-MAX_TAR_BYTES = 1 << 30  # packed, and unpacked
+PLACE = "test/{}_test.csv"  # file of a subject's questions, for messages
+MAX_TAR_BYTES = 1 << 30  # limit of the file, and of its unpacked size
 USUAL = "; MMLU's tar has 166 MB"
 MAX_FILE_BYTES = 64 << 20
 MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
-MAX_ROWS = 200_000  # in all: one of a few bytes takes 500 of memory; MMLU has 14,327
+MAX_ROWS = 200_000  # in all; a row takes at least 500 bytes of memory; MMLU has 14,327
 
 
 def prepare(asked: Asked) -> Prepared:
-    """Read or make MMLU's questions, and make prompts of them."""
+    """Read or generate MMLU's questions, and make prompts of those that the request selects. Raises
+    RequestError if data are missing or wrong.
+    """
     return questions.prepare(asked, *load(asked.data, asked.sources.data), place=PLACE)
 
 
 def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
-    """The subjects and the name of where they came from."""
+    """Return the subjects and the name of their source, "made" if generated (no path given).
+
+    Raises RequestError if the case generates none and no path is given, if the number of subjects
+    is not the case's, or a subject has fewer examples than `shots`.
+    """
     if source is None:
         if data.made is None:
             raise RequestError(
@@ -64,7 +71,9 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
 
 
 def read(source: Path) -> list[Subject]:
-    """All subjects of a folder or a tar, in the order of their names."""
+    """Read all subjects of a folder or tar, sorted by name. Raises RequestError if files are
+    missing, malformed or too large.
+    """
     files: dict[tuple[str, str], bytes] = {}
     size = 0
     for split, name, content in _files(source):
@@ -95,8 +104,9 @@ def read(source: Path) -> list[Subject]:
 
 
 def check_source(source: Path) -> None:
-    """Raise RequestError if a folder or tar has no file of MMLU, or the first of them has no rows
-    of it."""
+    """Raise RequestError if a folder or tar holds no file of MMLU, or the first one is not MMLU's
+    CSV. Reads no more than that file.
+    """
     found = next(_files(source), None)
     if found is None:
         raise RequestError(_none(source))
@@ -105,6 +115,7 @@ def check_source(source: Path) -> None:
 
 
 def _none(source: Path) -> str:
+    """Return the error text for a path without MMLU's files."""
     return (
         f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and"
         " data/test"
@@ -112,6 +123,9 @@ def _none(source: Path) -> str:
 
 
 def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (split, subject, content) of each CSV file in a folder or tar. Raises RequestError if
+    the path does not exist.
+    """
     if source.is_dir():
         yield from _folder_files(source)
     elif source.is_file():
@@ -123,6 +137,9 @@ def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (split, subject, content) of the CSV files in `dev/` and `test/` of a folder or of its
+    `data/`; else those of the only tar in the folder; else nothing.
+    """
     for root in (source, source / "data"):
         if (root / "test").is_dir():
             for split in ("dev", "test"):
@@ -135,12 +152,16 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a CSV file. Raise RequestError if it cannot be read or is too large."""
+    """Return the bytes of a CSV file. Raises RequestError if it cannot be read or is too large."""
     with jsonl.refusals(path):
         return files.read(path, MAX_FILE_BYTES)
 
 
 def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+    """Yield (split, subject, content) of the CSV files of a tar, other members skipped. Reads to
+    its end, so that a compressed file's checksum is verified. Raises RequestError if it is no
+    readable tar or exceeds a limit.
+    """
     try:
         with archive.opened(source, MAX_TAR_BYTES, USUAL) as (tar, whole):
             for count, member in enumerate(tar, 1):
@@ -162,15 +183,18 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
                 if content is not None:
                     yield split, name.removesuffix(f"_{split}.csv"), content.read()
             while whole.read(1 << 20):
-                # a compressed file's checksum stands at its end, and tarfile does not read so far
+                # the checksum of a compressed file is at its end, which tarfile does not read
                 pass
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        # the others say how each compression failed
+        # each decompressor has errors of its own
         first = str(error).partition("\n")[0].rstrip(":")
         raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
 def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
+    """Parse a CSV file into questions. Raises RequestError, with the file's `name`, if it is
+    malformed, empty, or has more than `most_rows` rows.
+    """
     out: list[McqRow] = []
     try:
         for number, row in enumerate(
@@ -189,6 +213,9 @@ def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
 
 
 def _row(row: list[str], name: str, number: int) -> McqRow:
+    """Return a CSV row as a question. Raises RequestError unless it has six columns and its answer
+    is A, B, C or D.
+    """
     if len(row) != 6:
         raise RequestError(
             f"{name}: row {number} has {len(row)} columns; a question has 6 (question, A, B, C, D,"

@@ -1,4 +1,6 @@
-"""The row of MMLU: 57 subjects of four-way questions, asked after answered examples."""
+"""The `Task` row of MMLU: questions of 57 subjects with four choices, asked after answered
+examples.
+"""
 
 from typing import Literal
 
@@ -9,8 +11,7 @@ from steelyard.tasks.questions import QuestionFields
 
 
 class MmluData(QuestionFields):
-    """Multiple-choice questions. `fingerprint` is that of the published set; other rows or tokens
-    are another question."""
+    """The fields of `question.data` of MMLU. `fingerprint` is that of the published data set."""
 
     kind: Literal["mmlu"]
     subjects: int = Field(57, ge=1)

@@ -1,1 +1,1 @@
-"""OpenWebText, as token files."""
+"""OpenWebText: pretraining on token files."""

@@ -1,4 +1,6 @@
-"""OpenWebText's token files, or documents of the package's own making, as rows for an engine."""
+"""Open OpenWebText's token files, or generate documents, and return training rows of them for an
+engine.
+"""
 
 import random
 
@@ -12,7 +14,7 @@ from steelyard.tasks import held_out
 from steelyard.tasks.openwebtext.task import CorpusData, MadeText
 from steelyard.tasks.task import Asked, DataFacts, Prepared, is_published
 
-# Who does what to what: a small model soon learns which words follow which.
+# Few combinations, so that a small model soon learns which words follow which.
 _DEEDS = (
     ("miller", "grinds", ("rye", "wheat", "barley")),
     ("potter", "turns", ("bowls", "jugs", "tiles")),
@@ -23,7 +25,10 @@ _WHEN = ("at dawn", "at noon", "before the rain", "after the fair")
 
 
 def prepare(asked: Asked) -> Prepared:
-    """Open or make a corpus, and make rows for an engine of it."""
+    """Open or generate a corpus and return training rows of it. Reads all tokens, to check them
+    against the vocabulary and to fingerprint them. Raises RequestError if data are missing or
+    wrong.
+    """
     fields: CorpusData = asked.data
     if asked.sources.data is not None:
         corpus = corpus_files.open_corpus(asked.sources.data)
@@ -50,7 +55,9 @@ def prepare(asked: Asked) -> Prepared:
 
 
 def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
-    """Documents of a few sentences on who does what when, each ended by the tokenizer's end."""
+    """Generate documents of a few sentences from a seed, each ended by the end token, as a corpus
+    in memory.
+    """
     rng = random.Random(f"text:{made.seed}")
     texts = [
         " ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)
@@ -61,5 +68,6 @@ def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
 
 
 def _sentence(rng: random.Random) -> str:
+    """Generate a sentence: who does what, and when."""
     who, deed, things = rng.choice(_DEEDS)
     return f"The {who} {deed} the {rng.choice(things)} {rng.choice(_WHEN)}."

@@ -1,4 +1,4 @@
-"""The row of OpenWebText: a corpus of documents as token files, to train on from random weights."""
+"""The `Task` row of OpenWebText: pretraining from random weights on a corpus of token files."""
 
 from typing import Literal
 
@@ -9,14 +9,16 @@ from steelyard.tasks.held_out import rows_task
 
 
 class MadeText(Frozen):
-    """Documents that the package makes itself, from a seed."""
+    """How many documents to generate, and from which seed."""
 
     documents: int = Field(ge=3)
     seed: int = 0
 
 
 class CorpusData(Frozen):
-    """A corpus of documents as token files."""
+    """The fields of `question.data` of OpenWebText. `fingerprint` is that of the published data
+    set.
+    """
 
     kind: Literal["openwebtext"]
     held_out: int = Field(

@@ -1,1 +1,1 @@
-"""ReCoRD of SuperGLUE, as a cloze."""
+"""ReCoRD of SuperGLUE: filling a query's blank with an entity of a passage, as a cloze."""

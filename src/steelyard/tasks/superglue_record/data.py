@@ -1,9 +1,9 @@
-"""ReCoRD's queries as samples of a cloze (see data.cloze).
+"""Turn ReCoRD's queries into tokenized cloze samples (see `data/cloze_samples.py`).
 
 A context is [CLS] passage query [PAD], with [MASK] for the query's placeholder ([PAD] is also GLM's
-end of a sequence). The passage and the query's parts around the placeholder are each encoded on
-their own. The passage loses its end where the context and the longest candidate's span would not
-fit. (GLM's own code shortens it for every candidate apart.)
+end of a sequence). The passage and the query's parts before and after the placeholder are encoded
+separately. If the context and the longest candidate's span do not fit the model, the end of the
+passage is cut. (GLM's own code shortens it for each candidate separately.)
 """
 
 import random
@@ -26,12 +26,15 @@ from steelyard.tasks.task import (
     is_published,
 )
 
-SHUFFLE_SEED = 42  # of GLM's processor
+SHUFFLE_SEED = 42  # the seed in GLM's processor
 _AT_ONCE = 1024  # samples whose texts are encoded in one call
 
 
 def prepare(asked: Asked) -> Prepared:
-    """Read or make queries, and make a cloze for an engine of them."""
+    """Read or generate queries, and return a cloze data set for an engine. Raises RequestError if
+    data are missing or wrong, a query does not fit, or the model's vocabulary has no room for the
+    start and end tokens of a piece.
+    """
     fields: RecordData = asked.data
     tokenizer, label, train, held = _read(asked, fields)
     begins, ends = tokenizer.vocab, tokenizer.vocab + 1
@@ -66,7 +69,9 @@ def prepare(asked: Asked) -> Prepared:
 
 
 def _read(asked: Asked, fields: RecordData) -> tuple[WordPieces, str, list[Query], list[Query]]:
-    """The tokenizer, where the queries came from, those to train on and those to evaluate."""
+    """Return the tokenizer, the name of the source ("made" if generated), the queries to train on
+    and those to evaluate. Raises RequestError if data are missing or malformed.
+    """
     source = asked.sources.data
     if source is not None:
         train, held = (queries.read(path) for path in queries.find(source))
@@ -81,7 +86,9 @@ def _read(asked: Asked, fields: RecordData) -> tuple[WordPieces, str, list[Query
 
 @dataclass(frozen=True)
 class _Choice:
-    """A query with the candidates that are scored for it."""
+    """A query with the candidate texts that are scored for it, the indices of the right ones, and
+    the answers' texts.
+    """
 
     query: Query
     texts: tuple[str, ...]
@@ -92,13 +99,16 @@ class _Choice:
 def training(
     every: list[Query], tokenizer: WordPieces, positions: int, wrong: int
 ) -> tuple[list[Cloze], int]:
-    """A sample for every answer of every query, and how many contexts were shortened.
+    """Make a training sample for every answer of every query; return them with the number of
+    shortened contexts.
 
-    The answer is the first candidate; the wrong ones are the entities that are none of the query's
-    answers, sorted. Of more than `wrong` the first are taken after a shuffle, and stay in its
-    order. One generator draws for the whole set, as in GLM's processor, which sorts its entities
-    too: its draws are these. Its answers are a set, in no order of their own, so that which of a
-    query's several answers has which draw is open there."""
+    The answer is the first candidate; the others are the sorted entities that are no answer of the
+    query. If there are more than `wrong` of these, they are shuffled and the first `wrong` taken,
+    in shuffled order. One generator with a fixed seed draws for the whole set, as in GLM's
+    processor, whose draws are the same. (There a query's answers are an unordered set, so which of
+    several answers gets which draw is undefined.) Raises RequestError if a query does not fit in
+    `positions`.
+    """
     rng = random.Random(SHUFFLE_SEED)
     choices = []
     for query in every:
@@ -113,11 +123,12 @@ def training(
 def evaluation(
     every: list[Query], tokenizer: WordPieces, positions: int
 ) -> tuple[list[Cloze], int]:
-    """A sample for every query, and how many contexts were shortened.
+    """Make an evaluation sample for every query; return them with the number of shortened contexts.
 
-    All entities are candidates, and nothing else: an answer that is none of them cannot be chosen,
-    and a query without any other has no right candidate and counts as wrong, as it does in GLM's
-    own evaluation."""
+    Candidates are all entities and nothing else. An answer that is no entity cannot be chosen; a
+    query whose answers are all such has no right candidate and counts as wrong, as in GLM's own
+    evaluation. Raises RequestError if a query does not fit in `positions`.
+    """
     rights = [
         tuple(i for i, entity in enumerate(one.entities) if entity in one.answers) for one in every
     ]
@@ -131,8 +142,11 @@ def evaluation(
 def _encode(
     choices: list[_Choice], tokenizer: WordPieces, positions: int
 ) -> tuple[list[Cloze], int]:
+    """Tokenize queries with their candidates; return the samples and the number of passages that
+    were cut to fit `positions`. Raises RequestError if one does not fit even without its passage.
+    """
     samples, shortened = [], 0
-    # one object a number: a whole set is tens of millions of them
+    # one int object per token id, shared: a whole set has tens of millions of tokens
     same: list[int] = list(range(tokenizer.vocab))
     for start in range(0, len(choices), _AT_ONCE):
         part = choices[start : start + _AT_ONCE]
@@ -145,7 +159,7 @@ def _encode(
         ids = {
             text: tuple(same[i] for i in found) for text, found in zip(texts, encoded, strict=True)
         }
-        # the samples of a query mostly have one
+        # equal contexts share one tuple: most samples of a query have the same
         contexts: dict[tuple[int, ...], tuple[int, ...]] = {}
         for choice in part:
             candidates = tuple(ids[text] for text in choice.texts)
@@ -177,19 +191,20 @@ def _encode(
 
 
 def _parts(query: Query) -> tuple[str, str, str]:
-    """The texts that are encoded each on its own: the passage, the query before its placeholder,
-    and behind it.
+    """Return the texts that are encoded separately: the passage, the query before its placeholder,
+    and the query after it.
     """
     before, _, after = query.query.partition(PLACEHOLDER)
     return query.passage, before, after
 
 
 def fingerprint(train: list[Query], held: list[Query], tokenizer: WordPieces) -> str:
-    """The hash of all queries, whatever file they were read from, and of the vocabulary they are
-    read with.
+    """Return the SHA-256 (hex) of all queries, whatever files they were read from, and of the
+    tokenizer's vocabulary.
     """
 
     def parts() -> Iterator[str]:
+        """Yield the texts to hash: the number of queries of each set, and each query."""
         for every in (train, held):
             yield f"{len(every)} queries\n"
             for one in every:

@@ -1,6 +1,8 @@
-"""A cloze task of the package's own making: passages that name some people and places, and a query
-for the one that is named most often. It needs the passage and nothing else, and a tiny GLM learns
-it from scratch within some hundred steps.
+"""Generate a small cloze task: passages that name people and places, and queries for the one that
+is named most often.
+
+Answering needs the passage and nothing else, and a tiny GLM learns it from scratch within some
+hundred steps.
 """
 
 import hashlib
@@ -23,12 +25,14 @@ _QUERIES = (
     f"It tells of {PLACEHOLDER} most of all",
 )
 _OFTEN = 4  # how many times an answer is named; all others are named once
-_TWO_OF = 4  # one of so many queries has two answers, where there are candidates enough
+_TWO_OF = 4  # one in four queries has two answers, if it has four candidates or more
 _SPECIAL = ("[PAD]", "[CLS]", "[MASK]", "[UNK]")
 
 
 def make(made: MadeCloze) -> tuple[list[Query], list[Query]]:
-    """Queries of training and of evaluation, no two alike."""
+    """Generate distinct queries from a seed; return those to train on and those to evaluate. Raises
+    RequestError if more entities are asked for than there are names.
+    """
     if made.entities > len(_NAMES):
         raise RequestError(
             f"question.data.made.entities={made.entities}; allowed: 2 to {len(_NAMES)}, the names"
@@ -44,6 +48,9 @@ def make(made: MadeCloze) -> tuple[list[Query], list[Query]]:
 
 
 def _made_query(rng: random.Random, count: int, name: str) -> Query:
+    """Generate one query with `count` candidates and one answer, or sometimes two. Answers are
+    named four times in the passage, other candidates once.
+    """
     entities = rng.sample(_NAMES, count)
     answers = entities[: 2 if count >= _TWO_OF and not rng.randrange(_TWO_OF) else 1]
     named = [*entities, *answers * (_OFTEN - 1)]
@@ -53,6 +60,7 @@ def _made_query(rng: random.Random, count: int, name: str) -> Query:
 
 
 def _pieces(text: str) -> list[str]:
+    """Split a text into words and punctuation marks."""
     return re.findall(r"\w+|[^\w\s]", text)
 
 
@@ -66,15 +74,19 @@ _WORDS = tuple(
 
 
 class ClozeTokenizer:
-    """Word pieces of the made task: a piece is a whole word, and one that the task does not have is
-    unknown. The vocabulary is without what begins and ends a piece, which follow it; a model has
-    two more."""
+    """The tokenizer of the generated cloze task: a token is a whole word, and words outside the
+    task are [UNK].
+
+    `vocab` does not include the start and end tokens of a piece, which follow it; the model has two
+    embedding rows more.
+    """
 
     source = "made"
     end: int | None = None
     pad, cls, mask = range(3)
 
     def __init__(self, vocab: int) -> None:
+        """Raises RequestError if `vocab` is too small for the task's words."""
         least = len(_SPECIAL) + len(_WORDS)
         if vocab < least:
             raise RequestError(
@@ -87,6 +99,9 @@ class ClozeTokenizer:
         ).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of each text's words and punctuation marks, with nothing added; unknown
+        words are [UNK].
+        """
         return [[_IDS.get(piece, len(_SPECIAL) - 1) for piece in _pieces(text)] for text in texts]
 
 

@@ -1,13 +1,13 @@
-"""ReCoRD (SuperGLUE): passages of news, and queries with a placeholder that one of the passage's
-entities fills.
+"""Read ReCoRD (SuperGLUE): passages of news, and queries with a placeholder that one of the
+passage's entities fills.
 
-A line holds a passage with the places of its entities (first and last character, both counted) and
-its queries. Texts are written as GLM's own processor writes them (`tasks/superglue/dataset.py` of
+A line holds a passage with the positions of its entities (first and last character, both included)
+and its queries. Texts are normalized as in GLM's processor (`tasks/superglue/dataset.py` of
 THUDM/GLM): straight quotes for curly ones, "-" for the en dash, and a highlight as a "- " item.
 
-The texts of entities are what stands at their places; of an answer, what its `text` says. Its
-places are not looked at, nor is it required that it is one of the entities: GLM's processor does
-not either. In the 187 rows that could be had of the real set every answer is an entity.
+An entity's text is what stands at its position; an answer's text is its `text`. An answer's
+position is ignored, and it need not be one of the entities, as in GLM's processor. In the 187 rows
+of the real set that were available every answer is an entity.
 """
 
 from collections.abc import Iterator
@@ -29,24 +29,27 @@ _LINE = (
     'a line is {"passage": {"text": "…", "entities": [{"start": 0, "end": 4}]}, '
     '"qas": [{"query": "… @placeholder …", "answers": [{"text": "…"}]}]}'
 )
-# What GLM's processor puts for each; every one is a single character, so that places in a text stay
-# what they are.
+# As GLM's processor does. Single characters only, so that positions in a text do not shift.
 _PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "–": "-"})
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query. Texts are plain (see `plain`)."""
+    """One query with its passage, candidates and answers. Texts are normalized (see
+    `normalize_punctuation`).
+    """
 
     passage: str
     query: str  # with one placeholder
     entities: tuple[str, ...]  # each once, sorted
     answers: tuple[str, ...]  # each once, in the order of the file
-    name: str  # the line of the file and the number of the query in it, both counted from 1
+    name: str  # line of the file and number of the query in it, from 1: `LINE-NUMBER`
 
 
 def find(folder: Path) -> tuple[Path, Path]:
-    """The files of training and of evaluation in a folder."""
+    """Return the training and the evaluation file (train.jsonl and val.jsonl, perhaps gzipped) of a
+    folder. Raises RequestError if one is missing.
+    """
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise RequestError(
@@ -57,6 +60,9 @@ def find(folder: Path) -> tuple[Path, Path]:
 
 
 def _one(folder: Path, stem: str) -> Path:
+    """Return the file of one split (`stem` is train or val) in a folder. Raises RequestError if it
+    is missing.
+    """
     for suffix in _SUFFIXES:
         if (path := folder / f"{stem}{suffix}").is_file():
             return path
@@ -67,7 +73,9 @@ def _one(folder: Path, stem: str) -> Path:
 
 
 def read(path: Path) -> list[Query]:
-    """All queries of a file, perhaps gzipped, in the order of their lines."""
+    """Read all queries of a file, perhaps gzipped, in line order. Raises RequestError if it is
+    unreadable, too large, malformed or empty.
+    """
     lines = jsonl.read(
         path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most"
     )
@@ -78,8 +86,9 @@ def read(path: Path) -> list[Query]:
 
 
 def check_source(folder: Path) -> None:
-    """Raise RequestError if a folder is not ReCoRD's, by its names and the first line of each
-    file."""
+    """Raise RequestError if a folder does not hold ReCoRD's files, judged by their names and first
+    lines.
+    """
     for path in find(folder):
         line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
         if line is None:
@@ -88,15 +97,19 @@ def check_source(folder: Path) -> None:
 
 
 def _empty(path: Path) -> str:
+    """Return the error text for a file without queries."""
     return f"{path}: no queries; {_LINE}"
 
 
 def plain(text: str) -> str:
-    """A text with straight quotes, and hyphens for en dashes."""
+    """Return a text with straight quotes, and hyphens for en dashes; its length does not change."""
     return text.translate(_PLAIN)
 
 
 def _queries(line: jsonl.Line) -> Iterator[Query]:
+    """Yield the queries of a line. Raises RequestError if something is malformed, or a query has
+    not exactly one placeholder.
+    """
     found, where = line.value, line.where
     passage = found.get("passage") if isinstance(found, dict) else None
     if not isinstance(passage, dict) or not isinstance(found.get("qas"), list):
@@ -122,6 +135,9 @@ def _queries(line: jsonl.Line) -> Iterator[Query]:
 
 
 def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
+    """Return the distinct texts of a passage's entities, sorted. Raises RequestError if there are
+    none, or a position is outside the passage.
+    """
     if not isinstance(found, list):
         raise RequestError(f"{where}: the passage's entities are {shown(found)}; {_LINE}")
     if not found:
@@ -147,6 +163,9 @@ def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
 
 
 def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
+    """Return the distinct texts of a query's answers in file order; `name` names the query in
+    errors. Raises RequestError if there are none or one is malformed.
+    """
     if found is not None and not isinstance(found, list):
         raise RequestError(f"{where}: the answers of {name} are {shown(found)}; {_LINE}")
     if not found:
@@ -163,6 +182,9 @@ def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
 
 
 def _text(value: Any, name: str, where: str) -> str:
+    """Return a value that is a string with more than white space. Raises RequestError, with `name`
+    and `location`, otherwise.
+    """
     text = jsonl.text(value, f"{where}: {name} is", _LINE)
     if not text.strip():
         raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")

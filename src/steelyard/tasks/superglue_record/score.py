@@ -1,9 +1,9 @@
-"""Accuracy, exact match and F1 on ReCoRD from the choices a record keeps.
+"""Check, merge and score answers on ReCoRD: accuracy, exact match and F1.
 
-Of every question the record has the candidates that are right, and each candidate's exact match and
-F1: the best over the question's answers, of texts compared as ReCoRD's own evaluation compares
-them. A pass has evaluations, each with the candidate that was chosen for every question, -1 where
-the scores were not finite; that is no hit and has neither match nor F1.
+For every question the record has the right candidates, and each candidate's exact match and F1: the
+best over the question's answers, of texts normalized as in ReCoRD's own evaluation. A pass has
+evaluations, each with the chosen candidate of every question, -1 if the scores were not finite;
+that is neither a hit nor a match and has F1 0.
 """
 
 import re
@@ -33,8 +33,8 @@ UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class RecordEvaluation(Frozen):
-    """After so many steps, and samples trained on: the chosen candidate of every question, as
-    pairs.
+    """One evaluation, after `step` steps and `samples` trained samples: the chosen candidate of
+    every question, as (question, candidate) pairs.
     """
 
     step: int
@@ -44,18 +44,22 @@ class RecordEvaluation(Frozen):
 
 
 class Pass(Frozen):
+    """The outputs of a pass that does not train: its evaluations."""
+
     evaluations: list[RecordEvaluation]
 
 
 class RecordSteps(Frozen):
-    """The pass that trains."""
+    """The outputs of the training pass: its evaluations, and why it ended early, or None."""
 
     evaluations: list[RecordEvaluation]
     stopped: Stopped | None
 
 
 class RecordOutputs(Frozen):
-    """Per question the candidates that are right, and each candidate's exact match and F1."""
+    """What a record keeps of ReCoRD: per question the right candidates (`right`), and each
+    candidate's exact match (`em`) and F1; and the outputs of each pass.
+    """
 
     items: int
     right: list[list[int]]
@@ -65,6 +69,9 @@ class RecordOutputs(Frozen):
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
+        """Raise ValueError if the lists do not fit the number of questions, or an evaluation names
+        a question or candidate that does not exist.
+        """
         if {len(self.right), len(self.em), len(self.f1)} != {self.items}:
             raise ValueError(f"candidates are not those of {self.items} questions")
         if any(len(em) != len(f1) for em, f1 in zip(self.em, self.f1, strict=True)):
@@ -79,7 +86,7 @@ class RecordOutputs(Frozen):
 
 
 def outputs(held: "list[Cloze]") -> RecordOutputs:
-    """The part that does not depend on a pass."""
+    """Return outputs without any pass; exact match and F1 of every candidate are computed here."""
     return RecordOutputs(
         items=len(held),
         right=[list(one.right) for one in held],
@@ -96,25 +103,32 @@ def outputs(held: "list[Cloze]") -> RecordOutputs:
 
 
 def exact(text: str, answer: str) -> int:
+    """Return 1 if the two texts are equal after normalization, else 0."""
     return int(_words(text) == _words(answer))
 
 
 def f1(text: str, answer: str) -> float:
-    """Of the words of both, each as often as it stands there."""
+    """Return the F1 (0 to 1) of the two texts' normalized words, counted with repetition; 0 if they
+    share none.
+    """
     said, wanted = _words(text), _words(answer)
     common = sum((Counter(said) & Counter(wanted)).values())
     return 2 * common / (len(said) + len(wanted)) if common else 0.0
 
 
 def _words(text: str) -> list[str]:
-    """In lower case, without ASCII punctuation (what stood around it is joined), then without
-    articles.
+    """Return the words of a text in lower case, without ASCII punctuation (words around it are
+    joined) and without articles.
     """
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
 def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
-    """An engine's outputs of a pass, if a record can be made of them."""
+    """Return an engine's outputs of a pass if a record can be made of them: `evaluations`, and
+    `stopped` if the pass trains. A pass without steps has exactly one evaluation.
+
+    Raises TypeError or ValueError otherwise.
+    """
     if not isinstance(table, dict) or set(table) not in (
         {"stopped", "evaluations"},
         {"evaluations"},
@@ -149,6 +163,9 @@ def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
 
 
 def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
+    """Return one evaluation of an engine with its `step`, `samples` and `choices`, if they are
+    valid; raise TypeError or ValueError otherwise.
+    """
     if not isinstance(found, dict) or set(found) != _EVALUATION:
         raise TypeError(
             f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION))}"
@@ -182,7 +199,9 @@ def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
 
 
 def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> RecordOutputs:
-    """With a pass's evaluations, each with the choices of all ranks in the order of the questions."""
+    """Return the outputs with one more pass, whose evaluations have the choices of all ranks in
+    question order. A question answered twice counts as repeated, and the later answer stays.
+    """
     evaluations: dict[int, dict[str, Any]] = {}
     for table in tables:
         for one in table["evaluations"]:
@@ -210,8 +229,8 @@ def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> Re
 
 
 def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
-    """Of the pass's last evaluation, over the questions answered: accuracy and its standard error,
-    exact match, F1.
+    """Score the last evaluation of a pass over its answered questions: accuracy `acc` with standard
+    error `se`, exact match `em`, and `f1`. Empty if there is none.
     """
     last = _last(outputs, name)
     if last is None or not last.choices:
@@ -227,8 +246,8 @@ def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
 
 
 def history(outputs: RecordOutputs, name: str) -> list[tuple[int, int, float | None]]:
-    """Of each evaluation of a pass its step, the samples trained on until then, and the accuracy,
-    None where none answered.
+    """Return (step, trained samples, accuracy) of each evaluation of a pass; accuracy is None if no
+    question was answered. Empty if there is no such pass.
     """
     found = outputs.passes.get(name)
     every = found.evaluations if found is not None else []
@@ -238,19 +257,23 @@ def history(outputs: RecordOutputs, name: str) -> list[tuple[int, int, float | N
 
 
 def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
+    """Return the share of an evaluation's answered questions whose choice is right. Raises
+    ZeroDivisionError if there are none.
+    """
     return sum(choice in outputs.right[item] for item, choice in evaluation.choices) / len(
         evaluation.choices
     )
 
 
 def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
+    """Return the last evaluation of a pass; None if there is none."""
     found = outputs.passes.get(name)
     return found.evaluations[-1] if found is not None and found.evaluations else None
 
 
 def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differences | None:
-    """The candidates that two runs chose in a pass's last evaluation, where that is after as many
-    steps.
+    """Compare the candidates that two runs chose in the last evaluation of a pass; None if there is
+    none in either, or they are after different steps.
     """
     ours, theirs = _last(one, name), _last(other, name)
     if ours is None or theirs is None or ours.step != theirs.step:
@@ -261,8 +284,8 @@ def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differen
 
 
 def tally(outputs: RecordOutputs, name: str) -> Tally | None:
-    """Of the pass's last evaluation. A pass without one, as steps with random weights are, has
-    nothing in scope.
+    """Return how the last evaluation of a pass covers the questions; None if the pass has no
+    evaluation (as training with random weights has none).
     """
     last = _last(outputs, name)
     if last is None:
@@ -272,12 +295,15 @@ def tally(outputs: RecordOutputs, name: str) -> Tally | None:
 
 
 def stopped(outputs: RecordOutputs) -> Stopped | None:
+    """Return why the pass `train` ended early; None if it did not, or is missing."""
     found = outputs.passes.get("train")
     return found.stopped if isinstance(found, RecordSteps) else None
 
 
 def breakdowns(outputs: RecordOutputs) -> list[Breakdown]:
-    """Accuracy on the way to a target, before the first step and after every so many samples."""
+    """Return one table for the page, the accuracy of every evaluation in the order of the run; none
+    if there is no evaluation.
+    """
     rows = tuple(one for name in ("before", "train", "after") for one in history(outputs, name))
     columns = (pair("breakdown.after_step"), pair("breakdown.samples"), ("acc", "acc"))
     return [Breakdown(pair("breakdown.evaluations"), columns, rows)] if rows else []

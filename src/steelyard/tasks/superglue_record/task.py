@@ -1,8 +1,8 @@
-"""The row of ReCoRD (SuperGLUE): queries with a placeholder that one of a passage's entities fills,
-as a cloze.
+"""The `Task` row of ReCoRD (SuperGLUE): queries with a placeholder to be filled with an entity of a
+passage, as a cloze.
 
-Its folder has the set's full name, for a record is what a run leaves; questions, records and keys
-spell it `record`.
+The folder has the full name of the data set, because a record here is the file of a run. In
+questions, records and keys the task is spelled `record`.
 """
 
 from typing import Literal
@@ -16,7 +16,9 @@ from steelyard.words import meaning
 
 
 class MadeCloze(Frozen):
-    """Passages with a word to be found again, which the package makes itself, from a seed."""
+    """How many queries to generate for training and evaluation, with how many candidates, and from
+    which seed.
+    """
 
     queries: int = Field(ge=2)
     held_out: int = Field(ge=1, description="queries of the evaluation, beside those of training")
@@ -25,7 +27,7 @@ class MadeCloze(Frozen):
 
 
 class RecordData(Frozen):
-    """Queries with a placeholder, to be filled with one of the entities of a passage."""
+    """The fields of `question.data` of ReCoRD. `fingerprint` is that of the published data set."""
 
     kind: Literal["record"]
     wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
@@ -58,7 +60,8 @@ TASK = Task(
     tally=score.tally,
     scores=SCORES,
     quality="acc",
-    passes=("before", "train"),  # what stops at a target has just been evaluated when it ends
+    # no `after`: training that ends at a target has just been evaluated
+    passes=("before", "train"),
     differences=score.differences,
     breakdowns=score.breakdowns,
     stopped=score.stopped,

@@ -1,4 +1,6 @@
-"""All texts in Chinese, by their codes."""
+"""All Chinese texts by code (`TEXTS`), names and meanings of metrics (`MEANINGS`), and texts of
+shipped cases (`CASES`).
+"""
 
 from steelyard.words.chinese import (
     cases,

@@ -1,5 +1,5 @@
-"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does
-not.
+"""Chinese texts of checks, and of the reasons that follow from failed ones: codes ending in `.ok`
+for a check that passed, in `.bad` for one that failed.
 """
 
 TEXTS: dict[str, str] = {
@@ -16,7 +16,8 @@ TEXTS: dict[str, str] = {
         "{pass}：{items:,} {nouns}中，{missing:,} {nouns}没有答案，{repeated:,} {nouns}有多个答案"
     ),
     "check.covered_part.ok": (
-        "{pass}：{items:,} {nouns}中有 {answered:,} {nouns}有答案，无重复；其余不在窗口（--steps）内"
+        "{pass}：{items:,} {nouns}中有 {answered:,} {nouns}有答案，无重复；"
+        "其余不在窗口（--steps）内"
     ),
     "check.covered_part.bad": "{pass}：{items:,} {nouns}中有 {repeated:,} {nouns}有多个答案",
     "check.steps.ok": "train：每个进程都完成了全部 {wanted} 步",

@@ -1,4 +1,4 @@
-"""Words of pages that compare, explain, and show what a machine can do."""
+"""Chinese texts of pages that compare runs, explain a run, or show a machine's ceilings."""
 
 TEXTS: dict[str, str] = {
     "page.measured": "测量日期：{0}",

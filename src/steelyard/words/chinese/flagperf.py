@@ -1,5 +1,5 @@
-"""Words of pages in the form of FlagPerf's: labels, headings and column names are theirs, letter
-for letter.
+"""Chinese texts of pages in FlagPerf's form: its labels, headings and column names, letter for
+letter.
 """
 
 TEXTS: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What `steelyard check` finds of a machine, and what helps."""
+"""Chinese texts of what `steelyard check` finds on a machine, and what to do about it."""
 
 TEXTS: dict[str, str] = {
     "fit.text": "{text}",

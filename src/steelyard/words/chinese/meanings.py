@@ -1,4 +1,4 @@
-"""What metrics, scores of tasks and settings are called, and what they mean."""
+"""Chinese names and explanations of metrics, scores of tasks and settings, by code."""
 
 MEANINGS: dict[str, tuple[str, str]] = {
     "e2e_time": ("端到端时间", "从运行开始到记录写完，包含一切"),

@@ -1,4 +1,4 @@
-"""Notes of metrics, and why a quality was not evaluated."""
+"""Chinese texts of notes on metrics, and of why a quality was not evaluated."""
 
 TEXTS: dict[str, str] = {
     "metric.absent": "{pass} 遍未运行或未完成",

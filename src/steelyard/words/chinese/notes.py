@@ -1,11 +1,12 @@
-"""Notes of runs, failures, units, and what the items of tasks are called."""
+"""Chinese texts of notes on runs, of failures and units, and what tasks call their items."""
 
 TEXTS: dict[str, str] = {
     "listed": "、",  # between the items of a list
     "both": "{first}；{second}",
     "note.few_batches": "步数太少，无法给出吞吐量的区间",
     "note.slowdown": (
-        "设备 {device}：一遍中 {share:.0%} 的读数有 {reason}；属正常现象，大型矩阵乘法会达到功率上限"
+        "设备 {device}：一遍中 {share:.0%} 的读数有 {reason}；属正常现象，"
+        "大型矩阵乘法会达到功率上限"
     ),
     "note.busy": "繁忙：{taken}，超过 {least:.0%} 即注明",
     "busy.taken": (

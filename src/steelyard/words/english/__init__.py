@@ -1,4 +1,4 @@
-"""All texts in English, by their codes."""
+"""All English texts by code (`TEXTS`), and names and meanings of metrics (`MEANINGS`)."""
 
 from steelyard.words.english import (
     checks,

@@ -1,5 +1,5 @@
-"""What checks say, and the reasons that follow: `.ok` where a check holds, `.bad` where it does
-not.
+"""English texts of checks, and of the reasons that follow from failed ones: codes ending in `.ok`
+for a check that passed, in `.bad` for one that failed.
 """
 
 TEXTS: dict[str, str] = {

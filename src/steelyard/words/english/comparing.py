@@ -1,4 +1,4 @@
-"""Words of pages that compare, explain, and show what a machine can do."""
+"""English texts of pages that compare runs, explain a run, or show a machine's ceilings."""
 
 TEXTS: dict[str, str] = {
     "page.measured": "Measured {0}",

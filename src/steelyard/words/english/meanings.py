@@ -1,4 +1,4 @@
-"""What metrics, scores of tasks and settings are called, and what they mean."""
+"""English names and explanations of metrics, scores of tasks and settings, by code."""
 
 MEANINGS: dict[str, tuple[str, str]] = {
     "e2e_time": (

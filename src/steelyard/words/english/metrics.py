@@ -1,4 +1,4 @@
-"""Notes of metrics, and why a quality was not evaluated."""
+"""English texts of notes on metrics, and of why a quality was not evaluated."""
 
 TEXTS: dict[str, str] = {
     "metric.absent": "the {pass} pass did not run or did not finish",

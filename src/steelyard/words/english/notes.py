@@ -1,4 +1,4 @@
-"""Notes of runs, failures, units, and what the items of tasks are called."""
+"""English texts of notes on runs, of failures and units, and what tasks call their items."""
 
 TEXTS: dict[str, str] = {
     "listed": ", ",  # between the items of a list

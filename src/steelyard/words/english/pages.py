@@ -1,4 +1,4 @@
-"""Words of a page of runs and of the terminal."""
+"""English texts of report pages about runs, and of the terminal."""
 
 TEXTS: dict[str, str] = {
     "report": "Steelyard report",
