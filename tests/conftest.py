@@ -32,7 +32,7 @@ def pytest_configure() -> None:
     """What a worker would be told of this CPU, for the test process and all that it starts, before
     torch is imported.
     """
-    os.environ.update(cpu.environment("bf16"))
+    os.environ.update(cpu.choose_worker_environment("bf16"))
     if vectors := os.environ.get("ATEN_CPU_CAPABILITY"):
         # Inductor's cache does not tell apart what it compiled for which vector instructions, and
         # crashes with another's.

@@ -17,14 +17,28 @@ from statistics import median
 
 from fixtures.records import RUNS, SPECS
 from steelyard import report
-from steelyard.metrics import engines, runs
-from steelyard.record import record, spec
+from steelyard.metrics import engine_groups, estimates
+from steelyard.record import ceilings_record, record
 from steelyard.record.record import Record, Value
-from steelyard.report.document import Block, Cell, Column, Page, Paragraph, Table, TableRow, walk
-from steelyard.report.numbers import UNKNOWN, counted, formed
-from steelyard.report.runs import scope, shown, tuned_text, unit
-from steelyard.report.spec import SCALES
-from steelyard.words import Words
+from steelyard.report.ceilings_page import SHOWN_UNITS
+from steelyard.report.document import (
+    Cell,
+    Page,
+    PageElement,
+    Paragraph,
+    Table,
+    TableColumn,
+    TableRow,
+    walk_elements,
+)
+from steelyard.report.numbered_runs import (
+    format_metric,
+    format_scope,
+    format_tuned_settings,
+    format_unit,
+)
+from steelyard.report.numbers import UNKNOWN, format_count, format_number
+from steelyard.words import PageWords
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -51,7 +65,7 @@ Show = Callable[[Row], Cell]
 @cache
 def load(ids: str) -> tuple[Record, ...]:
     """Read the records whose ids begin like these, separated by spaces."""
-    return tuple(record.read(BY_ID[one]) for one in ids.split())
+    return tuple(record.read_record(BY_ID[one]) for one in ids.split())
 
 
 def fact(of: Callable[[Record], str]) -> Show:
@@ -61,18 +75,18 @@ def fact(of: Callable[[Record], str]) -> Show:
 
 def values(ids: str, name: str) -> list[float]:
     """Return the values that a metric has in these records."""
-    found = (runs.metric(one, name) for one in load(ids))
+    found = (estimates.get_metric_value(one, name) for one in load(ids))
     return [value for value in found if value is not None]
 
 
-def estimate(ids: str, name: str) -> runs.Estimate:
+def estimate(ids: str, name: str) -> estimates.Estimate:
     """Return the mean of a metric over runs, with the interval between them if several."""
-    return runs.over_runs([runs.Estimate(value) for value in values(ids, name)])[0]
+    return estimates.average_runs([estimates.Estimate(value) for value in values(ids, name)])[0]
 
 
-def ends(one: runs.Estimate) -> str:
+def ends(one: estimates.Estimate) -> str:
     """Return the interval of an estimate as text; empty if it has none."""
-    return " – ".join(formed("number", end) for end in one.interval or ())
+    return " – ".join(format_number("number", end) for end in one.interval or ())
 
 
 def metric(name: str) -> Show:
@@ -82,7 +96,9 @@ def metric(name: str) -> Show:
         if not values(row.ids, name):
             return Cell(UNKNOWN)
         mean, of = estimate(row.ids, name), row.records[0].metrics[name].unit
-        return Cell(shown(name, Value(value=mean.value, unit=of)), ends(mean) if "/s" in of else "")
+        return Cell(
+            format_metric(name, Value(value=mean.value, unit=of)), ends(mean) if "/s" in of else ""
+        )
 
     return cell
 
@@ -91,32 +107,34 @@ def ratio(name: str) -> Show:
     """Return a column with a metric's ratio to that of the runs a row is compared with."""
 
     def cell(row: Row) -> Cell:
-        one = runs.ratio(estimate(row.ids, name), estimate(row.base, name))
-        return Cell(formed("number", one.value), ends(one))
+        one = estimates.divide_estimates(estimate(row.ids, name), estimate(row.base, name))
+        return Cell(format_number("number", one.value), ends(one))
 
     return cell
 
 
-def answers(row: Row) -> engines.Answers:
+def answers(row: Row) -> engine_groups.AnswerDifferences:
     """Compare the answers of a run with those of another."""
     [one], [base] = row.records, load(row.base)
-    return engines.answers(base, one, runs.quality([base]))
+    return engine_groups.compare_answers(base, one, estimates.choose_quality_metric([base]))
 
 
 def other_answers(row: Row) -> Cell:
     found = answers(row).chosen
-    return Cell(UNKNOWN if found is None else f"{counted(found.other)} of {counted(found.items)}")
+    return Cell(
+        UNKNOWN if found is None else f"{format_count(found.other)} of {format_count(found.items)}"
+    )
 
 
 def losses(row: Row) -> Cell:
     found = answers(row).loss
-    text = None if found is None else f"{formed('number', found.value)} at step {found.step}"
+    text = None if found is None else f"{format_number('number', found.value)} at step {found.step}"
     return Cell(text or UNKNOWN)
 
 
 def quality(row: Row) -> Cell:
-    name = runs.quality(load(row.base))
-    own, base = (shown(name, load(ids)[0].metrics[name]) for ids in (row.ids, row.base))
+    name = estimates.choose_quality_metric(load(row.base))
+    own, base = (format_metric(name, load(ids)[0].metrics[name]) for ids in (row.ids, row.base))
     return Cell(f"{name} {own}", f"compared with {base}")
 
 
@@ -128,7 +146,7 @@ def status(row: Row) -> Cell:
 
 def seconds(of: Callable[[Record], float]) -> Show:
     """Return a column with a time: the median over the runs of a row."""
-    return lambda row: Cell(f"{formed('seconds', median(map(of, row.records)))} s")
+    return lambda row: Cell(f"{format_number('seconds', median(map(of, row.records)))} s")
 
 
 def budget(*parts: str) -> Show:
@@ -136,7 +154,7 @@ def budget(*parts: str) -> Show:
     return seconds(lambda one: sum(one.budget[p] for p in one.budget if p.startswith(parts)))
 
 
-def headline(one: Record) -> record.Window:
+def headline(one: Record) -> record.PassFacts:
     """Return the pass that a run's headline rate is measured in."""
     return next(window for window in one.passes if window.pass_name in ("infer", "train"))
 
@@ -146,8 +164,8 @@ COLUMNS: dict[str, Show] = {
     "division": fact(lambda one: one.case.division),
     "precision": fact(lambda one: one.case.precision),
     "engine": fact(lambda one: one.engine.name),
-    "settings": fact(tuned_text),
-    "scope": fact(lambda one: scope(one, Words("en"))),
+    "settings": fact(format_tuned_settings),
+    "scope": fact(lambda one: format_scope(one, PageWords("en"))),
     "GPU": fact(lambda one: one.environment.hardware.devices[0].uuid.removeprefix("GPU-")[:4]),
     "status": status,
     "remark": lambda row: Cell(row.remark),
@@ -169,9 +187,9 @@ def column(name: str) -> Show:
     return COLUMNS.get(name) or (metric(name) if of == name else ratio(of))
 
 
-def markdown(*blocks: Block) -> str:
+def markdown(*blocks: PageElement) -> str:
     """Return blocks of a page as Markdown."""
-    return report.md(Page("", "en", blocks))
+    return report.render_markdown(Page("", "en", blocks))
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
@@ -181,25 +199,25 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
     for name in columns:
         known = [one.metrics[name] for row in every for one in row.records if name in one.metrics]
         measured = bool(known) and name not in COLUMNS
-        measured_in = unit(name, known[0]) if measured else ""
-        heads.append(Column(name, measured_in, "right" if measured else "left"))
+        measured_in = format_unit(name, known[0]) if measured else ""
+        heads.append(TableColumn(name, measured_in, "right" if measured else "left"))
     cells = [TableRow(tuple(column(name)(row) for name in columns)) for row in every]
     return markdown(Table(tuple(heads), tuple(cells)))
 
 
 def engines_table(ids: str) -> str:
     """Return the table of engines side by side, and the records that it is made from."""
-    made = report.engines(list(load(ids)))
+    made = report.build_engines_page(list(load(ids)))
     assert made is not None
-    tables = (block for block in walk(made.blocks) if isinstance(block, Table))
+    tables = (block for block in walk_elements(made.elements) if isinstance(block, Table))
     named = textwrap.fill(f"Records: {ids.replace(' ', ', ')}.", 120)
     return f"{markdown(*tables)}\n{named}\n"
 
 
 PRINTED: dict[str, Callable[[list[Record]], Page | None]] = {
-    "runs": report.table,
-    "engines": report.engines,
-    "scaling": report.scaling,
+    "runs": report.build_summary_page,
+    "engines": report.build_engines_page,
+    "scaling": report.build_scaling_page,
 }
 
 
@@ -207,35 +225,38 @@ def printed(ids: str, page: str, columns: int = 80) -> str:
     """Return what a terminal shows of runs, without the note at its end."""
     made = PRINTED[page](list(load(ids)))
     assert made is not None
-    blocks = made.blocks[:-1] if isinstance(made.blocks[-1], Paragraph) else made.blocks
-    return f"```text\n{report.text(Page('', 'en', blocks), columns).strip()}\n```\n"
+    blocks = made.elements[:-1] if isinstance(made.elements[-1], Paragraph) else made.elements
+    return f"```text\n{report.render_text(Page('', 'en', blocks), columns).strip()}\n```\n"
 
 
 def explain(ids: str) -> str:
     """Return the waterfall that `steelyard report --explain` prints."""
-    found = walk(report.explain(list(load(ids)), "en").blocks)
+    found = walk_elements(report.build_waterfall_page(list(load(ids)), "en").elements)
     return markdown(next(block for block in found if isinstance(block, Table)))
 
 
 def ceilings(groups: list[str], names: list[str]) -> str:
     """Return rows of the record of `steelyard spec`: whole groups, and others by their names."""
     [path] = SPECS
-    made = spec.read(path)
+    made = ceilings_record.read_spec_record(path)
     rows = []
     for bench, one in zip(made.benches, made.ceilings, strict=True):
         if one.value is not None and (bench.group in groups or bench.name in names):
-            scale, name = SCALES[bench.unit]
-            rate = f"{formed('number', one.value / scale)} {name}"
+            scale, name = SHOWN_UNITS[bench.unit]
+            rate = f"{format_number('number', one.value / scale)} {name}"
             texts = [
                 f"{bench.group}, {bench.name}",
                 bench.precision or "",
                 rate,
-                formed("percent", one.share),
+                format_number("percent", one.share),
             ]
-            texts += [formed("number", one.sm_clock_mhz), formed("number", one.power_w)]
+            texts += [
+                format_number("number", one.sm_clock_mhz),
+                format_number("number", one.power_w),
+            ]
             rows.append(TableRow(tuple(map(Cell, texts))))
     heads = ("what", "precision", "rate", "of the datasheet", "clock, MHz", "power, W")
-    return markdown(Table(tuple(map(Column, heads)), tuple(rows)))
+    return markdown(Table(tuple(map(TableColumn, heads)), tuple(rows)))
 
 
 def lines(pattern: str) -> int:

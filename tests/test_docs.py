@@ -18,20 +18,27 @@ from fixtures.engines import with_tokens
 from fixtures.records import RUNS, SPECS
 from steelyard import accelerators, report, tasks
 from steelyard.case import resolve
-from steelyard.cli import machine as machine_verbs
-from steelyard.engine import rows as engine_rows
-from steelyard.metrics import busy, ceilings, compare, fit, table, validity
-from steelyard.metrics.verify import verify
+from steelyard.cli import check_and_spec as machine_verbs
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.metrics import (
+    ceiling_rates,
+    cpu_contention,
+    fitness_rules,
+    metric_table,
+    side_comparison,
+    validity,
+)
+from steelyard.metrics.verify import verify_record
 from steelyard.record import record
-from steelyard.record.facts import HostState
+from steelyard.record.run_facts import HostState
 from steelyard.report import as_csv
-from steelyard.report.data import Report
+from steelyard.report.report_data import Report
 from steelyard.run import launch
-from steelyard.run.boundary import RankStatus
 from steelyard.run.messages import SILENCE_S
 from steelyard.run.session import OPEN_S
 from steelyard.run.site import HostSettings, Site, SlurmSettings
-from steelyard.sources import table as sources
+from steelyard.run.worker_files import RankStatus
+from steelyard.sources import catalog as sources
 from steelyard.tasks import kind as kinds
 
 ROOT = Path(__file__).parent.parent
@@ -59,12 +66,16 @@ GROUPS = ("case", "weights", "data")
 
 
 def test_every_metric_is_documented():
-    names = {metric.name for task in tasks.table().values() for metric in table.of_task(task)}
+    names = {
+        metric.name
+        for task in tasks.load_tasks().values()
+        for metric in metric_table.list_task_metrics(task)
+    }
     missing = sorted(name for name in names if f"`{name}`" not in DOCS["metrics.md"])
     assert missing == []
 
 
-RULES = ("validity.py", "busy.py", "clocks.py", "plausible.py")
+RULES = ("validity.py", "cpu_contention.py", "clock_checks.py", "plausibility.py")
 
 
 def test_every_reason_is_documented():
@@ -84,7 +95,7 @@ def test_every_reason_is_documented():
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
     # and so does one of a kind of work
-    assert len({rule for kind in kinds.table().values() for rule in kind.rules}) == 7
+    assert len({rule for kind in kinds.load_kinds().values() for rule in kind.rules}) == 7
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'Failure\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
     assert {"killed", "host_silent", "parent_gone", "disk_full"} <= failed
@@ -92,22 +103,22 @@ def test_every_reason_is_documented():
         assert f"| `{code}` |" in DOCS["metrics.md"], code
 
 
-@pytest.mark.parametrize("name", resolve.names())
+@pytest.mark.parametrize("name", resolve.list_shipped_cases())
 def test_every_case_is_documented(name):
     assert f"`{name}`" in DOCS["cases.md"]
     assert name in DOCS["README.md"]
 
 
 def test_every_engine_and_accelerator_is_documented():
-    for name in engine_rows.table():
+    for name in engine_rows.load_engine_rows():
         assert f"`{name}`" in DOCS["engines.md"]
-    for name in accelerators.table():
+    for name in accelerators.load_accelerators():
         assert f"`{name}`" in DOCS["accelerators.md"]
         assert f"{name}_torch.py" in DOCS["accelerators.md"]
 
 
 def test_every_source_is_documented():
-    for row in (*sources.DATA, *sources.WEIGHTS):
+    for row in (*sources.DATA_SOURCES, *sources.WEIGHT_SOURCES):
         assert f"`{row.name}`" in DOCS["data.md"], row.name
 
 
@@ -125,7 +136,7 @@ def test_every_field_of_a_report_is_documented():
 
 
 def test_every_key_of_a_case_is_documented():
-    for key in resolve.settable():
+    for key in resolve.list_settable_keys():
         leaf = key.rpartition(".")[2]
         if not key.startswith(("question.precision", "question.data.made")):
             assert leaf in DOCS["cases.md"], key
@@ -144,7 +155,7 @@ def test_site_files_in_the_docs_are_sound():
     found = re.findall(r"^```toml\n(.*?)^```", DOCS["clusters.md"], re.DOTALL | re.MULTILINE)
     sites = [Site.model_validate(tomllib.loads(text)) for text in found]
     assert [one.launcher for one in sites] == ["ssh", "slurm"]
-    assert all(one.launcher in launch.table() for one in sites)
+    assert all(one.launcher in launch.load_launchers() for one in sites)
 
 
 @pytest.mark.process
@@ -228,12 +239,12 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_published_records_are_sound(path):
-    assert verify(path) == []
+    assert verify_record(path) == []
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
 def test_published_ceilings_are_sound(path):
-    assert ceilings.verify(path) == []
+    assert ceiling_rates.verify_spec_record(path) == []
 
 
 def test_links_lead_somewhere():
@@ -293,7 +304,7 @@ def test_numbers_in_the_notebook_are_in_records():
     seen = 0
     for line in re.findall(r"^\|.*$", DOCS["notebook.md"], re.MULTILINE):
         named = re.findall(r"`([0-9a-f]{8})`", line)
-        metrics = [m for one in named for m in record.read(by_id[one]).metrics.values()]
+        metrics = [m for one in named for m in record.read_record(by_id[one]).metrics.values()]
         values = [m.value for m in metrics if m.value is not None]
         for pattern, form in NUMBERS if named else ():
             for text in re.findall(pattern, line):
@@ -356,30 +367,37 @@ def block(name: str, begin: str) -> list[str]:
 
 def test_the_tutorial_shows_the_lines_of_check(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    machine = fit.Machine(
+    machine = fitness_rules.MachineFacts(
         accelerator="cpu",
         devices=("AMD EPYC",),
         driver=None,
         needs_driver=False,
         host=HostState(load_1m=6.64, cores=2, allowed=2),
-        others=busy.Share(1.0, 1.0),
-        bounds=busy.bounds_of("cpu"),
+        others=cpu_contention.ContentionShare(1.0, 1.0),
+        contention_limits=cpu_contention.find_contention_limits("cpu"),
         free_bytes={"records": 50 << 30, "temporary": 50 << 30},
         versions={},
         torch_build=None,
         amx=None,
     )
     shown = block("tutorial.md", "host load")
-    assert machine_verbs._findings(fit.judge(machine))[: len(shown)] == shown
+    assert (
+        machine_verbs._format_findings(fitness_rules.judge_machine(machine))[: len(shown)] == shown
+    )
 
 
 def test_a_comparison_is_shown_with_the_columns_of_its_answers():
     both = [with_tokens("torch", "ABCDABCD", []) for _ in range(2)]
-    found = compare.compare(compare.side("base", both), compare.side("new", both), ["case"], 0.01)
+    found = side_comparison.compare_sides(
+        side_comparison.make_side("base", both),
+        side_comparison.make_side("new", both),
+        ["case"],
+        0.01,
+    )
 
     def heads(lines):
         return re.split(r"\s{2,}", lines[lines.index("Answers") + 3])
 
     assert heads(block("comparing.md", "Answers")) == heads(
-        report.text(report.comparison(found)).splitlines()
+        report.render_text(report.build_comparison_page(found)).splitlines()
     )

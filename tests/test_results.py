@@ -10,9 +10,9 @@ import pytest
 
 from docs_tables import BY_ID, ROOT, TABLES, Row, load, make, values
 from fixtures.records import SPECS
-from steelyard.metrics import compare, runs
-from steelyard.metrics.waterfall import waterfalls
-from steelyard.record import spec
+from steelyard.metrics import estimates, side_comparison
+from steelyard.metrics.time_waterfall import make_waterfalls
+from steelyard.record import ceilings_record
 
 NOTEBOOK = " ".join((ROOT / "docs/notebook.md").read_text().split())
 
@@ -30,15 +30,19 @@ def rate(ids: str) -> float:
 @pytest.mark.parametrize("name", ["mmlu-explain", "training-explain"])
 def test_waterfalls_agree_with_what_was_measured(name) -> None:
     [one] = load(TABLES[name]["ids"])
-    [found] = waterfalls(one)
-    assert found.agrees
+    [found] = make_waterfalls(one)
+    assert found.is_close
     assert f"took {found.profile.wall_s / found.measured_s:.1%}".replace("%", " %") in NOTEBOOK
 
 
 def test_ceilings_have_a_row_for_each_precision_and_direction() -> None:
     [path] = SPECS
     table = make("ceilings")
-    squares = [one.precision for one in spec.read(path).benches if one.name == "square 8192"]
+    squares = [
+        one.precision
+        for one in ceilings_record.read_spec_record(path).benches
+        if one.name == "square 8192"
+    ]
     assert squares == ["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"]
     assert all(f"| matmul, square 8192 | {precision} |" in table for precision in squares)
     assert table.count("| memory, ") == 3
@@ -48,8 +52,8 @@ def test_ceilings_have_a_row_for_each_precision_and_direction() -> None:
 def test_repeats_and_the_comparison() -> None:
     sides = {row.records[0].engine.name: row for row in rows("mmlu-energy")}
     assert all(one.status == "valid" for row in sides.values() for one in row.records)
-    made = [compare.side(name, list(row.records)) for name, row in sides.items()]
-    found = compare.compare(*made, across=(), threshold=0.01)
+    made = [side_comparison.make_side(name, list(row.records)) for name, row in sides.items()]
+    found = side_comparison.compare_sides(*made, across=(), threshold=0.01)
     assert found.ratio is not None
     assert found.ratio.verdict == "significant"
     assert TABLES["mmlu-engines"]["ids"] == " ".join(row.ids for row in sides.values())
@@ -93,11 +97,11 @@ def test_default_sizes_are_those_of_auto() -> None:
     for row in rows("defaults"):
         for one in row.records:
             assert one.status == "valid"
-            assert one.auto or one.tune.attention == "flash"
+            assert one.auto_tunes or one.tune.attention == "flash"
 
 
 def test_glm_with_its_own_attention() -> None:
-    auto = [one for row in rows("glm") for one in row.records if one.auto]
+    auto = [one for row in rows("glm") for one in row.records if one.auto_tunes]
     assert len(auto) == 8
     assert {one.status for one in auto} == {"valid"}
     assert all(one.metrics["p_whole"].value <= one.metrics["samples_per_s"].value for one in auto)
@@ -110,7 +114,7 @@ def test_sizes_by_hand() -> None:
         [ours], [other] = row.records, load(row.base)
         assert rate(row.ids) >= 0.99 * rate(row.base)
         assert ours.status == "valid"
-        assert (bool(ours.auto), other.auto) == (True, ())
+        assert (bool(ours.auto_tunes), other.auto_tunes) == (True, ())
         machines = [one.environment.hardware.devices for one in (ours, other)]
         assert machines[0] == machines[1]
 
@@ -143,8 +147,11 @@ def test_no_number_comes_from_more_than_one_gpu() -> None:
 
 def test_engine_torch_is_compared_with_transformers() -> None:
     for row in rows("against-transformers"):
-        assert [runs.in_common(one, ["case", "precision", "devices"]) for one in row.records] == [
-            runs.in_common(one, ["case", "precision", "devices"]) for one in load(row.base)
+        assert [
+            estimates.make_group_key(one, ["case", "precision", "devices"]) for one in row.records
+        ] == [
+            estimates.make_group_key(one, ["case", "precision", "devices"])
+            for one in load(row.base)
         ]
         assert {one.engine.name for one in row.records} == {"torch"}
         assert {one.engine.name for one in load(row.base)} == {"transformers"}

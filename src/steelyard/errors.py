@@ -15,13 +15,15 @@ from itertools import chain
 from typing import Any
 
 # the next step to advise when memory ran out
-MORE_MEMORY = "free memory, or raise its limit (ulimit -v)"
+MORE_MEMORY_HINT = "free memory, or raise its limit (ulimit -v)"
 # Messages of torch's CPU allocator and the C library, which have no exception type for a lack of
 # memory.
-NO_MEMORY = ("can't allocate memory", os.strerror(errno.ENOMEM))
-NOT_MAPPED = "failed to map segment from shared object"
+OUT_OF_MEMORY_TEXTS = ("can't allocate memory", os.strerror(errno.ENOMEM))
+LIBRARY_NOT_MAPPED = "failed to map segment from shared object"
 # The last line on stderr of a Python or C++ program that ran out of memory.
-OUT_OF_MEMORY_LINE = re.compile(rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{NOT_MAPPED}.*)$")
+OUT_OF_MEMORY_LINE = re.compile(
+    rf"^([\w.]*MemoryError\b.*|.*\bstd::bad_alloc|.*{LIBRARY_NOT_MAPPED}.*)$"
+)
 
 
 def short_repr(value: Any) -> str:
@@ -55,7 +57,7 @@ def _is_short(value: Any) -> bool:
     )
 
 
-def known(name: str, names: Iterable[str], word: str = "known") -> str:
+def suggest_name(name: str, names: Iterable[str], label: str = "known") -> str:
     """Return a hint for a name that is not among `names`, for the end of an error message.
 
     The hint is "did you mean 'X'?" if one name is spelled much like it (upper and lower case are
@@ -64,7 +66,7 @@ def known(name: str, names: Iterable[str], word: str = "known") -> str:
     spelled = {name.lower(): name for name in names}
     near = get_close_matches(name[:200].lower(), spelled, 1)
     return (
-        f"did you mean {spelled[near[0]]!r}?" if near else f"{word}: {', '.join(spelled.values())}"
+        f"did you mean {spelled[near[0]]!r}?" if near else f"{label}: {', '.join(spelled.values())}"
     )
 
 
@@ -97,16 +99,16 @@ class LostError(Exception):
     take it: the command prints it, so that it is not lost; else None.
     """
 
-    def __init__(self, text: str, left: str | None = None) -> None:
+    def __init__(self, text: str, unsaved: str | None = None) -> None:
         super().__init__(text)
-        self.left = left
+        self.unsaved = unsaved
 
 
 class ExchangeError(Exception):
     """Ranks cannot exchange data correctly: the sum of a test all-reduce is wrong."""
 
 
-def first_cause(error: BaseException) -> BaseException:
+def find_first_cause(error: BaseException) -> BaseException:
     """Follow `__cause__` from an error to the one that it was first raised from, and return that;
     the error itself if it has no cause. A cycle of causes ends the search.
     """
@@ -117,12 +119,12 @@ def first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error or its first cause says that host or device memory ran out."""
-    return any(_starved(one) for one in (error, first_cause(error)))
+    return any(_says_out_of_memory(cause) for cause in (error, find_first_cause(error)))
 
 
-def _starved(error: BaseException) -> bool:
+def _says_out_of_memory(error: BaseException) -> bool:
     """Return whether this one error says that memory ran out: a MemoryError, torch's
     OutOfMemoryError, a text of an allocator, or of the dynamic loader that could not map a library.
 
@@ -132,13 +134,13 @@ def _starved(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error)
-    mapped = NOT_MAPPED in text and os.strerror(errno.EPERM) not in text
-    return any(one in text for one in NO_MEMORY) or (
-        mapped and not _runs_nothing(getattr(error, "path", None))
+    mapping_failed = LIBRARY_NOT_MAPPED in text and os.strerror(errno.EPERM) not in text
+    return any(phrase in text for phrase in OUT_OF_MEMORY_TEXTS) or (
+        mapping_failed and not _is_on_noexec_mount(getattr(error, "path", None))
     )
 
 
-def _runs_nothing(path: str | None) -> bool:
+def _is_on_noexec_mount(path: str | None) -> bool:
     """Return whether a file lies on a file system that is mounted noexec; False if the path is None
     or this cannot be found out.
     """
@@ -148,7 +150,7 @@ def _runs_nothing(path: str | None) -> bool:
         return False
 
 
-def in_one_line(error: BaseException) -> str:
+def format_in_one_line(error: BaseException) -> str:
     """Return the text of an error with all white space, line breaks included, made single spaces;
     the name of its type if it has no text.
     """

@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is
-GZIP = b"\x1f\x8b"
-PART = ".part"  # suffix of a file that is not complete
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # the disk is full, or the user's quota is
+GZIP_MAGIC = b"\x1f\x8b"
+PART_SUFFIX = ".part"  # suffix of a file that is not complete
 CHUNK_BYTES = 1 << 20
 GIT_TIMEOUT_S = 10.0
 MAX_TOML_DEPTH = 16  # of tables and lists; a case has tables four deep
 MAX_TOML_WORD = 255  # characters of a bare key or a number
 
-Content = bytes | Callable[[BinaryIO], None]
+FileContent = bytes | Callable[[BinaryIO], None]
 
 
 class TooLargeError(Exception):
@@ -38,9 +38,9 @@ class TooLargeError(Exception):
     unpacking.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        super().__init__(f"larger than {most_bytes} bytes")
-        self.most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"larger than {max_bytes} bytes")
+        self.max_bytes = max_bytes
 
 
 class TomlLimitError(ValueError):
@@ -75,36 +75,36 @@ def _require_regular(mode: int, path: Path) -> None:
         raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read(path: Path, most_bytes: int, unpack: bool = True) -> bytes:
+def read_file(path: Path, max_bytes: int, unpack: bool = True) -> bytes:
     """Return the whole content of a regular file, unpacked if it is gzip and `unpack` is true.
 
     Raise OSError if it cannot be read or its gzip data is damaged, TooLargeError if the content has
     more than `max_bytes`.
     """
     chunks, size = [], 0
-    with _unpacked(path, unpack) as (file, _):
+    with _open_unpacked(path, unpack) as (file, _):
         # one read of the whole limit would allocate that much for any file
         while chunk := file.read(CHUNK_BYTES):
             chunks.append(chunk)
             size += len(chunk)
-            if size > most_bytes:
-                raise TooLargeError(most_bytes)
+            if size > max_bytes:
+                raise TooLargeError(max_bytes)
     return b"".join(chunks)
 
 
-def begin(path: Path, size_bytes: int) -> bytes:
+def read_file_start(path: Path, size_bytes: int) -> bytes:
     """Return the first `size_bytes` of a regular file's content, unpacked if it is gzip; fewer if
     it is shorter. Raise OSError if it cannot be read.
     """
-    with _unpacked(path) as (file, _):
+    with _open_unpacked(path) as (file, _):
         return file.read(size_bytes)
 
 
-def lines(
+def read_lines(
     path: Path,
-    most_line_bytes: int,
-    most_bytes: int | None = None,
-    watch: Callable[[int], None] | None = None,
+    max_line_bytes: int,
+    max_bytes: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line of a regular file, without its line
     feed; gzip is unpacked.
@@ -116,20 +116,20 @@ def lines(
     be read.
     """
     size = 0
-    with _unpacked(path) as (file, raw):
+    with _open_unpacked(path) as (file, disk_file):
         number = 0
-        while line := file.readline(most_line_bytes + 1):
+        while line := file.readline(max_line_bytes + 1):
             number += 1
             size += len(line)
-            if most_bytes is not None and size > most_bytes:
-                raise TooLargeError(most_bytes)
-            if watch is not None:
-                watch(raw.tell())
+            if max_bytes is not None and size > max_bytes:
+                raise TooLargeError(max_bytes)
+            if on_progress is not None:
+                on_progress(disk_file.tell())
             yield number, line.removesuffix(b"\n")
 
 
 @contextlib.contextmanager
-def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _open_unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """Open a regular file as a context manager that yields two file objects: one to read the
     content from, and the file on disk. They are the same object unless the file is gzip and
     `unpack` is true.
@@ -137,21 +137,27 @@ def _unpacked(path: Path, unpack: bool = True) -> Iterator[tuple[IO[bytes], IO[b
     Damaged gzip data that is met inside the `with` block is raised as OSError.
     """
     try:
-        with open_regular(path) as raw:
-            packed = unpack and raw.read(len(GZIP)) == GZIP
-            raw.seek(0)
-            with gzip.GzipFile(fileobj=raw) if packed else contextlib.nullcontext(raw) as file:
-                yield file, raw  # type: ignore[misc]
+        with open_regular(path) as disk_file:
+            packed = unpack and disk_file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+            disk_file.seek(0)
+            with (
+                gzip.GzipFile(fileobj=disk_file)
+                if packed
+                else contextlib.nullcontext(disk_file) as file
+            ):
+                yield file, disk_file  # type: ignore[misc]
     except (EOFError, zlib.error) as error:
         raise OSError(None, str(error)) from error
 
 
-def parse(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> Any:
     """Parse untrusted JSON in UTF-8. Raise ValueError with the reason if it is not JSON, repeats a
     key in an object, or has NaN or infinity; RecursionError if it is nested too deep.
     """
     return json.loads(
-        raw.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_constant
+        raw.decode("utf-8"),
+        object_pairs_hook=_refuse_repeated_keys,
+        parse_constant=_refuse_constant,
     )
 
 
@@ -197,7 +203,7 @@ def _bracket_depth(text: str) -> int:
     return deepest
 
 
-def reason(error: Exception) -> str:
+def explain_json_error(error: Exception) -> str:
     """Return why `parse_json` refused a text: the parser's message with line (unless it is the
     first) and column, or the text of any other error.
     """
@@ -207,15 +213,15 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict; raise ValueError if a key stands twice."""
-    out = dict(pairs)
-    if len(out) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a key stands twice")
-    return out
+    return members
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     """Raise ValueError for NaN, Infinity or -Infinity in JSON; called by the parser with the
     constant's name.
     """
@@ -223,10 +229,12 @@ def _no_constant(name: str) -> Any:
 
 
 # to parse JSON values inside a longer text, with the same refusals as parse_json
-DECODER = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_constant)
+JSON_DECODER = json.JSONDecoder(
+    object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
+)
 
 
-def write(path: Path, content: Content, new: bool = False, durable: bool = True) -> None:
+def write_file(path: Path, content: FileContent, new: bool = False, durable: bool = True) -> None:
     """Write a file completely or not at all, replacing an existing one; `content` is its bytes, or
     a function that writes them to an open file.
 
@@ -235,7 +243,7 @@ def write(path: Path, content: Content, new: bool = False, durable: bool = True)
     goes to a temporary file `.NAME.XXXXXXXX.part` in the same folder first, which is removed in any
     case. Raise OSError if it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     try:
         with temporary.open("xb") as file:
             if callable(content):
@@ -243,9 +251,9 @@ def write(path: Path, content: Content, new: bool = False, durable: bool = True)
             else:
                 file.write(content)
             if durable:
-                synced(file)
+                sync_file(file)
         if durable:
-            place(temporary, path, new)
+            move_into_place(temporary, path, new)
         else:
             os.replace(temporary, path)
     finally:
@@ -253,13 +261,13 @@ def write(path: Path, content: Content, new: bool = False, durable: bool = True)
             temporary.unlink()
 
 
-def synced(file: BinaryIO) -> None:
+def sync_file(file: BinaryIO) -> None:
     """Flush an open file and sync its content to disk (fsync)."""
     file.flush()
     os.fsync(file.fileno())
 
 
-def place(temporary: Path, path: Path, new: bool = False) -> None:
+def move_into_place(temporary: Path, path: Path, new: bool = False) -> None:
     """Give a complete, synced temporary file its final name and sync the folder, so that the name
     survives a loss of power.
 
@@ -270,10 +278,10 @@ def place(temporary: Path, path: Path, new: bool = False) -> None:
         os.link(temporary, path)
     else:
         os.replace(temporary, path)
-    sync(path.parent)
+    sync_folder(path.parent)
 
 
-def sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Sync a folder to disk (fsync), so that new names in it survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -282,7 +290,7 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def git(folder: Path, *arguments: str) -> str | None:
+def run_git(folder: Path, *arguments: str) -> str | None:
     """Run git in a folder and return its stdout without surrounding white space; None if git is
     missing or fails (no repository), or does not answer within `GIT_TIMEOUT_S`.
 
@@ -293,7 +301,7 @@ def git(folder: Path, *arguments: str) -> str | None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -303,4 +311,4 @@ def git(folder: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

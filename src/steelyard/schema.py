@@ -17,10 +17,10 @@ from pydantic import (
 
 # Which operands of a matmul are transposed, in BLAS letters: the forward pass is x·Wᵀ (nt), the
 # gradient of the input g·W (nn), that of the weight gᵀ·x (tn).
-Layout = Literal["nt", "nn", "tn"]
+MatmulLayout = Literal["nt", "nn", "tn"]
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     """A pydantic model that cannot be changed, refuses unknown keys, and refuses NaN and infinity,
     which JSON does not have. Fields may be set by name or by alias.
     """
@@ -30,7 +30,7 @@ class Frozen(BaseModel):
     )
 
 
-class GrownTable(Frozen):
+class GrownModel(FrozenModel):
     """A frozen model that got fields after files with it were first written.
 
     Fields listed in `LATER` are left out when the model is serialized with None in them, so that
@@ -40,7 +40,7 @@ class GrownTable(Frozen):
     LATER: ClassVar[tuple[str, ...]] = ()
 
     @model_serializer(mode="wrap")
-    def _as_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_known(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize the model without those fields of `LATER` that are None."""
         return {
             name: value
@@ -49,7 +49,7 @@ class GrownTable(Frozen):
         }
 
 
-class OpenTable(Frozen):
+class ExtensibleModel(FrozenModel):
     """A frozen model with some known fields that accepts other keys too: an accelerator, a plug-in
     or a later version may add them. Fields that were not set are not serialized.
     """
@@ -57,12 +57,12 @@ class OpenTable(Frozen):
     model_config = ConfigDict(extra="allow")
 
     @model_serializer(mode="wrap")
-    def _as_told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_set_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Serialize only the keys that were given to the constructor; defaults are left out."""
         return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
 
 
-def canonical(value: Any) -> str:
+def to_canonical_json(value: Any) -> str:
     """Return a value as JSON in the one spelling that hashes are taken over: keys sorted, no
     spaces, no escapes for non-ASCII characters. Raise ValueError for NaN or infinity.
     """
@@ -71,11 +71,11 @@ def canonical(value: Any) -> str:
     )
 
 
-def first_problem(error: ValidationError) -> str:
+def describe_first_problem(error: ValidationError) -> str:
     """Return the first problem of a pydantic validation error as "path.to.field: message", or the
     message alone for the model as a whole.
     """
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    what = first["msg"].removeprefix("Value error, ")  # pydantic's prefix for a ValueError
-    return f"{where}: {what}" if where else what
+    location = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")  # pydantic's prefix for a ValueError
+    return f"{location}: {message}" if location else message

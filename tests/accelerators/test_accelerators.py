@@ -9,11 +9,15 @@ import pytest
 from fixtures.golden import golden
 from fixtures.nvml import FIND, python
 from steelyard import accelerators, plugins
-from steelyard.accelerators import Accelerator, Found, nvml
+from steelyard.accelerators import Accelerator, DetectedDevice, nvml
 from steelyard.errors import RequestError
 
-A = Found("NVIDIA H200", "GPU-aaaa0000-0000-0000-0000-000000000000", 150754820096, 0, "570.86.15")
-B = Found("NVIDIA H200", "GPU-aabb1111-0000-0000-0000-000000000000", 150754820096, 1, "570.86.15")
+A = DetectedDevice(
+    "NVIDIA H200", "GPU-aaaa0000-0000-0000-0000-000000000000", 150754820096, 0, "570.86.15"
+)
+B = DetectedDevice(
+    "NVIDIA H200", "GPU-aabb1111-0000-0000-0000-000000000000", 150754820096, 1, "570.86.15"
+)
 
 
 @pytest.mark.process
@@ -28,8 +32,8 @@ def test_the_parent_side_has_no_torch() -> None:
 import json, os, sys
 from steelyard import accelerators
 from steelyard.run.clock import now
-from steelyard.run.telemetry import Sampler
-sampler = Sampler(accelerators.CPU.sources(accelerators.CPU.find()), now())
+from steelyard.run.telemetry import TelemetrySampler
+sampler = TelemetrySampler(accelerators.CPU.sources(accelerators.CPU.find()), now())
 sampler.start()
 sampler.stop()
 print(json.dumps("torch" in sys.modules))
@@ -41,7 +45,7 @@ print(json.dumps("torch" in sys.modules))
 def test_devices_come_from_nvml(fake: str) -> None:
     name, found = python(FIND, LD_LIBRARY_PATH=fake)
     assert name == "cuda"
-    assert [Found(**row) for row in found] == [A, B]
+    assert [DetectedDevice(**row) for row in found] == [A, B]
 
 
 DRIVER_NOT_LOADED = {"FAKE_NVML_INIT": "9"}
@@ -92,42 +96,44 @@ def test_a_broken_driver_is_an_error(fake: str) -> None:
         ("GPU-cc", []),
     ],
 )
-def test_visible_devices(visible: str | None, expected: list[Found]) -> None:
-    assert nvml.select([A, B], visible) == expected
+def test_visible_devices(visible: str | None, expected: list[DetectedDevice]) -> None:
+    assert nvml.select_visible([A, B], visible) == expected
 
 
 def test_a_part_of_a_device_is_refused() -> None:
     with pytest.raises(RequestError, match="'MIG-1', a part of a device; use whole devices"):
-        nvml.select([A, B], "MIG-1")
+        nvml.select_visible([A, B], "MIG-1")
 
 
-def row(name: str, found: list[Found]) -> Accelerator:
+def row(name: str, found: list[DetectedDevice]) -> Accelerator:
     return Accelerator(name, lambda: found, lambda found: [], {"torch": "collections:Counter"})
 
 
-NPU = row("npu", [Found("Ascend910B3", None, None, 0, None)])
+NPU = row("npu", [DetectedDevice("Ascend910B3", None, None, 0, None)])
 NO_NPU = row("npu", [])
 OTHER_CPU = row("cpu", [])
 
 
 def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.GROUP)
+    entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.ENTRY_POINT_GROUP)
     monkeypatch.setattr(
-        plugins, "_entries", lambda group, path: (entry,) if group == accelerators.GROUP else ()
+        plugins,
+        "_find_entry_points",
+        lambda group, path: (entry,) if group == accelerators.ENTRY_POINT_GROUP else (),
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def test_a_third_party_row(monkeypatch: pytest.MonkeyPatch) -> None:
     with_entry(monkeypatch, "NPU")
-    assert list(accelerators.table()) == ["cuda", "npu", "cpu"]
-    assert accelerators.detect() is NPU
-    assert accelerators.named("npu") is NPU
+    assert list(accelerators.load_accelerators()) == ["cuda", "npu", "cpu"]
+    assert accelerators.detect_accelerator() is NPU
+    assert accelerators.find_accelerator("npu") is NPU
 
 
 def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     with_entry(monkeypatch, "NO_NPU")
-    assert accelerators.detect() is accelerators.CPU
+    assert accelerators.detect_accelerator() is accelerators.CPU
 
 
 @pytest.mark.parametrize(
@@ -141,9 +147,9 @@ def test_a_third_party_row_without_devices(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bad_third_party_row(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
     with_entry(monkeypatch, name)
     with pytest.raises(RequestError, match=message):
-        accelerators.table()
+        accelerators.load_accelerators()
 
 
 def test_an_unknown_name() -> None:
     with pytest.raises(RequestError, match="accelerator 'tpu' is not known; known: cuda, cpu"):
-        accelerators.named("tpu")
+        accelerators.find_accelerator("tpu")

@@ -36,11 +36,11 @@ def test_the_memory_of_a_cpu_is_what_is_said_of_it(
     for name, text in files.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(text)
-    assert cpu.capacity(proc, place) == expected
+    assert cpu.read_memory_limit(proc, place) == expected
 
 
 def test_a_cpu_is_not_filled():
-    size, how = cpu_torch.Device(0, lambda: 0.0).capacity()
+    size, how = cpu_torch.CpuTorchDevice(0, lambda: 0.0).capacity()
     assert 0 < size <= HOST
     assert how.startswith("not tried: ")
 
@@ -59,7 +59,7 @@ def test_a_cuda_device_lacks_by_its_capability(
     capability, lacking, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    device = cuda_torch.Device.__new__(cuda_torch.Device)
+    device = cuda_torch.CudaTorchDevice.__new__(cuda_torch.CudaTorchDevice)
     device._index = 0
     assert set(device.lacks) == lacking
     assert device.capacity() is None

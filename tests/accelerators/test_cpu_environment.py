@@ -18,29 +18,29 @@ WITHOUT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As a process that has asked nothing yet, on a CPU with AMX whose probe dies."""
-    monkeypatch.delenv(cpu.ISA, raising=False)
-    monkeypatch.setattr(cpu, "PROBE", DIES)
-    monkeypatch.setattr(cpu, "_flags", lambda: {"avx512f", "amx_bf16"})
-    cpu._survives.cache_clear()
+    monkeypatch.delenv(cpu.ISA_VARIABLE, raising=False)
+    monkeypatch.setattr(cpu, "AMX_PROBE", DIES)
+    monkeypatch.setattr(cpu, "_read_flags", lambda: {"avx512f", "amx_bf16"})
+    cpu._can_multiply_bf16.cache_clear()
     yield
-    cpu._survives.cache_clear()
+    cpu._can_multiply_bf16.cache_clear()
 
 
 @pytest.mark.process
 def test_a_probe_that_dies_of_sigill() -> None:
-    assert cpu.environment("bf16") == cpu.environment("fp8") == WITHOUT
+    assert cpu.choose_worker_environment("bf16") == cpu.choose_worker_environment("fp8") == WITHOUT
 
 
 def test_no_flag_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_flags", lambda: {"avx512f", "avx512_bf16"})
-    assert cpu.environment("bf16") == cpu.environment("fp8") == {}
-    assert cpu._survives.cache_info().misses == 0
+    monkeypatch.setattr(cpu, "_read_flags", lambda: {"avx512f", "avx512_bf16"})
+    assert cpu.choose_worker_environment("bf16") == cpu.choose_worker_environment("fp8") == {}
+    assert cpu._can_multiply_bf16.cache_info().misses == 0
 
 
 @pytest.mark.parametrize("matmul", ["fp32", "fp16", "tf32"])
 def test_other_precisions_are_left_alone(matmul: str) -> None:
-    assert cpu.environment(matmul) == {}
-    assert cpu._survives.cache_info().misses == 0
+    assert cpu.choose_worker_environment(matmul) == {}
+    assert cpu._can_multiply_bf16.cache_info().misses == 0
 
 
 @pytest.mark.process
@@ -49,21 +49,21 @@ def test_other_precisions_are_left_alone(matmul: str) -> None:
     ["pass", "raise SystemExit(3)", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"],
 )
 def test_only_sigill_tells(monkeypatch: pytest.MonkeyPatch, probe: str) -> None:
-    monkeypatch.setattr(cpu, "PROBE", probe)
-    assert cpu.environment("bf16") == {}
+    monkeypatch.setattr(cpu, "AMX_PROBE", probe)
+    assert cpu.choose_worker_environment("bf16") == {}
 
 
 @pytest.mark.process
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "PROBE", "import time; time.sleep(60)")
+    monkeypatch.setattr(cpu, "AMX_PROBE", "import time; time.sleep(60)")
     monkeypatch.setattr(cpu, "PROBE_TIMEOUT_S", 0.2)
-    assert cpu.environment("bf16") == {}
+    assert cpu.choose_worker_environment("bf16") == {}
 
 
 def test_a_users_own_setting_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cpu.ISA, "AVX2")
-    assert cpu.environment("bf16") == {}
-    assert cpu._survives.cache_info().misses == 0
+    monkeypatch.setenv(cpu.ISA_VARIABLE, "AVX2")
+    assert cpu.choose_worker_environment("bf16") == {}
+    assert cpu._can_multiply_bf16.cache_info().misses == 0
 
 
 @pytest.mark.process
@@ -76,13 +76,13 @@ def test_the_probe_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(command, **options)
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert [cpu.environment("bf16") for _ in range(3)] == [WITHOUT] * 3
+    assert [cpu.choose_worker_environment("bf16") for _ in range(3)] == [WITHOUT] * 3
     assert asked == [DIES]
 
 
 def test_without_torch_there_is_nothing_to_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
-    assert cpu.environment("bf16") == {}
+    assert cpu.choose_worker_environment("bf16") == {}
 
 
 def test_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -91,5 +91,5 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text.write_text(
         "processor\t: 0\nflags\t\t: fpu amx_bf16 amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
-    assert cpu._flags(text) == {"fpu", "amx_bf16", "amx_tile"}
-    assert cpu._flags(tmp_path / "absent") == set()
+    assert cpu._read_flags(text) == {"fpu", "amx_bf16", "amx_tile"}
+    assert cpu._read_flags(tmp_path / "absent") == set()

@@ -11,7 +11,7 @@ import torch
 from fixtures.nvml import FIND, library, python
 from steelyard.accelerators import cpu, cpu_torch, nvml
 from steelyard.accelerators.events import HostEvent
-from steelyard.accelerators.row import Source
+from steelyard.accelerators.row import TelemetrySource
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.errors import RequestError
 from steelyard.kernels import jit
@@ -20,8 +20,8 @@ from steelyard.run.clock import now
 READ = """
 import json
 from steelyard.accelerators import nvml
-found = nvml.sources(nvml.find(None))
-print(json.dumps([[source.device, source.whole(()), *(source.read(()) for _ in range(10))] for source in found]))
+found = nvml.make_sources(nvml.find_nvidia_devices(None))
+print(json.dumps([[source.device, source.read_all(()), *(source.read(()) for _ in range(10))] for source in found]))
 """
 FIRST = {
     "memory_bytes": 1000,
@@ -83,17 +83,17 @@ def test_the_sampler_of_cuda(fake: str) -> None:
 import json, os
 from steelyard.accelerators import CUDA
 from steelyard.run.clock import now
-from steelyard.run.telemetry import DeviceReadings, Sampler
-sampler = Sampler(CUDA.sources(CUDA.find()), now())
+from steelyard.run.telemetry import DeviceReadings, TelemetrySampler
+sampler = TelemetrySampler(CUDA.sources(CUDA.find()), now())
 os.environ["FAKE_NVML_PROCESSES"] = "3"
 sampler.start()
 os.environ["FAKE_NVML_PROCESSES"] = "4"
 sampler.stop()
-period_s, rows = sampler.take()
+period_s, rows = sampler.take_new_rows()
 kept = [DeviceReadings("here", source.device, dict(CUDA.severity)) for source in sampler.sources]
 for one, columns in zip(kept, rows):
     one.add(period_s, columns)
-print(json.dumps([one.series().model_dump(mode="json") for one in kept]))
+print(json.dumps([one.to_series().model_dump(mode="json") for one in kept]))
 """
     series = python(code, LD_LIBRARY_PATH=fake, CUDA_VISIBLE_DEVICES="1,0")
     assert [(one["device"], one["baseline_processes"]) for one in series] == [
@@ -108,12 +108,12 @@ print(json.dumps([one.series().model_dump(mode="json") for one in kept]))
 
 
 def test_reasons() -> None:
-    assert nvml.reason_names(0) == []
-    assert nvml.reason_names(0x1FF) == [reason.name for reason in nvml.REASONS[:9]]
-    assert nvml.reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
+    assert nvml.list_reason_names(0) == []
+    assert nvml.list_reason_names(0x1FF) == [reason.name for reason in nvml.CLOCK_REASONS[:9]]
+    assert nvml.list_reason_names(0x1004) == ["sw_power_cap", "unknown_0x1000"]
     assert "unknown_0x1000" not in nvml.SEVERITY
     by_severity = {
-        word: [r.name for r in nvml.REASONS[:9] if nvml.SEVERITY[r.name] == word]
+        word: [r.name for r in nvml.CLOCK_REASONS[:9] if nvml.SEVERITY[r.name] == word]
         for word in ("note", "nothing")
     }
     assert by_severity == {
@@ -136,7 +136,7 @@ def test_reason_bits_are_those_of_the_library() -> None:
         "applications_clocks": "ApplicationsClocksSetting",
         "display_clock": "DisplayClockSetting",
     }
-    for reason in nvml.REASONS[:9]:
+    for reason in nvml.CLOCK_REASONS[:9]:
         suffix = official.get(reason.name, reason.name.title().replace("_", ""))
         assert reason.bit == getattr(pynvml, f"nvmlClocksEventReason{suffix}")
 
@@ -147,10 +147,10 @@ def test_cpu_model_name(tmp_path: Path) -> None:
         "processor\t: 0\nmodel\t\t: 85\nmodel name\t: Xeon: the first \nmodel name\t: Xeon, the"
         " second\n"
     )
-    assert cpu.model_name(text) == "Xeon: the first"
+    assert cpu.read_model_name(text) == "Xeon: the first"
     text.write_text("processor\t: 0\nBogoMIPS\t: 50.00\n")
-    assert cpu.model_name(text) == platform.machine()
-    assert cpu.model_name(tmp_path / "absent") == platform.machine()
+    assert cpu.read_model_name(text) == platform.machine()
+    assert cpu.read_model_name(tmp_path / "absent") == platform.machine()
 
 
 def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (tmp_path / str(pid) / "statm").write_text(f"9999 {pages} 5 1 0 60 0\n")
     monkeypatch.setattr(cpu, "PROC", tmp_path)
     monkeypatch.setattr(cpu, "PAGE_BYTES", 1)
-    monkeypatch.setattr(cpu, "LOOK", 2)
-    source: Source = cpu.source()
+    monkeypatch.setattr(cpu, "SEARCH_EVERY", 2)
+    source: TelemetrySource = cpu.make_cpu_source()
     assert source.device == "cpu"
     assert source.read((1,)) == {"memory_bytes": 320}
     assert source.read((1, 5)) == {"memory_bytes": 327}
@@ -173,12 +173,12 @@ def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert source.read((5,)) == {"memory_bytes": 7}
     assert source.read((5,)) == {"memory_bytes": 327}
     assert source.read((4,)) == {"memory_bytes": None}
-    assert cpu.source().read(()) == {"memory_bytes": None}
+    assert cpu.make_cpu_source().read(()) == {"memory_bytes": None}
 
 
 def test_the_cpu_device() -> None:
 
-    device = cpu_torch.Device(3, now)
+    device = cpu_torch.CpuTorchDevice(3, now)
     total = psutil.virtual_memory().total
     assert (device.backend, device.matmul_shape, device.torch_device) == (
         "gloo",
@@ -192,7 +192,7 @@ def test_the_cpu_device() -> None:
     assert (memory["allocated_bytes"], memory["reserved_bytes"]) == (None, None)
     assert 0 < memory["in_use_bytes"] < total
     assert device.identity() == {
-        "name": cpu.model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
+        "name": cpu.read_model_name(), "uuid": None, "memory_bytes": total, "capability": None, "multiprocessors": None
     }  # fmt: skip
     assert device.versions() == {"cuda": None, "cudnn": None, "nccl": None}
     assert device.attention("bf16", True) == "rows"
@@ -237,7 +237,7 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", {2: 7}.get)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", {2: 8}.get)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    device = cuda_torch.Device(2, now)
+    device = cuda_torch.CudaTorchDevice(2, now)
     device.synchronize()
     device.reset_memory()
     assert calls == [("set_device", 2), ("synchronize", 2), ("reset_peak_memory_stats", 2)]
@@ -270,14 +270,14 @@ def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.cudnn.m.version", lambda: 91002)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert cuda_torch.Device(0, now).versions() == {
+    assert cuda_torch.CudaTorchDevice(0, now).versions() == {
         "cuda": "12.8",
         "cudnn": "9.10.2",
         "nccl": "2.27.5",
     }
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert cuda_torch.Device(0, now).versions()["nccl"] is None
-    assert cuda_torch.cudnn_version(None) is None
+    assert cuda_torch.CudaTorchDevice(0, now).versions()["nccl"] is None
+    assert cuda_torch.format_cudnn_version(None) is None
 
 
 @pytest.mark.process
@@ -289,7 +289,7 @@ import torch
 from steelyard.accelerators import cuda_torch
 warnings.simplefilter("error")
 torch.cuda.set_device = lambda index: None
-device = cuda_torch.Device(0, lambda: 0.0)
+device = cuda_torch.CudaTorchDevice(0, lambda: 0.0)
 out = []
 for precision in ("fp32", "tf32", "bf16", "tf32", "fp16"):
     device.set_precision(precision)
@@ -301,7 +301,7 @@ print(json.dumps(out))
     assert python(code) == [[False] * 5, [True] * 5, [False] * 5, [True] * 5, [False] * 5]
 
 
-class WithTriton(cpu_torch.Device):
+class WithTriton(cpu_torch.CpuTorchDevice):
     triton = True
 
     @property
@@ -314,12 +314,13 @@ class WithoutTriton(WithTriton):
 
 
 @pytest.mark.parametrize(
-    ("device", "runs"), [(WithTriton, True), (WithoutTriton, False), (cpu_torch.Device, False)]
+    ("device", "runs"),
+    [(WithTriton, True), (WithoutTriton, False), (cpu_torch.CpuTorchDevice, False)],
 )
 def test_a_device_class_says_whether_triton_runs(
     device: type, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jit, "HERE", True)
-    monkeypatch.setattr(jit, "_without", ["cpu"])
+    monkeypatch.setattr(jit, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(jit, "_device_types_without_triton", ["cpu"])
     framework = TorchFramework(f"{device.__module__}:{device.__name__}", 0, now)
-    assert jit.serve(framework.device.torch_device) is runs
+    assert jit.has_triton(framework.device.torch_device) is runs

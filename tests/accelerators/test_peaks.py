@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard import accelerators
-from steelyard.accelerators import CUDA, Found, peaks
+from steelyard.accelerators import CUDA, DetectedDevice, peaks
 from steelyard.accelerators.peaks import Peak
 
 REQUIRED = [
@@ -24,7 +24,7 @@ REQUIRED = [
 
 
 def peak(name: str, memory_bytes: int | None) -> Peak | None:
-    return accelerators.peak(CUDA, Found(name, None, memory_bytes, 0, None))
+    return accelerators.find_peak(CUDA, DetectedDevice(name, None, memory_bytes, 0, None))
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -34,7 +34,7 @@ def test_required_peaks(name: str) -> None:
     assert name in found.match
 
 
-@pytest.mark.parametrize("found", peaks.shipped(), ids=lambda found: found.name)
+@pytest.mark.parametrize("found", peaks.load_shipped_peaks(), ids=lambda found: found.name)
 def test_every_peak(found: Peak) -> None:
     assert re.search(r"\b20[12]\d\b", found.source), "a source has its year"
     assert all(rate >= 1e12 for rate in found.flops_per_s.values()), "a rate in other units"
@@ -72,15 +72,15 @@ bf16 = {rate}
 
 
 def test_memory_tells_devices_of_one_name_apart() -> None:
-    small, large = peaks.parse(
+    small, large = peaks.parse_peaks(
         ROW.format(name="small", more="memory_gib = 40", rate=1e12)
         + ROW.format(name="large", more="memory_gib = 80", rate=2e12)
     )
-    assert [(small.fits("X", gib << 30), large.fits("X", gib << 30)) for gib in (35, 39, 60, 79)] == [
+    assert [(small.is_of_device("X", gib << 30), large.is_of_device("X", gib << 30)) for gib in (35, 39, 60, 79)] == [
         (False, False), (True, False), (False, False), (False, True)
     ]  # fmt: skip
-    assert not small.fits("X", None)
-    assert not small.fits("Y", 40 << 30)
+    assert not small.is_of_device("X", None)
+    assert not small.is_of_device("Y", 40 << 30)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_memory_tells_devices_of_one_name_apart() -> None:
 )
 def test_a_bad_peak_table(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        peaks.parse(text)
+        peaks.parse_peaks(text)
 
 
 def test_a_row_that_an_accelerator_brings_comes_first() -> None:
-    [own] = peaks.parse(ROW.format(name="own", more="", rate=3e12))
+    [own] = peaks.parse_peaks(ROW.format(name="own", more="", rate=3e12))
     mine = replace(CUDA, peaks=(own,))
-    assert accelerators.peak(mine, Found("X", None, None, 0, None)) is own
-    assert accelerators.peak(CUDA, Found("X", None, None, 0, None)) is None
-    assert accelerators.peak(mine, Found("NVIDIA H200", None, None, 0, None)) == peak(
+    assert accelerators.find_peak(mine, DetectedDevice("X", None, None, 0, None)) is own
+    assert accelerators.find_peak(CUDA, DetectedDevice("X", None, None, 0, None)) is None
+    assert accelerators.find_peak(mine, DetectedDevice("NVIDIA H200", None, None, 0, None)) == peak(
         "NVIDIA H200", None
     )

@@ -7,7 +7,7 @@ import pytest
 
 from fixtures.golden import golden
 from fixtures.nvml import library, python
-from steelyard.record.facts import DeviceState
+from steelyard.record.run_facts import DeviceState
 
 pytestmark = pytest.mark.process
 
@@ -18,9 +18,9 @@ STATES = (
 CHECK = """
 import io, json, sys
 from contextlib import redirect_stdout
-from steelyard.run import fitness
+from steelyard.run import machine_inspection
 from steelyard import cli
-fitness.WATCH_S = 0.01
+machine_inspection.WATCH_S = 0.01
 sys.argv = ["steelyard", "check", "--json"]
 out, code = io.StringIO(), 0
 try:

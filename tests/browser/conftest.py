@@ -60,7 +60,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made
     read: dict[str, list[Record]] = {}
     sources: dict[str, Callable[[], list[Record]]] = {
         "h200": lambda: [
-            records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))
+            records.read_record(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))
         ],
         "made": lambda: [*everything(), make(id="4d" * 16, case__size="smoke")],
         "two": two_accelerators,

@@ -39,7 +39,9 @@ PICTURES = (
 def main(folder: Path) -> int:
     """Writes them all; 1 where one is too large."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = [records.read(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))]
+    found = [
+        records.read_record(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))
+    ]
     with tempfile.TemporaryDirectory() as made, sync_playwright() as play:
         page = Path(made, "page.html")
         page.write_text(report.render(found, "html", "en"), encoding="utf-8")

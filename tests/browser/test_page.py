@@ -10,7 +10,7 @@ import pytest
 
 from fixtures.browser import AXE, BEYOND, OPEN_ALL, Made, View
 from steelyard import report
-from steelyard.report.runs import by_case
+from steelyard.report.numbered_runs import group_by_case
 
 Look = Callable[..., View]
 Pages = Callable[..., Made]
@@ -36,7 +36,7 @@ def test_the_comparison_is_what_one_sees_first(look: Look, pages: Pages) -> None
     assert places[-1] <= 1500
     assert view.js("document.querySelector('dt').textContent") == "NVIDIA H200 × 1"
     assert places[2] <= 200
-    cases, runs = len(by_case(made.records)), len(made.records)
+    cases, runs = len(group_by_case(made.records)), len(made.records)
     assert view.js("document.documentElement.scrollHeight") <= 1000 + 1500 * cases + 75 * runs
     printed = view.page.pdf(prefer_css_page_size=True)
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) <= 2 + cases + runs

@@ -10,16 +10,16 @@ from fixtures.cases import NAME, OWN, own, refusal
 from fixtures.golden import golden
 from steelyard import accelerators
 from steelyard.case import resolve
-from steelyard.case.precision import presets
+from steelyard.case.precision import load_presets
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.tasks.questions import MadeQuestions
+from steelyard.tasks.questions import GeneratedQuestionsConfig
 
 # Files.
 
 
 def test_the_shipped_case() -> None:
-    found = resolve.resolve(NAME).case
+    found = resolve.resolve_case(NAME).case
     assert (found.name, found.size, found.divisions) == (NAME, "full", ["closed", "open"])
     model = found.question.model
     assert (model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab, model.positions) == (
@@ -33,11 +33,11 @@ def test_the_shipped_case() -> None:
         ("fp32", "tf32"),
     ]
     assert found.reference[0].values["p_infer_core"] == 10052.2
-    assert NAME in resolve.names()
+    assert NAME in resolve.list_shipped_cases()
 
 
 def test_smoke_changes_what_it_names_and_nothing_else() -> None:
-    full, smoke = (resolve.resolve(NAME, size).case for size in ("full", "smoke"))
+    full, smoke = (resolve.resolve_case(NAME, size).case for size in ("full", "smoke"))
     assert smoke.size == "smoke"
     changed = {
         "precision": smoke.question.precision,
@@ -48,7 +48,7 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
             }
         ),
         "data": full.question.data.model_copy(
-            update={"context": 256, "subjects": 4, "made": MadeQuestions(subjects=4, questions=12)}
+            update={"context": 256, "subjects": 4, "made": GeneratedQuestionsConfig(subjects=4, questions=12)}
         ),
     }  # fmt: skip
     assert smoke.question == full.question.model_copy(update=changed)
@@ -61,22 +61,22 @@ def test_smoke_changes_what_it_names_and_nothing_else() -> None:
 
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = own(tmp_path)
-    found = resolve.resolve(path)
+    found = resolve.resolve_case(path)
     assert found.path == path
     assert found.case.name == "own"
-    assert found.case.question.precision == presets()["score"]["fp16"]
+    assert found.case.question.precision == load_presets()["score"]["fp16"]
     assert found.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
-    assert resolve.resolve("own.toml").case == found.case
+    assert resolve.resolve_case("own.toml").case == found.case
     # it has no smoke table
-    assert resolve.resolve("own.toml", "smoke").case == found.case.model_copy(
+    assert resolve.resolve_case("own.toml", "smoke").case == found.case.model_copy(
         update={"size": "smoke"}
     )
 
 
 def test_names_that_are_none(tmp_path: Path) -> None:
     assert refusal("llama2-7b-mmul") == (golden("no-case-llama-2-7-mmul"))
-    known = ", ".join(resolve.names())
+    known = ", ".join(resolve.list_shipped_cases())
     assert refusal("zzz") == golden("no-case-zzz-known-cases-smoke", known)
     for path in (str(tmp_path / "absent.toml"), "../../etc/passwd.toml"):
         assert (
@@ -174,7 +174,7 @@ def test_unknown_keys_are_refused_in_one_line(
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 KIND = "no task 'gsm8k'; known: mmlu, lambada, openwebtext, alpaca, superglue_record"
-FAMILY = f"no family 'bert'; known: {', '.join(families.table())}"
+FAMILY = f"no family 'bert'; known: {', '.join(families.load_families())}"
 INTEGER = "must be a whole number"
 
 
@@ -249,7 +249,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
         tmp_path, text, ("ffn = 12", "intermediate_size = 12"), ("vocab = 32", 'vocab = "32k"')
     )
     with pytest.raises(RequestError) as caught:
-        resolve.resolve(path)
+        resolve.resolve_case(path)
     assert caught.value.lines == [
         f"case {path!r}: 4 problems; see docs/cases.md",
         golden("line-16-unknown-key-question-model"),
@@ -268,14 +268,14 @@ def test_no_words_of_the_library_are_left() -> None:
         ("reference", [{"source": 1}]), ("devices", "x"), ("question.seed", 1e30), ("question.data.shots", 9),
     ]  # fmt: skip
     for key, value in wrong:
-        table = resolve.read(NAME).table
+        table = resolve.read_case(NAME).table
         *parents, leaf = key.split(".")
         node = table
         for part in parents:
             node = node.setdefault(part, {})
         node[leaf] = value
         with pytest.raises(RequestError) as caught:
-            resolve.resolve(resolve.Source("own.toml", "", table))
+            resolve.resolve_case(resolve.CaseSource("own.toml", "", table))
         for word in ("Input", "valid", "Field", "error", "belongs", "instance"):
             assert word not in str(caught.value).replace("invalid", ""), (key, str(caught.value))
 
@@ -342,7 +342,7 @@ def test_unknown_keys_inside_smoke(tmp_path: Path) -> None:
 )
 def test_environment_that_is_not_allowed(name: str, tmp_path: Path) -> None:
     path = own(tmp_path, OWN + f'\n[tune.env]\n{name} = "x"\n')
-    allowed = ", ".join(sorted(accelerators.tune_variables()))
+    allowed = ", ".join(sorted(accelerators.list_tune_variables()))
     expected = f"environment variable {name} is not one a tune may set; allowed: {allowed}"
     assert f"tune: {expected}" in refusal(path)
     assert expected in refusal(NAME, "full", f"tune.env.{name}=x")
@@ -366,6 +366,6 @@ def test_environment_with_a_nul(tmp_path: Path) -> None:
     ],
 )
 def test_environment_is_text(setting: str, value: str) -> None:
-    found = resolve.resolve(NAME, settings=[setting])
+    found = resolve.resolve_case(NAME, settings=[setting])
     assert found.case.tune.env == {"OMP_NUM_THREADS": value}
     assert found.origins["tune.env.OMP_NUM_THREADS"] == "command line"

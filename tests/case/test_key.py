@@ -13,10 +13,10 @@ from fixtures.records import RUNS
 from steelyard import schema, tasks
 from steelyard.case import case
 from steelyard.case.case import Case
-from steelyard.case.key import LATER, key_of
+from steelyard.case.key import LATER_FIELDS, compute_question_key
 from steelyard.case.question import Question
-from steelyard.case.resolve import changed_question, names, resolve
-from steelyard.metrics.shipped import later
+from steelyard.case.resolve import list_changed_keys, list_shipped_cases, resolve_case
+from steelyard.metrics.shipped_cases import list_later_fields
 from steelyard.models import families
 from steelyard.models.shapes import LlamaModel
 from steelyard.record import record
@@ -71,20 +71,22 @@ def test_the_questions_leaves() -> None:
 @pytest.mark.parametrize("dotted", [one for one in question_leaves() if one != "data.fingerprint"])
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_every_part_of_the_question_is_in_the_key(dotted: str) -> None:
-    before = resolve("llama1-7b-openwebtext" if dotted.startswith("train.") else NAME, "smoke").case
+    before = resolve_case(
+        "llama1-7b-openwebtext" if dotted.startswith("train.") else NAME, "smoke"
+    ).case
     old = leaf(before.question, dotted)
     value = OTHER.get(dotted, other(old))
     assert value != old
     after = with_leaf(before, f"question.{dotted}", value)
-    assert after.key(FINGERPRINT) != before.key(FINGERPRINT)
+    assert after.compute_key(FINGERPRINT) != before.compute_key(FINGERPRINT)
 
 
 def test_the_data_that_was_read_is_in_the_key() -> None:
     """And not the fingerprint that the case expects: that is a statement about the published set."""
-    before = resolve(NAME, "smoke").case
-    assert before.key("a") != before.key("b")
+    before = resolve_case(NAME, "smoke").case
+    assert before.compute_key("a") != before.compute_key("b")
     after = with_leaf(before, "question.data.fingerprint", "other")
-    assert after.key("a") == before.key("a")
+    assert after.compute_key("a") == before.compute_key("a")
 
 
 @pytest.mark.parametrize(
@@ -115,14 +117,14 @@ def test_the_data_that_was_read_is_in_the_key() -> None:
     ids=lambda changes: ",".join(changes),
 )
 def test_nothing_else_is_in_the_key(changes: dict[str, Any]) -> None:
-    before = resolve(NAME, "smoke").case
+    before = resolve_case(NAME, "smoke").case
     after = before.model_copy(update=changes)
     assert after != before
-    assert after.key(FINGERPRINT) == before.key(FINGERPRINT)
+    assert after.compute_key(FINGERPRINT) == before.compute_key(FINGERPRINT)
 
 
 def test_the_key_is_a_hash_of_values_not_of_spellings(tmp_path: Path) -> None:
-    key = resolve(own(tmp_path)).case.key(FINGERPRINT)
+    key = resolve_case(own(tmp_path)).case.compute_key(FINGERPRINT)
     assert re.fullmatch("[0-9a-f]{16}", key)
     spelled = own(
         tmp_path,
@@ -130,25 +132,35 @@ def test_the_key_is_a_hash_of_values_not_of_spellings(tmp_path: Path) -> None:
         ("layers = 1", "layers = 0x1\nrope_base = 1e4"),
         ("context = 64", "shots = 5\ncontext = 6_4"),
     )
-    assert resolve(spelled).case.key(FINGERPRINT) == key
+    assert resolve_case(spelled).case.compute_key(FINGERPRINT) == key
     assert (
-        resolve(own(tmp_path), settings=["question.model.rope_base=10000"]).case.key(FINGERPRINT)
+        resolve_case(own(tmp_path), settings=["question.model.rope_base=10000"]).case.compute_key(
+            FINGERPRINT
+        )
         == key
     )
-    assert resolve(own(tmp_path), precision="fp16", division="closed").case.key(FINGERPRINT) == key
+    assert (
+        resolve_case(own(tmp_path), precision="fp16", division="closed").case.compute_key(
+            FINGERPRINT
+        )
+        == key
+    )
 
 
 def test_a_case_survives_json() -> None:
-    before = resolve(NAME, "smoke").case
+    before = resolve_case(NAME, "smoke").case
     after = Case.model_validate(json.loads(json.dumps(before.model_dump(mode="json"))))
     assert after == before
-    assert after.key(FINGERPRINT) == before.key(FINGERPRINT)
+    assert after.compute_key(FINGERPRINT) == before.compute_key(FINGERPRINT)
 
 
 def test_canonical_has_one_spelling() -> None:
-    assert schema.canonical({"b": [1, 1.5, None], "a": "é\n"}) == '{"a":"é\\n","b":[1,1.5,null]}'
+    assert (
+        schema.to_canonical_json({"b": [1, 1.5, None], "a": "é\n"})
+        == '{"a":"é\\n","b":[1,1.5,null]}'
+    )
     with pytest.raises(ValueError, match="not JSON compliant"):
-        schema.canonical(float("nan"))
+        schema.to_canonical_json(float("nan"))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_canonical_has_one_spelling() -> None:
     ],
 )
 def test_cases_are_frozen(dotted: str) -> None:
-    found = resolve(NAME).case
+    found = resolve_case(NAME).case
     *parents, name = dotted.split(".")
     owner = leaf(found, ".".join(parents)) if parents else found
     before = getattr(owner, name)
@@ -236,24 +248,28 @@ EARLIER = {
 
 def test_every_shipped_case_is_pinned() -> None:
     assert set(SMOKE) == {
-        (name, one) for name in names() for one in resolve(name, "smoke").case.divisions
+        (name, one)
+        for name in list_shipped_cases()
+        for one in resolve_case(name, "smoke").case.divisions
     }
-    assert {name for name, *_ in FULL} == set(names())
+    assert {name for name, *_ in FULL} == set(list_shipped_cases())
 
 
 @pytest.mark.parametrize(("name", "division"), SMOKE)
 def test_keys_of_smoke_sizes(name: str, division: str) -> None:
     """With the data they make: a change of what is made is a change of the question."""
-    found = resolve(name, "smoke", division=division).case
-    asked = found.question.asked(Sources(None, None, None), None, found.tune.pack, found.published)
-    prepared = found.question.row.prepare(asked)
-    assert found.key(prepared.facts.fingerprint) == SMOKE[name, division]
+    found = resolve_case(name, "smoke", division=division).case
+    asked = found.question.describe_for_task(
+        Sources(None, None, None), None, found.tune.pack, found.published
+    )
+    prepared = found.question.task_row.prepare(asked)
+    assert found.compute_key(prepared.facts.fingerprint) == SMOKE[name, division]
 
 
 @pytest.mark.parametrize(("name", "division", "precision", "fingerprint"), FULL)
 def test_keys_of_full_sizes(name: str, division: str, precision: str, fingerprint: str) -> None:
-    found = resolve(name, "full", precision, division).case
-    assert found.key(fingerprint) == FULL[name, division, precision, fingerprint]
+    found = resolve_case(name, "full", precision, division).case
+    assert found.compute_key(fingerprint) == FULL[name, division, precision, fingerprint]
 
 
 @pytest.mark.parametrize(("size", "precision", "fingerprint"), EARLIER)
@@ -261,57 +277,73 @@ def test_keys_of_alpaca_before_its_later_fields(
     size: str, precision: str, fingerprint: str
 ) -> None:
     name, key = "aquila2-7b-alpaca", EARLIER[size, precision, fingerprint]
-    assert resolve(name, size, precision, settings=BEFORE).case.key(fingerprint) == key
+    assert resolve_case(name, size, precision, settings=BEFORE).case.compute_key(fingerprint) == key
     others = [
-        resolve(name, size, precision, settings=BEFORE[i : i + 1]).case.key(fingerprint)
+        resolve_case(name, size, precision, settings=BEFORE[i : i + 1]).case.compute_key(
+            fingerprint
+        )
         for i in (0, 1)
     ]
-    assert len({key, *others, resolve(name, size, precision).case.key(fingerprint)}) == 4
+    assert (
+        len({key, *others, resolve_case(name, size, precision).case.compute_key(fingerprint)}) == 4
+    )
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
 def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
-    found = record.read(path)
+    found = record.read_record(path)
     asked = found.case
-    assert key_of(asked.question, found.fingerprint) == asked.key
-    if asked.name not in names():  # made of a user's own model
+    assert compute_question_key(asked.question, found.fingerprint) == asked.key
+    if asked.name not in list_shipped_cases():  # made of a user's own model
         assert asked.name.startswith("smollm2-")
         return
-    shipped = resolve(asked.name, asked.size, asked.precision, asked.division).case
-    same = changed_question(asked.origins) == [] and later(found) == []
-    assert (shipped.key(found.fingerprint) == asked.key) == same
+    shipped = resolve_case(asked.name, asked.size, asked.precision, asked.division).case
+    same = list_changed_keys(asked.origins) == [] and list_later_fields(found) == []
+    assert (shipped.compute_key(found.fingerprint) == asked.key) == same
 
 
 def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
     """So that a field can be added and no published key changes."""
-    question = resolve("llama1-7b-openwebtext", "smoke").case.question.model_dump(mode="json")
-    key = key_of(question, FINGERPRINT)
-    assert LATER[0] == (("train", "evaluate_every"), None)
+    question = resolve_case("llama1-7b-openwebtext", "smoke").case.question.model_dump(mode="json")
+    key = compute_question_key(question, FINGERPRINT)
+    assert LATER_FIELDS[0] == (("train", "evaluate_every"), None)
     assert question["train"]["evaluate_every"] is None
     train = question["train"]
     without = {name: value for name, value in train.items() if name != "evaluate_every"}
-    assert key_of(question | {"train": without}, FINGERPRINT) == key
-    assert key_of(question | {"train": train | {"evaluate_every": 5}}, FINGERPRINT) != key
+    assert compute_question_key(question | {"train": without}, FINGERPRINT) == key
+    assert (
+        compute_question_key(question | {"train": train | {"evaluate_every": 5}}, FINGERPRINT)
+        != key
+    )
     # equal is not enough
-    assert key_of(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT) != key
-    scored = resolve(NAME, "smoke").case.question.model_dump(mode="json")
+    assert (
+        compute_question_key(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT)
+        != key
+    )
+    scored = resolve_case(NAME, "smoke").case.question.model_dump(mode="json")
     assert scored["train"] is None
     bare = {name: value for name, value in scored.items() if name != "train"}
-    assert key_of(bare, FINGERPRINT) == key_of(scored, FINGERPRINT)
-    assert key_of(scored | {"train": without}, FINGERPRINT) != key_of(scored, FINGERPRINT)
+    assert compute_question_key(bare, FINGERPRINT) == compute_question_key(scored, FINGERPRINT)
+    assert compute_question_key(scored | {"train": without}, FINGERPRINT) != compute_question_key(
+        scored, FINGERPRINT
+    )
 
 
 def test_every_later_field_is_a_field_with_that_default() -> None:
     """A field of data is one of a task's, and a field of a model one of a family's."""
-    for place, default in LATER:
+    for place, default in LATER_FIELDS:
         models: list[Any] = [Question]
         if place[0] == "data":
             models = [
-                task.data for task in tasks.table().values() if place[1] in task.data.model_fields
+                task.data
+                for task in tasks.load_tasks().values()
+                if place[1] in task.data.model_fields
             ]
         elif place[0] == "model":
             models = [
-                row.shape for row in families.table().values() if place[1] in row.shape.model_fields
+                row.shape
+                for row in families.load_families().values()
+                if place[1] in row.shape.model_fields
             ]
         elif place[1:]:
             models = [

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from steelyard.case import resolve
-from steelyard.case.lines import numbers
+from steelyard.case.toml_lines import find_line_numbers
 
 TEXT = """\
 a = 1 # [not.a.table]
@@ -37,7 +37,7 @@ y = 3
 
 def test_every_key_has_its_line() -> None:
     tomllib.loads(TEXT)
-    assert numbers(TEXT) == {
+    assert find_line_numbers(TEXT) == {
         ("a",): 1,
         ("b.c",): 2,
         ("d",): 3,
@@ -58,13 +58,13 @@ def test_every_key_has_its_line() -> None:
         ("rows", 1, "deep", 0, "y"): 23,
         ("last",): 24,
     }
-    assert numbers(TEXT.replace("\n", "\r\n")) == numbers(TEXT)
+    assert find_line_numbers(TEXT.replace("\n", "\r\n")) == find_line_numbers(TEXT)
 
 
-@pytest.mark.parametrize("name", resolve.names())
+@pytest.mark.parametrize("name", resolve.list_shipped_cases())
 def test_shipped_cases_have_a_line_for_every_value(name: str) -> None:
-    source = resolve.read(name)
-    found = numbers(source.text)
+    source = resolve.read_case(name)
+    found = find_line_numbers(source.text)
     lines = source.text.splitlines()
 
     def check(value: object, place: tuple[str | int, ...]) -> None:

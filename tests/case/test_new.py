@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fixtures.golden import golden
-from steelyard.case import new, resolve, toml
-from steelyard.cli import own
+from steelyard.case import new_case, resolve, toml_writer
+from steelyard.cli import model_case
 from steelyard.errors import RequestError
 from steelyard.models import families
 
@@ -45,17 +45,17 @@ def folder_of(where: Path, **changes: Any) -> Path:
     return folder
 
 
-def made_of(where: Path, task: str = "mmlu", **changes: Any) -> new.New:
-    return own.new_case(folder_of(where, **changes), task, check_tokenizer=False)
+def made_of(where: Path, task: str = "mmlu", **changes: Any) -> new_case.NewCase:
+    return model_case.make_complete_case(folder_of(where, **changes), task, check_tokenizer=False)
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_folder_becomes_a_case_of_every_task(task: str, tmp_path: Path) -> None:
     made = made_of(tmp_path, task)
-    full, smoke = (resolve.resolve(made.source, size).case for size in ("full", "smoke"))
-    shipped = resolve.resolve(made.template).case
+    full, smoke = (resolve.resolve_case(made.source, size).case for size in ("full", "smoke"))
+    shipped = resolve.resolve_case(made.template).case
     assert full.name == f"smollm2-135m-{task}"
-    assert full.question.row.name == task == shipped.question.row.name
+    assert full.question.task_row.name == task == shipped.question.task_row.name
     assert {k: v for k, v in full.question.model.model_dump().items() if v is not None} == LLAMA
     assert full.question.data == shipped.question.data.model_copy(update={"fingerprint": None})
     assert full.question.train == shipped.question.train
@@ -72,13 +72,17 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(made.source.text)
     for size in ("full", "smoke"):
-        assert resolve.resolve(str(path), size).case == resolve.resolve(made.source, size).case
-    origins = resolve.resolve(made.source).origins
+        assert (
+            resolve.resolve_case(str(path), size).case
+            == resolve.resolve_case(made.source, size).case
+        )
+    origins = resolve.resolve_case(made.source).origins
     assert origins["question.model.layers"] == "made from config.json"
     assert origins["question.data.shots"] == "made from llama2-7b-mmlu"
     assert origins["question.seed"] == "default"
     assert not any(
-        origin.startswith("made from") for origin in resolve.resolve(str(path)).origins.values()
+        origin.startswith("made from")
+        for origin in resolve.resolve_case(str(path)).origins.values()
     )
     assert "layers = 30 # num_hidden_layers\n" in made.source.text
     assert "rope_base = 100000.0 # rope_theta\n" in made.source.text
@@ -103,7 +107,7 @@ def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Pat
     """Each in both sizes, the tiny one with the same parts."""
     made = made_of(tmp_path, **changes)
     for size in ("full", "smoke"):
-        model = resolve.resolve(made.source, size).case.question.model.model_dump(mode="json")
+        model = resolve.resolve_case(made.source, size).case.question.model.model_dump(mode="json")
         for name, value in fields.items():
             assert (
                 model[name] == value
@@ -114,8 +118,8 @@ def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Pat
 
 def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     made = made_of(tmp_path, max_position_embeddings=1024, dtype="float16")
-    assert resolve.resolve(made.source).case.question.data.context == 1024
-    assert resolve.resolve(made.source).case.question.precision.name == "fp16"
+    assert resolve.resolve_case(made.source).case.question.data.context == 1024
+    assert resolve.resolve_case(made.source).case.question.precision.name == "fp16"
     assert made.assumed == (
         golden("data-context-1024-instead-of-2048"),
         golden("precision-fp-16-as-the-weights"),
@@ -124,9 +128,9 @@ def test_what_was_assumed_is_said(tmp_path: Path) -> None:
     )
     assert "precision bf16, as in llama2-7b-mmlu" in made_of(tmp_path, dtype="absent").assumed
     trained = made_of(tmp_path, "openwebtext", max_position_embeddings=512)
-    assert resolve.resolve(trained.source).case.question.train.length == 512
-    assert trained.random
-    assert not made_of(tmp_path, "alpaca").random
+    assert resolve.resolve_case(trained.source).case.question.train.length == 512
+    assert trained.starts_random
+    assert not made_of(tmp_path, "alpaca").starts_random
 
 
 @pytest.mark.process
@@ -158,32 +162,33 @@ def test_folders_that_are_refused(changes: dict[str, Any], line: str, tmp_path: 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="is not a folder; give a Hugging Face folder"):
-        own.new_case(tmp_path / "absent", "mmlu")
+        model_case.make_complete_case(tmp_path / "absent", "mmlu")
     with pytest.raises(RequestError, match=r"config\.json: cannot be read"):
-        own.new_case(tmp_path, "mmlu")
+        model_case.make_complete_case(tmp_path, "mmlu")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(
         RequestError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"
     ):
-        own.new_case(tmp_path, "mmlu")
+        model_case.make_complete_case(tmp_path, "mmlu")
     with pytest.raises(RequestError, match="no tokenizer found"):
-        own.new_case(folder_of(tmp_path), "mmlu")
+        model_case.make_complete_case(folder_of(tmp_path), "mmlu")
     with pytest.raises(RequestError, match=r"--task 'mmul': did you mean 'mmlu'\?"):
-        own.new_case(tmp_path, "mmul")
+        model_case.make_complete_case(tmp_path, "mmul")
 
 
 def test_templates_are_one_for_each_task() -> None:
-    assert sorted(new.templates()) == list(TASKS)
+    assert sorted(new_case.find_templates()) == list(TASKS)
     works = families.LLAMA.works
     assert all(
-        resolve.resolve(name).case.question.row.work in works for name in new.templates().values()
+        resolve.resolve_case(name).case.question.task_row.work in works
+        for name in new_case.find_templates().values()
     )
 
 
 def test_names() -> None:
-    assert new.name_of("SmolLM2 135M", "mmlu") == "smollm2-135m-mmlu"
-    assert new.name_of("你好", "mmlu") == "model-mmlu"
-    assert len(new.name_of("x" * 200, "mmlu")) == 64
+    assert new_case.make_case_name("SmolLM2 135M", "mmlu") == "smollm2-135m-mmlu"
+    assert new_case.make_case_name("你好", "mmlu") == "model-mmlu"
+    assert len(new_case.make_case_name("x" * 200, "mmlu")) == 64
 
 
 def test_toml_comes_back_as_it_was() -> None:
@@ -194,12 +199,12 @@ def test_toml_comes_back_as_it_was() -> None:
         "none": None,
         "inner": {"a key": 1, "deeper": {"empty": {}, "x.z": {"y": 0.1}}},
     }
-    text = toml.write(table, {"text": "two\nlines", "inner": "a table"})
+    text = toml_writer.format_toml(table, {"text": "two\nlines", "inner": "a table"})
     assert "[inner] # a table\n" in text
     assert "# two lines\n" in text
     assert tomllib.loads(text) == {key: value for key, value in table.items() if value is not None}
     with pytest.raises(ValueError, match="a case holds no nan"):
-        toml.write({"x": float("nan")}, {})
+        toml_writer.format_toml({"x": float("nan")}, {})
 
 
 def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> None:
@@ -209,4 +214,4 @@ def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> Non
         model_type="aquila",
         auto_map={"AutoModelForCausalLM": "modeling_aquila.AquilaForCausalLM"},
     )
-    assert resolve.resolve(made.source).case.question.model.family == "llama"
+    assert resolve.resolve_case(made.source).case.question.model.family == "llama"

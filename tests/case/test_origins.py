@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from fixtures.cases import NAME, OWN, own, refusal
-from steelyard.case.precision import presets
-from steelyard.case.resolve import Resolved, resolve
+from steelyard.case.precision import load_presets
+from steelyard.case.resolve import ResolvedCase, resolve_case
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
     assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
 
 
-@pytest.mark.parametrize("name", presets()["score"])
+@pytest.mark.parametrize("name", load_presets()["score"])
 def test_precisions(name: str) -> None:
     expected = {
         "fp32": ("fp32", "fp32", None, None), "tf32": ("tf32", "fp32", None, None),
@@ -26,8 +26,8 @@ def test_precisions(name: str) -> None:
         "fp8": ("fp8", "bf16", None, None),
     }[name]  # fmt: skip
     for found in (
-        resolve(NAME, precision=name),
-        resolve(NAME, settings=[f"question.precision={name}"]),
+        resolve_case(NAME, precision=name),
+        resolve_case(NAME, settings=[f"question.precision={name}"]),
     ):
         precision = found.case.question.precision
         assert precision.name == name
@@ -42,7 +42,8 @@ def test_precisions(name: str) -> None:
 
 def test_training_precisions() -> None:
     assert {
-        name: (p.matmul, p.weights, p.gradients, p.states) for name, p in presets()["train"].items()
+        name: (p.matmul, p.weights, p.gradients, p.states)
+        for name, p in load_presets()["train"].items()
     } == {
         "fp32": ("fp32", "fp32", "fp32", "fp32"),
         "tf32": ("tf32", "fp32", "fp32", "fp32"),
@@ -65,17 +66,17 @@ def test_precisions_that_are_none() -> None:
 def test_a_precision_spelled_out(tmp_path: Path) -> None:
     table = '\n[question.precision]\nname = "mine"\nmatmul = "tf32"\nweights = "bf16"\n'
     path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
-    precision = resolve(path).case.question.precision
+    precision = resolve_case(path).case.question.precision
     assert (precision.name, precision.matmul, precision.weights) == (
         "matmul tf32, weights bf16",
         "tf32",
         "bf16",
     )
-    assert resolve(path).origins["question.precision.matmul"] == "case"
+    assert resolve_case(path).origins["question.precision.matmul"] == "case"
 
 
 def test_origins() -> None:
-    def picked(found: Resolved) -> dict[str, str]:
+    def picked(found: ResolvedCase) -> dict[str, str]:
         keys = (
             "name", "question.model.layers", "question.model.norm_eps", "question.model.rope_base", "question.division",
             "question.precision.matmul", "question.data.shots", "question.data.context", "tune.batch_tokens", "tune.pad_to",
@@ -98,16 +99,16 @@ def test_origins() -> None:
         "gate.target": "case",
         "question.seed": "default",
     }
-    assert picked(resolve(NAME)) == full
+    assert picked(resolve_case(NAME)) == full
     smoke = "case, size smoke"
-    assert picked(resolve(NAME, "smoke")) == full | {
+    assert picked(resolve_case(NAME, "smoke")) == full | {
         "question.model.layers": smoke,
         "question.precision.matmul": f"preset fp32 ({smoke})",
         "question.data.context": smoke,
         "tune.batch_tokens": smoke,
         "tune.warmup": smoke,
     }
-    changed = resolve(NAME, "full", "fp16", "open", ["tune.pad_to=8", "question.seed=1"])
+    changed = resolve_case(NAME, "full", "fp16", "open", ["tune.pad_to=8", "question.seed=1"])
     assert picked(changed) == full | {
         "question.division": "command line",
         "question.precision.matmul": "preset fp16 (command line)",
@@ -117,7 +118,7 @@ def test_origins() -> None:
 
 
 def test_every_value_has_an_origin() -> None:
-    found = resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring"])
+    found = resolve_case(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring"])
 
     def leaves(table: dict[str, Any], prefix: str = "") -> list[str]:
         out = []

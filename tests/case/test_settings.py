@@ -38,7 +38,7 @@ INTEGER = "must be a whole number"
     ],
 )
 def test_set(setting: str, key: str, value: object) -> None:
-    found = resolve.resolve(NAME, "smoke", settings=[setting])
+    found = resolve.resolve_case(NAME, "smoke", settings=[setting])
     assert leaf(found.case, key) == value
     assert type(leaf(found.case, key)) is type(value)
     assert found.origins[key] == "command line"
@@ -55,7 +55,7 @@ def test_set(setting: str, key: str, value: object) -> None:
             "--set: no key 'tune.batch_token'; did you mean 'tune.batch_tokens'?",
         ),
         ("batch_tokens=1", "--set: no key 'batch_tokens'; did you mean 'tune.batch_tokens'?"),
-        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(resolve.settable())}"),
+        ("zzzzzz=1", f"--set: no key 'zzzzzz'; allowed: {', '.join(resolve.list_settable_keys())}"),
         (
             "tune.batch_tokens",
             (
@@ -116,18 +116,23 @@ def test_deep_settings_are_refused() -> None:
 
 def test_lists_are_not_settable_but_read() -> None:
     """No settable key is a list; one given for a list is read as one and then refused by its type."""
-    assert not [key for key in resolve.settable() if key in ("engines", "divisions")]
+    assert not [key for key in resolve.list_settable_keys() if key in ("engines", "divisions")]
     assert "(it is ['a', 'b'])" in refusal(NAME, "full", 'tune.attention=["a", "b"]')
 
 
 def test_later_settings_win() -> None:
-    assert resolve.resolve(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup == 5
+    assert (
+        resolve.resolve_case(NAME, settings=["tune.warmup=3", "tune.warmup=5"]).case.tune.warmup
+        == 5
+    )
 
 
 def test_a_setting_does_not_stay_for_the_next_case() -> None:
-    resolve.resolve(NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"])
-    assert resolve.resolve(NAME, "smoke").case.tune.env == ONE_THREAD
-    assert resolve.resolve(NAME, "smoke").case.question.model.layers == 2
+    resolve.resolve_case(
+        NAME, "smoke", settings=["tune.env.NCCL_ALGO=Ring", "question.model.layers=7"]
+    )
+    assert resolve.resolve_case(NAME, "smoke").case.tune.env == ONE_THREAD
+    assert resolve.resolve_case(NAME, "smoke").case.question.model.layers == 2
 
 
 # Keys of other data, gates and kinds than this case has.
@@ -147,13 +152,13 @@ OTHER_KIND = {
     )
 }
 OTHER_KIND |= {
-    f"published.{name}" for task in tasks.table().values() for name in task.published_facts
+    f"published.{name}" for task in tasks.load_tasks().values() for name in task.published_facts
 }
 OTHER_KIND |= {"gate.below", "gate.reach", "question.model.dropout", "question.data.made.held_out"}
 OTHER_KIND |= {
     "question.data.made.queries",
     "question.data.made.entities",
-    *(key for key in resolve.settable() if key.startswith("question.train")),
+    *(key for key in resolve.list_settable_keys() if key.startswith("question.train")),
 }
 
 
@@ -162,11 +167,13 @@ def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
     made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
     gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
     path = own(tmp_path, OWN + made + gate)
-    before = resolve.resolve(path).case
-    for key in resolve.settable():
+    before = resolve.resolve_case(path).case
+    for key in resolve.list_settable_keys():
         value = leaf(before, key) if key not in OTHER_KIND else None
         if value is not None:
-            assert resolve.resolve(path, settings=[f"{key}={as_toml(value)}"]).case == before, key
+            assert (
+                resolve.resolve_case(path, settings=[f"{key}={as_toml(value)}"]).case == before
+            ), key
 
 
 def as_toml(value: object) -> str:

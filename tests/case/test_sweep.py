@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.case import sweep
-from steelyard.case.sweep import Axis
+from steelyard.case.sweep import SweepAxis
 from steelyard.errors import RequestError
 
 
@@ -15,27 +15,32 @@ def test_axes() -> None:
         "devices=1,2",
         "parallel=TP2",
     ]
-    assert sweep.axes(told, {"tune.batch_tokens": "--set tune.batch_tokens=9"}) == (
-        Axis("tune.micro_batch", ("1", "2", "4")),
-        Axis("tune.recompute", ("none", "full")),
-        Axis("tune.env.NCCL_ALGO", ('"ring,tree"', "ring")),
-        Axis("devices", ("1", "2")),
-        Axis("tune.parallel", ("TP2",)),
+    assert sweep.parse_axes(told, {"tune.batch_tokens": "--set tune.batch_tokens=9"}) == (
+        SweepAxis("tune.micro_batch", ("1", "2", "4")),
+        SweepAxis("tune.recompute", ("none", "full")),
+        SweepAxis("tune.env.NCCL_ALGO", ('"ring,tree"', "ring")),
+        SweepAxis("devices", ("1", "2")),
+        SweepAxis("tune.parallel", ("TP2",)),
     )
-    assert sweep.axes([], {"devices": "--devices 2"}) == ()
+    assert sweep.parse_axes([], {"devices": "--devices 2"}) == ()
 
 
 def test_the_last_axis_changes_first() -> None:
-    points = sweep.grid(sweep.axes(["parallel=TP,DP", "question.seed=0,1", "nodes=2"], {}))
-    assert [sweep.text(point) for point in points] == [
+    points = sweep.make_grid(
+        sweep.parse_axes(["parallel=TP,DP", "question.seed=0,1", "nodes=2"], {})
+    )
+    assert [sweep.format_point(point) for point in points] == [
         "tune.parallel=TP question.seed=0 nodes=2",
         "tune.parallel=TP question.seed=1 nodes=2",
         "tune.parallel=DP question.seed=0 nodes=2",
         "tune.parallel=DP question.seed=1 nodes=2",
     ]
-    assert sweep.settings(points[1]) == ["tune.parallel=TP", "question.seed=1"]
-    assert (sweep.number(points[1], "nodes"), sweep.number(points[1], "devices")) == (2, None)
-    assert sweep.grid(()) == [()]
+    assert sweep.format_settings(points[1]) == ["tune.parallel=TP", "question.seed=1"]
+    assert (sweep.find_count(points[1], "nodes"), sweep.find_count(points[1], "devices")) == (
+        2,
+        None,
+    )
+    assert sweep.make_grid(()) == [()]
 
 
 @pytest.mark.parametrize(
@@ -108,15 +113,15 @@ def test_the_last_axis_changes_first() -> None:
 )
 def test_refusals(told: list[str], given: dict[str, str], said: str) -> None:
     with pytest.raises(RequestError) as caught:
-        sweep.axes(told, given)
+        sweep.parse_axes(told, given)
     assert said in str(caught.value)
 
 
 def test_what_is_refused_names_its_point() -> None:
     with (
         pytest.raises(RequestError, match=r"^point tune\.parallel=TP3 devices=3: no$"),
-        sweep.named((("tune.parallel", "TP3"), ("devices", "3"))),
+        sweep.name_point_in_errors((("tune.parallel", "TP3"), ("devices", "3"))),
     ):
         raise RequestError("no")
-    with pytest.raises(RequestError, match=r"^no$"), sweep.named(()):
+    with pytest.raises(RequestError, match=r"^no$"), sweep.name_point_in_errors(()):
         raise RequestError("no")

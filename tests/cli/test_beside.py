@@ -12,7 +12,7 @@ from fixtures.commands import Shell
 from fixtures.golden import golden
 from fixtures.records import published
 from fixtures.specs import record
-from steelyard.record import spec
+from steelyard.record import ceilings_record
 
 SMOKE = "mmlu-smoke-closed"
 
@@ -25,7 +25,7 @@ def run(shell: Shell) -> Path:
 @pytest.fixture
 def of_spec(shell: Shell) -> Path:
     shell.out.mkdir(exist_ok=True)
-    return spec.write(record(), shell.out)
+    return ceilings_record.write_spec_record(record(), shell.out)
 
 
 def left_out(path: Path) -> str:
@@ -90,7 +90,7 @@ def test_history_is_of_runs(
 def test_history_of_two_folders_one_of_spec_records(shell: Shell, run: Path) -> None:
     other = shell.folder / "ceilings"
     other.mkdir()
-    path = spec.write(record(), other)
+    path = ceilings_record.write_spec_record(record(), other)
     done = shell.ask("history", shell.out, other, "--json", "--no-index")
     assert (done.code, done.lines) == (0, [left_out(path)])
     assert len(done.json()["trends"]) == 1

@@ -59,7 +59,10 @@ def test_run_json(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     found = done.json()
     assert found.keys() == {"records", "repeats"}
-    stored = [record.printed(record.read(path)) for path in sorted(shell.out.iterdir())]
+    stored = [
+        record.record_to_english_json(record.read_record(path))
+        for path in sorted(shell.out.iterdir())
+    ]
     assert sorted(found["records"], key=lambda one: one["id"]) == sorted(
         stored, key=lambda one: one["id"]
     )
@@ -276,8 +279,8 @@ def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     records = shell.records()
     wanted = {
         (name, one)
-        for name in resolve.names()
-        for one in resolve.resolve(name, "smoke").case.divisions
+        for name in resolve.list_shipped_cases()
+        for one in resolve.resolve_case(name, "smoke").case.divisions
     }
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
     assert {one["case"]["size"] for one in records} == {"smoke"}

@@ -24,7 +24,7 @@ def sides(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Shell:
 
 
 def own_index(sides: Shell) -> Path:
-    return sides.folder / "cache" / "steelyard" / "index" / index.NAME
+    return sides.folder / "cache" / "steelyard" / "index" / index.INDEX_NAME
 
 
 def test_a_regression_ends_with_exit_code_1(sides: Shell) -> None:
@@ -124,12 +124,12 @@ def test_history_reads_a_record_once(sides: Shell, monkeypatch: pytest.MonkeyPat
         "01-01.json",
         "01-02.json",
     ]
-    from steelyard.metrics import history
+    from steelyard.metrics import rate_history
 
     def never(path: Path) -> None:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr(history, "summary", never)
+    monkeypatch.setattr(rate_history, "summarize_record", never)
     again = sides.ask("history", "old", "--json")
     assert (again.code, again.out) == (0, first.out)
 

@@ -11,11 +11,11 @@ from fixtures.commands import CASE, SMOKE, Shell
 from fixtures.engines import scored
 from fixtures.golden import golden
 from steelyard.case.request import EngineSettings, Request
-from steelyard.case.resolve import resolve
-from steelyard.cli import runs as verb
-from steelyard.cli.out import Output
-from steelyard.cli.requests import engines_and_settings
-from steelyard.engine import rows as engine_rows
+from steelyard.case.resolve import resolve_case
+from steelyard.cli import execute_runs as verb
+from steelyard.cli.printing import OutputOptions
+from steelyard.cli.requests import split_engines_and_settings
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.errors import RequestError
 
 INSTALLED = ("torch", "transformers", "reference")
@@ -26,7 +26,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed here."""
     monkeypatch.setattr(
         engine_rows.plugins,
-        "installed",
+        "is_installed",
         lambda module: not module.startswith(("megatron", "paddle")),
     )
 
@@ -38,8 +38,8 @@ def asked(
     precision: str | None = None,
     **options: Any,
 ) -> list[Request]:
-    resolved = resolve(case, "smoke", precision, division, list(changes))
-    every = engines_and_settings("all", [])[0]
+    resolved = resolve_case(case, "smoke", precision, division, list(changes))
+    every = split_engines_and_settings("all", [])[0]
     return [
         Request(resolved, engine=name, accelerator="cpu", out=Path("records"), **options)
         for name, _ in every
@@ -97,21 +97,25 @@ def asked(
 def test_those_that_cannot_are_named_with_the_reason(
     requests: list[Request], able: list[str], reasons: dict[str, str]
 ) -> None:
-    runs, left_out = verb.able(requests)
+    runs, left_out = verb.check_engine_requests(requests)
     assert [one.engine.name for one in runs] == able
     assert {one.engine: one.reason for one in left_out} == reasons
     assert {one.case for one in left_out} == {CASE}
 
 
 def test_a_plan_that_an_engine_cannot_divide_leaves_it_out() -> None:
-    runs, left_out = verb.able(asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2))
+    runs, left_out = verb.check_engine_requests(
+        asked("tune.parallel=TP2", case="aquila2-34b-lambada", devices=2)
+    )
     assert [one.engine.name for one in runs] == ["torch"]
     assert left_out[0].engine == "transformers"
     assert left_out[0].reason.startswith(golden("engine-transformers-holds-whole-model-on"))
 
 
 def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
-    runs, left_out = verb.able(asked(case="llama1-7b-openwebtext", precision="bf16-pure"))
+    runs, left_out = verb.check_engine_requests(
+        asked(case="llama1-7b-openwebtext", precision="bf16-pure")
+    )
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
     assert reasons["paddle"] == golden("engine-paddle-does-not-train-in")
@@ -120,13 +124,13 @@ def test_a_precision_that_an_engine_does_not_train_in_leaves_it_out() -> None:
 def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out(
     tmp_path: Path,
 ) -> None:
-    runs, left_out = verb.able(asked(case="llama1-7b-openwebtext"))
+    runs, left_out = verb.check_engine_requests(asked(case="llama1-7b-openwebtext"))
     assert [one.engine.name for one in runs] == ["torch", "transformers"]
     reasons = {one.engine: one.reason for one in left_out}
     assert reasons["flagscale"] == golden("engine-flagscale-runs-checkout-of-flagscale")
     (tmp_path / "run.py").touch()
     *others, flagscale = asked(case="llama1-7b-openwebtext", passes=("train", "after"))
-    runs, left_out = verb.able(
+    runs, left_out = verb.check_engine_requests(
         [*others, replace(flagscale, engine_settings=EngineSettings(checkout=tmp_path))]
     )
     assert {one.engine: one.reason for one in left_out}["flagscale"] == golden(
@@ -136,7 +140,7 @@ def test_a_program_that_is_not_here_or_a_pass_that_it_lacks_leaves_an_engine_out
 
 def test_what_no_engine_can_is_a_wrong_request() -> None:
     with pytest.raises(RequestError) as caught:
-        verb.able(
+        verb.check_engine_requests(
             [
                 request
                 for request in asked(division="open")
@@ -154,7 +158,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
         names.append(one.request.engine)
         return scored(one.request.engine, answers[one.request.engine], id=f"{len(names):032x}")
 
-    monkeypatch.setattr(verb, "carry_out", carry_out)
+    monkeypatch.setattr(verb, "execute_run", carry_out)
     return names
 
 
@@ -162,7 +166,7 @@ def test_repeated_engines_take_turns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 3, Output()) == 0
+    assert verb.run_engines(asked(), 3, OutputOptions()) == 0
     assert names == ["torch", "transformers"] * 3
     told = capsys.readouterr()
     assert [line.split(":")[:2] for line in told.err.splitlines()] == [
@@ -178,7 +182,7 @@ def test_json_has_the_comparison(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 7 + "B"})
-    assert verb.run_engines(asked(), 1, Output(json=True)) == 0
+    assert verb.run_engines(asked(), 1, OutputOptions(json=True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["id"] for one in told["records"]] == [f"{n:032x}" for n in (1, 2)]
     assert [one["engine"] for one in told["engines"]["left_out"]] == [
@@ -235,8 +239,8 @@ def test_an_interrupted_run_is_the_last(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ran(monkeypatch, {"torch": "A" * 8, "transformers": "A" * 8})
-    monkeypatch.setattr(verb, "interrupted", lambda made: len(names) == 2)
-    assert verb.run_engines(asked(), 2, Output()) == 1
+    monkeypatch.setattr(verb, "is_interrupted", lambda made: len(names) == 2)
+    assert verb.run_engines(asked(), 2, OutputOptions()) == 1
     assert names == ["torch", "transformers"]
     capsys.readouterr()
 
@@ -252,9 +256,9 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
             raise RequestError("weights of another layout")
         return scored(one.request.engine, "A" * 8)
 
-    monkeypatch.setattr(verb, "carry_out", carry_out)
+    monkeypatch.setattr(verb, "execute_run", carry_out)
     unable = {"transformers"}
-    assert verb.run_engines(asked(), 2, Output(json=True)) == 0
+    assert verb.run_engines(asked(), 2, OutputOptions(json=True)) == 0
     assert names == ["torch", "transformers", "torch"]
     told = capsys.readouterr()
     assert json.loads(told.out)["engines"]["left_out"][-1] == {
@@ -268,27 +272,30 @@ def test_an_engine_that_its_worker_finds_unable_is_not_asked_again(
         RequestError,
         match="no engine can do it: torch: weights of another layout; transformers: weights",
     ):
-        verb.run_engines(asked(), 2, Output(json=True))
+        verb.run_engines(asked(), 2, OutputOptions(json=True))
 
 
 def test_one_engine_alone_has_a_table_of_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ran(monkeypatch, {"torch": "A" * 8})
-    assert verb.run_engines(asked(division="open"), 1, Output()) == 0
+    assert verb.run_engines(asked(division="open"), 1, OutputOptions()) == 0
     told = capsys.readouterr()
     assert told.out.startswith(f"{CASE} · size full · closed · torch · bf16\n")
     assert told.err.splitlines()[-1] == golden("no-engine-table-it-needs-finished")
 
 
 def test_where_each_engine_lives() -> None:
-    chosen, others = engines_and_settings(
+    chosen, others = split_engines_and_settings(
         "all", ["engine.python=megatron:a/b:c", "tune.warmup=1", "engine.python=torch:d"]
     )
     pythons = {name: settings.python for name, settings in chosen}
-    assert pythons == dict.fromkeys(engine_rows.table()) | {"megatron": "a/b:c", "torch": "d"}
+    assert pythons == dict.fromkeys(engine_rows.load_engine_rows()) | {
+        "megatron": "a/b:c",
+        "torch": "d",
+    }
     assert others == ["tune.warmup=1"]
-    assert engines_and_settings("torch", ["engine.python=a:b"]) == (
+    assert split_engines_and_settings("torch", ["engine.python=a:b"]) == (
         [("torch", EngineSettings(python="a:b"))],
         [],
     )

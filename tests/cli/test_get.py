@@ -16,7 +16,7 @@ from fixtures.hub import FILES as MODEL
 from fixtures.hub import REVISION, publish
 from fixtures.web import Page, Server, serving
 from steelyard.case import resolve
-from steelyard.cli.get import data_of
+from steelyard.cli.get import find_data_path
 from steelyard.errors import RequestError
 
 STEM = "llama_openwebtext_100k"
@@ -70,8 +70,8 @@ def test_get_then_list_then_auto(shell: Shell, server: Server, cache: Path) -> N
     assert (again.code, again.err) == (0, "")
     assert (again.json()["before"], again.json()["path"]) == (True, str(cache / "openwebtext"))
     assert shell.ask("data", "inspect", cache / "openwebtext", "--json").json()["documents"] == 10
-    case = resolve.resolve("llama1-7b-openwebtext").case
-    assert data_of(Path("auto"), case) == cache / "openwebtext"
+    case = resolve.resolve_case("llama1-7b-openwebtext").case
+    assert find_data_path(Path("auto"), case) == cache / "openwebtext"
 
 
 def test_auto_without_data_says_what_to_get(shell: Shell, cache: Path) -> None:
@@ -82,20 +82,20 @@ def test_auto_without_data_says_what_to_get(shell: Shell, cache: Path) -> None:
 
 
 def test_auto_is_for_size_full_and_a_path_stays_a_path(cache: Path) -> None:
-    smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case
-    assert data_of(Path("auto"), smoke) is None
-    assert data_of(Path("/data/auto"), smoke) == Path("/data/auto")
-    assert data_of(None, smoke) is None
+    smoke = resolve.resolve_case("llama1-7b-openwebtext", size="smoke").case
+    assert find_data_path(Path("auto"), smoke) is None
+    assert find_data_path(Path("/data/auto"), smoke) == Path("/data/auto")
+    assert find_data_path(None, smoke) is None
 
 
 def test_auto_of_a_task_that_nobody_publishes_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steelyard.sources.table.DATA", ())
+    monkeypatch.setattr("steelyard.sources.catalog.DATA_SOURCES", ())
     with pytest.raises(
         RequestError, match="--data auto: nothing is known to get for task 'mmlu'; give a path"
     ):
-        data_of(Path("auto"), resolve.resolve("llama2-7b-mmlu").case)
+        find_data_path(Path("auto"), resolve.resolve_case("llama2-7b-mmlu").case)
 
 
 def test_a_download_that_fails_is_one_line_and_code_1(

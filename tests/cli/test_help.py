@@ -13,8 +13,8 @@ import typer
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard.case import resolve
-from steelyard.cli import VERBS, app, out
-from steelyard.cli.options import Command
+from steelyard.cli import COMMANDS, app, printing
+from steelyard.cli.options import GroupedCommand
 
 GROUPS = {
     "case": ("new",),
@@ -23,7 +23,7 @@ GROUPS = {
 }
 EVERY = (
     (),
-    *((verb,) for verb in VERBS),
+    *((verb,) for verb in COMMANDS),
     *((group,) for group in GROUPS),
     *((g, v) for g, verbs in GROUPS.items() for v in verbs),
 )
@@ -73,7 +73,7 @@ def test_help_fits_80_columns_and_has_an_example(shell: Shell, verb: tuple[str, 
     found = examples(done.out)
     assert found[0].startswith(" ".join(("steelyard", *verb)))
     assert done.out.startswith(" ".join(("Usage: steelyard", *verb)))
-    if len(verb) == 1 and verb[0] in VERBS:
+    if len(verb) == 1 and verb[0] in COMMANDS:
         assert "--json" in done.out
 
 
@@ -104,7 +104,7 @@ def test_help_names_every_verb_whole_and_a_start(shell: Shell) -> None:
     assert (done.code, done.err) == (0, "")
     assert "steelyard run smoke" in done.out
     commands = done.out.split("Commands:")[1]
-    assert re.findall(r"^  ([a-z]+)  ", commands, re.MULTILINE) == [*VERBS, *GROUPS]
+    assert re.findall(r"^  ([a-z]+)  ", commands, re.MULTILINE) == [*COMMANDS, *GROUPS]
     assert "..." not in commands
     assert shell().out == done.out
     assert shell("--version").out == "0.1.0\n"
@@ -124,7 +124,7 @@ def test_run_shows_the_options_that_matter_first(shell: Shell) -> None:
 def test_a_verb_with_few_options_has_no_groups(shell: Shell) -> None:
     titles = re.findall(r"^([A-Z][a-z ]+):$", shell.ask("show", "-h").out, re.MULTILINE)
     assert titles == ["Arguments", "Options"]
-    assert isinstance(_command(("show",)), Command)
+    assert isinstance(_command(("show",)), GroupedCommand)
 
 
 COMPLETED = [
@@ -248,14 +248,14 @@ def test_how_wide_lines_may_be(
     monkeypatch.delenv("COLUMNS", raising=False)
     if told is not None:
         monkeypatch.setenv("COLUMNS", told)
-    assert out.columns(wide) == columns  # stdout of a test is no terminal
+    assert printing.find_width(wide) == columns  # stdout of a test is no terminal
 
 
 def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:
     done = shell("show", "smoke", "--json")
     assert (done.code, done.err) == (0, "")
     runs = done.json()["runs"]
-    assert {run["case"] for run in runs} == set(resolve.names())
+    assert {run["case"] for run in runs} == set(resolve.list_shipped_cases())
     assert {run["precision"] for run in runs} == {"fp32"}
     lines = shell("show", "smoke").out.splitlines()
     assert lines[0] == golden("runs-every-case-at-size-smoke", len(runs))

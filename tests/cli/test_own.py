@@ -12,7 +12,7 @@ from fixtures.golden import golden
 from fixtures.own_models import folder_of
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.cli.out import Output
+from steelyard.cli.printing import OutputOptions
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_case_new_writes_a_file_that_can_be_read(shell: Shell, qwen2: Path, tmp_
     path = tmp_path / "mine.toml"
     assert done.out.splitlines()[:2] == [f"{path}: mine, sizes full and smoke", "assumed:"]
     assert f"run it:  steelyard run {path} --data PATH" in done.out
-    assert resolve.resolve(str(path)).case.question.model.qkv_bias
+    assert resolve.resolve_case(str(path)).case.question.model.qkv_bias
     again = shell.ask(
         "case", "new", "mine", "--from", qwen2, "--task", "openwebtext", "--out", tmp_path
     )
@@ -187,11 +187,11 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
     """What command lines ask to run, with nothing run."""
     made: list[Request] = []
 
-    def keep(requests: list[Request], output: Output) -> int:
+    def keep(requests: list[Request], output: OutputOptions) -> int:
         made.extend(requests)
         return 0
 
-    monkeypatch.setattr("steelyard.cli.runs.run_each", keep)
+    monkeypatch.setattr("steelyard.cli.execute_runs.run_each", keep)
     return made
 
 

@@ -13,13 +13,13 @@ from fixtures.records import changed, published
 from fixtures.series import series
 from steelyard.case.request import Request
 from steelyard.cli import reproduce as verb
-from steelyard.cli.out import Output
+from steelyard.cli.printing import OutputOptions
 from steelyard.errors import RequestError
-from steelyard.metrics import compare
-from steelyard.metrics.verify import read, verify
-from steelyard.run import reproduce as again
-from steelyard.run.ready import ready
-from steelyard.weights import load
+from steelyard.metrics import side_comparison
+from steelyard.metrics.verify import read_verified_record, verify_record
+from steelyard.run import rerun as again
+from steelyard.run.checked_request import check_request
+from steelyard.weights import llama_weights
 
 NAME = "llama2-7b-mmlu-smoke-closed"
 
@@ -45,7 +45,9 @@ def test_where_things_are_is_asked_here(shell: Shell, monkeypatch: pytest.Monkey
     """The record says what is run; options say where, and how long it may take."""
     asked: list[Request] = []
 
-    def reproduce_record(base: compare.Side, request: Request, *more: object) -> int:
+    def reproduce_record(
+        base: side_comparison.ComparisonSide, request: Request, *more: object
+    ) -> int:
         asked.append(request)
         return 0
 
@@ -111,13 +113,18 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
 
     other = trained(shell.folder / "other", "ab" * 32)
     (shell.folder / "hf").mkdir()
-    huggingface.write(shell.folder / "hf", load.shape_of(read(other).question.model))
+    huggingface.write(
+        shell.folder / "hf",
+        llama_weights.get_llama_shape(read_verified_record(other).question.model),
+    )
     digest = shell("weights", "inspect", "hf", "--json").json()["header_sha256"]
     done = shell.ask("reproduce", other, "--weights", "hf")
     assert (done.code, shell.records()) == (2, [])
     assert done.err == (golden("error-other-weights-weights-header_sha-256", "ab" * 32, digest))
-    same = read(trained(shell.folder / "same", digest))
-    verb._check_weights(same, ready(replace(again.request(same), weights=shell.folder / "hf")))
+    same = read_verified_record(trained(shell.folder / "same", digest))
+    verb._check_same_weights(
+        same, check_request(replace(again.make_request(same), weights=shell.folder / "hf"))
+    )
     (shell.folder / "none").mkdir()
     wrong = shell.ask("reproduce", other, "--weights", "none")
     assert (wrong.code, len(wrong.lines)) == (2, 1)
@@ -126,25 +133,29 @@ def test_other_weights_are_refused_before_the_run(shell: Shell) -> None:
 def test_after_the_run_what_differs_is_named(tmp_path: Path) -> None:
     [one] = series(tmp_path / "a", [1.0])
     [other] = series(tmp_path / "b", [1.0], day=2, weights__seed=3)
-    base = compare.side("record", [read(one)])
+    base = side_comparison.make_side("record", [read_verified_record(one)])
     with pytest.raises(RequestError) as caught:
-        verb._after(base, [read(other)], (), 0.01, Output(), 1)
+        verb._print_comparison(base, [read_verified_record(other)], (), 0.01, OutputOptions(), 1)
     assert str(caught.value) == golden("not-the-same-run-weights-seed")
 
 
 def test_the_comparison_is_printed_and_its_exit_code_is_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = compare.side("record", [read(path) for path in series(tmp_path / "a", [1.0, 1.001])])
-    slow = [read(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
-    assert verb._after(base, slow, (), 0.01, Output(), 2) == 1
+    base = side_comparison.make_side(
+        "record", [read_verified_record(path) for path in series(tmp_path / "a", [1.0, 1.001])]
+    )
+    slow = [read_verified_record(path) for path in series(tmp_path / "b", [1.5, 1.501], day=2)]
+    assert verb._print_comparison(base, slow, (), 0.01, OutputOptions(), 2) == 1
     assert "slower: significant" in capsys.readouterr().out
-    assert verb._after(base, list(base.records), (), 0.01, Output(json=True), 2) == 0
+    assert (
+        verb._print_comparison(base, list(base.records), (), 0.01, OutputOptions(json=True), 2) == 0
+    )
     told = json.loads(capsys.readouterr().out)
     assert sorted(told) == ["comparison", "here", "records", "remarks"]
     assert told["comparison"]["ratio"]["value"] == 1.0
     # one of three runs is missing
-    assert verb._after(base, list(base.records), (), 0.01, Output(), 3) == 1
+    assert verb._print_comparison(base, list(base.records), (), 0.01, OutputOptions(), 3) == 1
 
 
 @pytest.mark.full
@@ -165,9 +176,9 @@ def test_a_run_is_reproduced_whole(shell: Shell) -> None:
     done = shell("reproduce", first, "--out", "second", "--json")
     assert done.code == 0, done.err
     [second] = (shell.folder / "second").iterdir()
-    assert verify(second) == []
+    assert verify_record(second) == []
     told = done.json()
-    ours, theirs = read(first), read(second)
+    ours, theirs = read_verified_record(first), read_verified_record(second)
     assert [one["id"] for one in told["records"]] == [theirs.id]
     assert (theirs.case, theirs.tune, theirs.plan, theirs.scope) == (
         ours.case,
@@ -215,4 +226,4 @@ def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
     assert done.code == 0, done.err
     assert done.lines[0] == golden("no-case-mine-comes-with-this")
     [second] = (shell.folder / "second").iterdir()
-    assert read(second).case.key == read(first).case.key
+    assert read_verified_record(second).case.key == read_verified_record(first).case.key

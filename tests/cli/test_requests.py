@@ -8,13 +8,13 @@ import pytest
 
 from fixtures.commands import CASE
 from steelyard import accelerators
-from steelyard.accelerators import Accelerator, Found
+from steelyard.accelerators import Accelerator, DetectedDevice
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.cli import app, runs
-from steelyard.cli.out import Output
+from steelyard.cli import app, execute_runs
+from steelyard.cli.printing import OutputOptions
 from steelyard.errors import RequestError
-from steelyard.run.ready import ready
+from steelyard.run.checked_request import check_request
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
     def ask(*arguments: str) -> list[Request]:
         made: list[Request] = []
 
-        def keep(requests: list[Request], output: Output) -> int:
+        def keep(requests: list[Request], output: OutputOptions) -> int:
             made.extend(requests)
             return 0
 
-        monkeypatch.setattr("steelyard.cli.runs.run_each", keep)
+        monkeypatch.setattr("steelyard.cli.execute_runs.run_each", keep)
         assert app(["run", *arguments], standalone_mode=False) == 0
         return made
 
@@ -37,20 +37,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
 
 def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Every case as if its file said on how many devices it is shown."""
-    real = resolve.resolve
+    real = resolve.resolve_case
 
-    def shown(*arguments: Any) -> resolve.Resolved:
+    def shown(*arguments: Any) -> resolve.ResolvedCase:
         found = real(*arguments)
         return replace(found, case=found.case.model_copy(update={"devices": list(numbers)}))
 
-    monkeypatch.setattr(resolve, "resolve", shown)
+    monkeypatch.setattr(resolve, "resolve_case", shown)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
     """A machine whose only accelerator has so many devices."""
-    found = [Found("Abacus", None, None, i, None) for i in range(devices)]
+    found = [DetectedDevice("Abacus", None, None, i, None) for i in range(devices)]
     row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
-    monkeypatch.setattr(accelerators, "table", lambda: {row.name: row, "cpu": accelerators.CPU})
+    monkeypatch.setattr(
+        accelerators, "load_accelerators", lambda: {row.name: row, "cpu": accelerators.CPU}
+    )
 
 
 Asked = Callable[..., list[Request]]
@@ -73,7 +75,7 @@ def test_parallel_is_a_setting(asked: Asked) -> None:
     (late,) = asked(CASE, "--set", "tune.parallel=DP", "--parallel", "TP")
     assert late.resolved.case.tune.parallel == "TP"
     (plain,) = asked(CASE)
-    assert plain.resolved == resolve.resolve(CASE)
+    assert plain.resolved == resolve.resolve_case(CASE)
     assert {
         one.resolved.case.tune.parallel
         for one in asked("smoke", "--parallel", "TP2", "--devices", "2")
@@ -114,8 +116,8 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
     machine(monkeypatch, here, divisible)
     wanted = [
         (name, division, number)
-        for name in resolve.names()
-        for division in resolve.resolve(name, "smoke").case.divisions
+        for name in resolve.list_shipped_cases()
+        for division in resolve.resolve_case(name, "smoke").case.divisions
         for number in run
     ]
     requests = asked("smoke", "--accelerator", "abacus")
@@ -125,7 +127,7 @@ def test_smoke_runs_on_the_devices_that_a_case_names(
     ] == wanted
     twice = asked("smoke", "--accelerator", "abacus", "--division", "closed", "--repeat", "2")
     assert [one.devices for one in twice] == [
-        number for _ in resolve.names() for number in run for _ in range(2)
+        number for _ in resolve.list_shipped_cases() for number in run for _ in range(2)
     ]
 
 
@@ -138,9 +140,9 @@ def test_smoke_on_an_accelerator_that_is_unknown(
 
 
 def test_label_tells_the_devices() -> None:
-    one = Request(resolve.resolve(CASE, "smoke"))
-    assert runs.label(one) == f"{CASE} closed fp32 torch"
-    assert runs.label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
+    one = Request(resolve.resolve_case(CASE, "smoke"))
+    assert execute_runs.format_run_label(one) == f"{CASE} closed fp32 torch"
+    assert execute_runs.format_run_label(replace(one, devices=2)) == f"{CASE} closed fp32 torch 1x2"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_more_devices_than_there_are(
 ) -> None:
     machine(monkeypatch, devices, divisible)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    request = Request(resolve.resolve(CASE, "smoke"), accelerator="abacus", devices=9)
+    request = Request(resolve.resolve_case(CASE, "smoke"), accelerator="abacus", devices=9)
     with pytest.raises(RequestError) as caught:
-        ready(request)
+        check_request(request)
     assert str(caught.value) == line

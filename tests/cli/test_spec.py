@@ -9,8 +9,8 @@ import pytest
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from fixtures.specs import record
-from steelyard.plan.ceilings import GROUPS
-from steelyard.record import spec
+from steelyard.plan.ceiling_shapes import CEILING_GROUPS
+from steelyard.record import ceilings_record
 
 QUICK = ("spec", "--quick", "--accelerator", "cpu")
 
@@ -31,9 +31,11 @@ def test_a_quick_one_on_two_ranks(shell: Shell):
     assert done.code == 0, done.err
     (told,) = done.json()["records"]
     (path,) = Path(shell.out).glob("*-spec-cpu-*.json")
-    assert spec.printed(spec.read(path)) == told
+    assert (
+        ceilings_record.spec_record_to_english_json(ceilings_record.read_spec_record(path)) == told
+    )
     assert (told["kind"], told["status"], told["devices"]) == ("spec", "valid", 2)
-    assert {bench["group"] for bench in told["benches"]} == set(GROUPS)
+    assert {bench["group"] for bench in told["benches"]} == set(CEILING_GROUPS)
     assert {bench["rank"] for bench in told["benches"]} == {0, 1}
     for bench, ceiling in zip(told["benches"], told["ceilings"], strict=True):
         assert (ceiling["value"] is None) <= bool(ceiling["note"]), bench
@@ -56,14 +58,16 @@ def test_an_interrupt_leaves_a_record_and_nobody(shell: Shell):
     process = shell.start(*QUICK, "--out", shell.out)
     end = time.monotonic() + 300
     while (
-        not any("steelyard.run.ceilings" in " ".join(one.cmdline()) for one in shell.processes())
+        not any(
+            "steelyard.run.ceilings_worker" in " ".join(one.cmdline()) for one in shell.processes()
+        )
         and time.monotonic() < end
     ):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait(300) == 1
     (path,) = Path(shell.out).glob("*-spec-cpu-*.json")
-    found = spec.read(path)
+    found = ceilings_record.read_spec_record(path)
     assert (found.status, [reason.code for reason in found.reasons]) == ("failed", ["interrupted"])
     assert not [one for one in shell.processes() if "steelyard" in " ".join(one.cmdline())]
     assert shell("verify", path).code == 0
@@ -86,7 +90,7 @@ def test_its_schema(shell: Shell):
 
 
 def test_a_damaged_one_gets_one_line(shell: Shell, tmp_path: Path):
-    path = spec.write(record(), tmp_path)
+    path = ceilings_record.write_spec_record(record(), tmp_path)
     path.write_bytes(path.read_bytes().replace(b'"group":"matmul"', b'"group":"magic"'))
     for verb in ("verify", "report"):
         done = shell(verb, path)

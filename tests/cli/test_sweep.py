@@ -17,8 +17,8 @@ from steelyard.case.request import Request
 from steelyard.cli import app
 from steelyard.record import record
 from steelyard.record.record import Record
-from steelyard.run import reproduce
-from steelyard.run.ready import Ready, ready
+from steelyard.run import rerun
+from steelyard.run.checked_request import CheckedRequest, check_request
 
 TWO = (*SMOKE, "--passes", "infer", "--sweep", "batch_tokens=4096,8192")
 TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu")
@@ -60,7 +60,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     assert third.lines == [golden("warning-schema-is-none-this-version", shell.out / "notes.json")]
     told = third.json()
     assert [one["tune"]["batch_tokens"] for one in told["records"]] == [4096, 8192]
-    assert told["records"][0] == record.printed(record.read(found[0]))
+    assert told["records"][0] == record.record_to_english_json(record.read_record(found[0]))
     assert told["sweep"]["keys"] == {"tune.batch_tokens": [4096, 8192]}
     assert [(one["values"], one["already_there"]) for one in told["sweep"]["points"]] == [
         ({"tune.batch_tokens": 4096}, 1),
@@ -204,12 +204,12 @@ def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: s
 
 
 @pytest.fixture
-def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[Ready]:
+def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[CheckedRequest]:
     """What a sweep runs, with nothing run: each run gives the next of `statuses`, or is valid."""
-    done: list[Ready] = []
-    real = record.read(smoke["closed"])
+    done: list[CheckedRequest] = []
+    real = record.read_record(smoke["closed"])
 
-    def run_case(one: Ready, *more: object) -> tuple[Record, Path]:
+    def run_case(one: CheckedRequest, *more: object) -> tuple[Record, Path]:
         done.append(one)
         status, reasons = STATUSES.get(len(done), ("valid", []))
         made = real.model_copy(
@@ -235,11 +235,11 @@ def outcome(monkeypatch: pytest.MonkeyPatch, number: int, status: str, *codes: s
     )
 
 
-def points(runs: list[Ready]) -> list[dict[str, str]]:
+def points(runs: list[CheckedRequest]) -> list[dict[str, str]]:
     return [dict(one.request.point) for one in runs]
 
 
-def test_grid_and_repeats(shell: Shell, carried: list[Ready]) -> None:
+def test_grid_and_repeats(shell: Shell, carried: list[CheckedRequest]) -> None:
     done = shell.ask(
         *SMOKE,
         "--sweep",
@@ -276,7 +276,7 @@ def test_grid_and_repeats(shell: Shell, carried: list[Ready]) -> None:
     assert repeats.startswith(f"{CASE} · smoke · torch · fp32 · closed")
 
 
-def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) -> None:
+def test_several_cases_have_all_points_each(shell: Shell, carried: list[CheckedRequest]) -> None:
     done = shell.ask(
         *TRAIN[:2], *SMOKE[1:], "--sweep", "nodes=1", "--sweep", "warmup=0,1", "--out", shell.out
     )
@@ -292,7 +292,7 @@ def test_several_cases_have_all_points_each(shell: Shell, carried: list[Ready]) 
 
 
 def test_a_failure_goes_on_and_an_interrupt_does_not(
-    shell: Shell, carried: list[Ready], monkeypatch: pytest.MonkeyPatch
+    shell: Shell, carried: list[CheckedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome(monkeypatch, 1, "invalid", "interval")
     outcome(monkeypatch, 3, "failed", "interrupted")
@@ -311,14 +311,14 @@ def test_a_failure_goes_on_and_an_interrupt_does_not(
 
 
 def test_one_invalid_point_is_exit_code_1(
-    shell: Shell, carried: list[Ready], monkeypatch: pytest.MonkeyPatch
+    shell: Shell, carried: list[CheckedRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome(monkeypatch, 1, "invalid", "interval")
     assert shell.ask(*SMOKE, "--sweep", "pad_to=1,2", "--out", shell.out).code == 1
     assert len(carried) == 2
 
 
-def test_scaling_of_points(shell: Shell, carried: list[Ready]) -> None:
+def test_scaling_of_points(shell: Shell, carried: list[CheckedRequest]) -> None:
     done = shell.ask(
         *SMOKE, "--sweep", "devices=1,2", "--repeat", "2", "--out", shell.out, "--wide"
     )
@@ -331,14 +331,16 @@ def test_scaling_of_points(shell: Shell, carried: list[Ready]) -> None:
 
 
 @pytest.fixture
-def asked() -> Ready:
+def asked() -> CheckedRequest:
     """The request that the smoke fixture answers."""
-    return ready(Request(resolve.resolve(CASE, "smoke", division="closed"), accelerator="cpu"))
+    return check_request(
+        Request(resolve.resolve_case(CASE, "smoke", division="closed"), accelerator="cpu")
+    )
 
 
-def test_a_record_answers_its_request(asked: Ready, smoke: dict[str, Path]) -> None:
-    assert reproduce.answers(record.read(smoke["closed"]), asked)
-    assert not reproduce.answers(record.read(smoke["open"]), asked)
+def test_a_record_answers_its_request(asked: CheckedRequest, smoke: dict[str, Path]) -> None:
+    assert rerun.is_run_of(record.read_record(smoke["closed"]), asked)
+    assert not rerun.is_run_of(record.read_record(smoke["open"]), asked)
 
 
 @pytest.mark.parametrize(
@@ -354,15 +356,15 @@ def test_a_record_answers_its_request(asked: Ready, smoke: dict[str, Path]) -> N
     ids=str,
 )
 def test_another_question_or_tune_is_not_answered(
-    changes: dict[str, Any], asked: Ready, smoke: dict[str, Path]
+    changes: dict[str, Any], asked: CheckedRequest, smoke: dict[str, Path]
 ) -> None:
-    resolved = resolve.resolve(CASE, **{"size": "smoke"} | changes)
+    resolved = resolve.resolve_case(CASE, **{"size": "smoke"} | changes)
     other = replace(asked, request=replace(asked.request, resolved=resolved))
-    assert not reproduce.answers(record.read(smoke["closed"]), other)
+    assert not rerun.is_run_of(record.read_record(smoke["closed"]), other)
 
 
-def test_another_run_is_not_answered(asked: Ready, smoke: dict[str, Path]) -> None:
-    found = record.read(smoke["closed"])
+def test_another_run_is_not_answered(asked: CheckedRequest, smoke: dict[str, Path]) -> None:
+    found = record.read_record(smoke["closed"])
     plan = asked.plan.model_copy(update={"devices": 2, "dp": 2})
     for other in (
         replace(asked, plan=plan),
@@ -373,33 +375,33 @@ def test_another_run_is_not_answered(asked: Ready, smoke: dict[str, Path]) -> No
         replace(asked, request=replace(asked.request, weights=Path("w"))),
         replace(asked, request=replace(asked.request, data=Path("d"))),
     ):
-        assert not reproduce.answers(found, other)
+        assert not rerun.is_run_of(found, other)
     for status in ("invalid", "failed"):
-        assert not reproduce.answers(found.model_copy(update={"status": status}), asked)
+        assert not rerun.is_run_of(found.model_copy(update={"status": status}), asked)
     restart = {"record": None, "step": 1, "plan": "TP1PP1DP1", "losses": []}
-    assert not reproduce.answers(found.model_copy(update={"restarts": [restart]}), asked)
+    assert not rerun.is_run_of(found.model_copy(update={"restarts": [restart]}), asked)
 
 
 def test_records_that_do_not_verify_are_not_counted(
-    asked: Ready, smoke: dict[str, Path], tmp_path: Path
+    asked: CheckedRequest, smoke: dict[str, Path], tmp_path: Path
 ) -> None:
     whole = smoke["closed"].read_text()
     (tmp_path / "b.json").write_text(whole)
     (tmp_path / "a.json").write_text(whole.replace('"wall_s":', '"wall_s":1', 1))
     (tmp_path / "c.json").write_text(whole[:-9])
     (tmp_path / "page.html").write_text("")
-    [[found]], warnings = reproduce.find_earlier(tmp_path, [asked])
+    [[found]], warnings = rerun.find_answering_records(tmp_path, [asked])
     assert found[0].name == "b.json"
     assert [line.partition(": ")[0] for line in warnings] == [
         str(tmp_path / "a.json"),
         str(tmp_path / "c.json"),
     ]
     assert "does not verify" in warnings[0]
-    assert reproduce.find_earlier(tmp_path / "none", [asked]) == ([[]], [])
+    assert rerun.find_answering_records(tmp_path / "none", [asked]) == ([[]], [])
 
 
 def test_a_plain_run_always_runs(
-    shell: Shell, carried: list[Ready], smoke: dict[str, Path]
+    shell: Shell, carried: list[CheckedRequest], smoke: dict[str, Path]
 ) -> None:
     shell.out.mkdir()
     (shell.out / "there.json").write_bytes(smoke["closed"].read_bytes())

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from fixtures.commands import CASE, SMOKE, Shell
-from steelyard.cli.progress import Display, clock, line
+from steelyard.cli.progress import ProgressDisplay, format_duration, format_progress
 from steelyard.run.session import PhaseProgress
 
 
@@ -41,21 +41,23 @@ from steelyard.run.session import PhaseProgress
     ],
 )
 def test_progress_line(progress: PhaseProgress, text: str) -> None:
-    assert line(progress) == text
+    assert format_progress(progress) == text
 
 
 def test_progress_line_fits_the_terminal() -> None:
     """The bar gives way first; what is left of a line is cut by the terminal's own width."""
     long = PhaseProgress("a phase with a rather long name", 14042, 140420, 3600.0)
     rest = "14042/140420  3.90/s  1:00:00, 9:00:00 left"
-    assert line(long) == f"a phase with a rather long name  {rest}"
-    assert line(long, 100) == f"a phase with a rather long name  {'━━' + '╌' * 19}  {rest}"
-    assert len(line(long, 100)) == 99
-    assert line(long, 200, bar=False) == f"a phase with a rather long name  {rest}"
+    assert format_progress(long) == f"a phase with a rather long name  {rest}"
+    assert (
+        format_progress(long, 100) == f"a phase with a rather long name  {'━━' + '╌' * 19}  {rest}"
+    )
+    assert len(format_progress(long, 100)) == 99
+    assert format_progress(long, 200, bar=False) == f"a phase with a rather long name  {rest}"
 
 
 def test_clock() -> None:
-    assert [clock(s) for s in (0.0, 59.99, 60.0, 3599.0, 3600.0, 36061.0)] == [
+    assert [format_duration(s) for s in (0.0, 59.99, 60.0, 3599.0, 3600.0, 36061.0)] == [
         "0:00",
         "0:59",
         "1:00",
@@ -79,7 +81,9 @@ def test_without_a_terminal_progress_is_a_line_every_half_a_minute(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     time = Clock()
-    with Display(Console(file=io.StringIO()), "[1/2] a case", alone=False, clock=time) as display:
+    with ProgressDisplay(
+        Console(file=io.StringIO()), "[1/2] a case", alone=False, clock=time
+    ) as display:
         for half in range(4):
             for second in (0, 15, 29.9):
                 time.now_s = 30.0 * half + second
@@ -91,7 +95,7 @@ def test_without_a_terminal_progress_is_a_line_every_half_a_minute(
         "  infer  21/100  0.35/s  1:00, 3:45 left",
         "  infer  31/100  0.34/s  1:30, 3:20 left",
     ]
-    with Display(Console(file=io.StringIO(), quiet=True), "a case", clock=time) as display:
+    with ProgressDisplay(Console(file=io.StringIO(), quiet=True), "a case", clock=time) as display:
         time.now_s = 1000.0
         display.show(PhaseProgress("infer", 1, 100, 1.0))
     assert capsys.readouterr().err == ""
@@ -101,7 +105,7 @@ def test_a_phase_without_counts_says_how_long_it_has_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     time = Clock()
-    with Display(Console(file=io.StringIO()), "a case", clock=time) as display:
+    with ProgressDisplay(Console(file=io.StringIO()), "a case", clock=time) as display:
         for second in range(130):
             time.now_s = float(second)
             phase, began_s = (

@@ -22,7 +22,10 @@ from steelyard import cli
 from steelyard.case import resolve
 from steelyard.errors import RequestError
 
-NAMES = {"inspect": "steelyard.weights.inspection", "convert": "steelyard.weights.convert"}
+NAMES = {
+    "inspect_checkpoint": "steelyard.weights.inspection",
+    "convert_checkpoint": "steelyard.weights.convert",
+}
 SHAPE = {
     "layers": 32,
     "hidden": 4096,
@@ -55,7 +58,7 @@ class Inspection:
 class Conversion:
     files: list[tuple[str, int]]
     size_bytes: int
-    kept: int
+    reused: int
 
 
 class Worker:
@@ -69,13 +72,13 @@ class Worker:
         self.error: BaseException | None = None
         self.asked: list[tuple[Any, ...]] = []
 
-    def inspect(self, folder: Path) -> Inspection:
+    def inspect_checkpoint(self, folder: Path) -> Inspection:
         self.asked.append((folder,))
         if self.error is not None:
             raise self.error
         return self.found
 
-    def convert(
+    def convert_checkpoint(
         self, source: Path, target: Path, to: str, tp: int, model: Any, progress: Any
     ) -> Conversion:
         self.asked.append((source, target, to, tp, model))
@@ -265,13 +268,13 @@ def test_convert_that_went_on(run: Run, worker: Worker) -> None:
     )
     out = run("convert", "src", "dst", "--to", "megatron", "--tp", "2", "--case", CASE)[1]
     assert worker.asked == [
-        (Path("src"), Path("dst"), "megatron", 2, resolve.resolve(CASE).case.question.model)
+        (Path("src"), Path("dst"), "megatron", 2, resolve.resolve_case(CASE).case.question.model)
     ]
     assert out.splitlines()[-1] == golden("megatron-tp-2-2-file-10")
 
 
 def test_convert_that_was_done(run: Run, worker: Worker) -> None:
-    worker.made = replace(worker.made, kept=2)
+    worker.made = replace(worker.made, reused=2)
     code, out, err = run("convert", "src", "dst", "--to", "hf")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1] == "huggingface: already complete, 2 file(s), 1.50 GiB, in dst"

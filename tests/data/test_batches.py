@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.data import batches
-from steelyard.data.batches import Batch, PromptPiece
+from steelyard.data import prompt_batches
+from steelyard.data.prompt_batches import PromptBatch, PromptPiece
 
 # Group 0 shares [1, 2, 3], group 1 is one prompt alone, group 2 shares [9].
 ROWS = [[1, 2, 3, 10], [1, 2, 3, 20, 21], [7, 8], [1, 2, 3, 30], [9, 4], [9, 5, 6]]
@@ -18,7 +18,7 @@ SHARED = [3, 0, 1]
 SEED_012, SEED_201 = 2, 1
 
 
-def arrays(batch: Batch) -> dict[str, Any]:
+def arrays(batch: PromptBatch) -> dict[str, Any]:
     """Every field as plain values, so that a comparison shows what differs."""
     out = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     return {
@@ -28,7 +28,7 @@ def arrays(batch: Batch) -> dict[str, Any]:
 
 
 def test_closed_batch_by_hand() -> None:
-    batch = batches.closed_batch(ROWS, [5, 0, 2])
+    batch = prompt_batches.make_closed_batch(ROWS, [5, 0, 2])
     assert arrays(batch) == {
         "tokens": [9, 5, 6, 1, 2, 3, 10, 7, 8],
         "positions": [0, 1, 2, 0, 1, 2, 3, 0, 1],
@@ -54,15 +54,17 @@ def test_closed_batch_by_hand() -> None:
 
 
 def test_prefixes() -> None:
-    assert batches.prefixes(ROWS, GROUPS) == SHARED
-    assert batches.prefixes([], []) == []
-    assert batches.prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
+    assert prompt_batches.measure_prefixes(ROWS, GROUPS) == SHARED
+    assert prompt_batches.measure_prefixes([], []) == []
+    assert prompt_batches.measure_prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
     # equal prompts: one token is left to each
-    assert batches.prefixes([[1, 2], [1, 2]], [0, 0]) == [1]
+    assert prompt_batches.measure_prefixes([[1, 2], [1, 2]], [0, 0]) == [1]
     # one is the beginning of the other
-    assert batches.prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]
-    assert batches.prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
-    assert batches.prefixes([[1, 2, 9, 4], [1, 2, 3, 4], [1, 2, 9, 5]], [0, 0, 0]) == [2]
+    assert prompt_batches.measure_prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]
+    assert prompt_batches.measure_prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
+    assert prompt_batches.measure_prefixes(
+        [[1, 2, 9, 4], [1, 2, 3, 4], [1, 2, 9, 5]], [0, 0, 0]
+    ) == [2]
 
 
 # Three bins by hand: group 0 spills from the first into the second, group 2 from the second into
@@ -77,7 +79,7 @@ BINS = [
 def test_open_batches_by_hand() -> None:
     cache = 3
     first, second, third = (
-        arrays(batches.open_batch(ROWS, pieces, after, SHARED, cache))
+        arrays(prompt_batches.make_open_batch(ROWS, pieces, after, SHARED, cache))
         for pieces, after in zip(BINS, [*BINS[1:], None], strict=True)
     )
     assert first == {
@@ -134,39 +136,45 @@ def test_open_batches_by_hand() -> None:
 
 def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
     other = [PromptPiece(1, 2, 2)]
-    assert batches.open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
+    assert prompt_batches.make_open_batch(ROWS, BINS[0], other, SHARED, 3).keep is None
     assert (
-        batches.open_batch(
+        prompt_batches.make_open_batch(
             ROWS, BINS[0], [PromptPiece(2, None, 1), PromptPiece(2, 4, 1)], SHARED, 3
         ).keep
         is None
     )
-    assert batches.open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
+    assert prompt_batches.make_open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
     # A group that goes on over a third bin stays where the first bin left it.
     assert (
-        batches.open_batch(ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3).keep
+        prompt_batches.make_open_batch(
+            ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3
+        ).keep
         is None
     )
 
 
 def test_open_bins_by_hand() -> None:
     """13 tokens in bins of about 5: three bins of 4.33. Group 0 spills over."""
-    assert batches.open_bins(ROWS, GROUPS, 5, SEED_012) == [
+    assert prompt_batches.plan_open_bins(ROWS, GROUPS, 5, SEED_012) == [
         [
             [PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)],
             [PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)],
             [PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)],
         ]
     ]
-    one_bin = [piece for one in batches.open_bins(ROWS, GROUPS, 5, SEED_012)[0] for piece in one]
-    assert batches.open_bins(ROWS, GROUPS, 13, SEED_012) == [[one_bin]]
+    one_bin = [
+        piece
+        for one in prompt_batches.plan_open_bins(ROWS, GROUPS, 5, SEED_012)[0]
+        for piece in one
+    ]
+    assert prompt_batches.plan_open_bins(ROWS, GROUPS, 13, SEED_012) == [[one_bin]]
 
 
 def test_open_bins_over_ranks_by_hand() -> None:
     """A group cut between ranks has its prefix on both; the ranks' ends are at 6.5, or at 4.33 and
     8.67 of 13 tokens.
     """
-    assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=2) == [
+    assert prompt_batches.plan_open_bins(ROWS, GROUPS, 100, SEED_012, replicas=2) == [
         [
             [
                 PromptPiece(0, None, 3),
@@ -184,7 +192,7 @@ def test_open_bins_over_ranks_by_hand() -> None:
             ]
         ],
     ]
-    assert batches.open_bins(ROWS, GROUPS, 100, SEED_201, world=2) == [
+    assert prompt_batches.plan_open_bins(ROWS, GROUPS, 100, SEED_201, replicas=2) == [
         [
             [
                 PromptPiece(2, None, 1),
@@ -203,7 +211,7 @@ def test_open_bins_over_ranks_by_hand() -> None:
             ]
         ],
     ]
-    assert batches.open_bins(ROWS, GROUPS, 100, SEED_012, world=3) == [
+    assert prompt_batches.plan_open_bins(ROWS, GROUPS, 100, SEED_012, replicas=3) == [
         [[PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)]],
         [[PromptPiece(0, None, 3), PromptPiece(0, 3, 1), PromptPiece(1, 2, 2)]],
         [[PromptPiece(2, None, 1), PromptPiece(2, 4, 1), PromptPiece(2, 5, 2)]],
@@ -211,13 +219,13 @@ def test_open_bins_over_ranks_by_hand() -> None:
 
 
 def test_more_ranks_than_prompts() -> None:
-    ranks = batches.open_bins(ROWS[:2], [0, 0], 100, 0, world=4)
+    ranks = prompt_batches.plan_open_bins(ROWS[:2], [0, 0], 100, 0, replicas=4)
     assert sorted(p.item for bins in ranks for one in bins for p in one if p.item is not None) == [
         0,
         1,
     ]
     assert [[sum(p.item is not None for p in one) for one in bins] for bins in ranks].count([]) == 2
-    assert sorted(batches.equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
+    assert sorted(prompt_batches.deal_equal_bins([4, 5], 100, 0, multiple=4)) == [[0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,7 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
         for i, j in product(range(q), range(k)):
             square += 1
             pairs += j <= i + (k - q)
-    found = batches.counts(q_lens, k_lens, 2, padded=9)
+    found = prompt_batches.count_batch(q_lens, k_lens, 2, padded=9)
     assert found == {
         "tokens": sum(q_lens), "samples": 2, "padded": 9, "logits": 2, "pairs": pairs, "square": square,
     }  # fmt: skip
@@ -243,7 +251,7 @@ def test_equal_bins_by_hand() -> None:
     """
     lengths = [5, 3, 9, 1, 7, 7]
     for seed in range(5):
-        bins = batches.equal_bins(lengths, 16, seed)
+        bins = prompt_batches.deal_equal_bins(lengths, 16, seed)
         assert sorted(sorted(one) for one in bins) == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -253,15 +261,15 @@ def test_equal_bins(multiple: int, seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(500)]
     budget = 16384
-    bins = batches.equal_bins(lengths, budget, seed, multiple)
+    bins = prompt_batches.deal_equal_bins(lengths, budget, seed, multiple)
     assert sorted(i for one in bins for i in one) == list(range(500))
     fewest = -(-sum(lengths) // budget)
     assert len(bins) == -(-fewest // multiple) * multiple
     sizes = [sum(lengths[i] for i in one) for one in bins]
     assert max(sizes) - min(sizes) <= 0.02 * budget
     assert max(sizes) <= budget * 1.02
-    assert bins == batches.equal_bins(lengths, budget, seed, multiple)
-    assert bins != batches.equal_bins(lengths, budget, seed + 1, multiple)
+    assert bins == prompt_batches.deal_equal_bins(lengths, budget, seed, multiple)
+    assert bins != prompt_batches.deal_equal_bins(lengths, budget, seed + 1, multiple)
 
 
 def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
@@ -270,7 +278,7 @@ def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
     """
     rng = random.Random(0)
     lengths = [rng.randrange(200, 2049) for _ in range(2000)]
-    bins = batches.equal_bins(lengths, 16384, 0)
+    bins = prompt_batches.deal_equal_bins(lengths, 16384, 0)
     mean = sum(lengths) / len(lengths)
     firsts = [lengths[one[0]] for one in bins]
     # 3 standard errors; longest first would give 1900
@@ -280,31 +288,35 @@ def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
 
 
 def test_a_prompt_longer_than_the_budget_is_a_bin() -> None:
-    assert sorted(batches.equal_bins([50, 40], 16, 0)) == [[0], [1]]
+    assert sorted(prompt_batches.deal_equal_bins([50, 40], 16, 0)) == [[0], [1]]
 
 
 def test_sorted_batches_by_hand() -> None:
     """30 and 17 pad to 32 each, which fills 64; 16, 5 and 3 pad to 16."""
     for seed in range(4):
-        assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [
+        assert sorted(prompt_batches.make_sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [
             [2, 0, 3],
             [4, 1],
         ]
-    assert sorted(batches.sorted_batches([5, 17, 16, 3, 30], 63, 16, 0)) == [[1], [2, 0, 3], [4]]
-    assert sorted(batches.sorted_batches([3, 3, 2], 1, 1, 0)) == [[0], [1], [2]]
-    assert batches.sorted_batches([], 64, 16, 0) == []
+    assert sorted(prompt_batches.make_sorted_batches([5, 17, 16, 3, 30], 63, 16, 0)) == [
+        [1],
+        [2, 0, 3],
+        [4],
+    ]
+    assert sorted(prompt_batches.make_sorted_batches([3, 3, 2], 1, 1, 0)) == [[0], [1], [2]]
+    assert prompt_batches.make_sorted_batches([], 64, 16, 0) == []
 
 
 def test_sorted_batches_leave_no_batch_of_one_behind() -> None:
     """Two of 32 fill 64; the 16 that is left over joins them rather than being a shape of its own."""
-    assert batches.sorted_batches([30, 17, 16], 64, 16, 0) == [[0, 1, 2]]
+    assert prompt_batches.make_sorted_batches([30, 17, 16], 64, 16, 0) == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sorted_batches(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randrange(200, 2049) for _ in range(300)]
-    bins = batches.sorted_batches(lengths, 8192, 16, seed)
+    bins = prompt_batches.make_sorted_batches(lengths, 8192, 16, seed)
     assert sorted(i for one in bins for i in one) == list(range(300))
     for one in bins:
         width = -(-max(lengths[i] for i in one) // 16) * 16
@@ -312,5 +324,5 @@ def test_sorted_batches(seed: int) -> None:
     longest = [max(lengths[i] for i in one) for one in bins]
     assert longest != sorted(longest)
     assert longest != sorted(longest, reverse=True)
-    assert bins == batches.sorted_batches(lengths, 8192, 16, seed)
-    assert bins != batches.sorted_batches(lengths, 8192, 16, seed + 1)
+    assert bins == prompt_batches.make_sorted_batches(lengths, 8192, 16, seed)
+    assert bins != prompt_batches.make_sorted_batches(lengths, 8192, 16, seed + 1)

@@ -36,7 +36,7 @@ def bpe_folder(
 
 
 def test_byte_level_bpe_by_hand(tmp_path: Path) -> None:
-    found = tokenizer.load([bpe_folder(tmp_path, special="[X]\r\n[CLS]\n")])
+    found = tokenizer.load_tokenizer([bpe_folder(tmp_path, special="[X]\r\n[CLS]\n")])
     assert isinstance(found, BytePairTokenizer)
     assert (found.source, found.vocab, found.end) == ("vocab.json", 261, 258)
     a, space = BYTES.index("a"), BYTES.index("Ġ")
@@ -63,14 +63,14 @@ def test_byte_level_bpe_by_hand(tmp_path: Path) -> None:
 def test_what_begins_and_ends_byte_level_bpe(
     more: list[str], special: str | None, begin: list[int], end: int | None, tmp_path: Path
 ) -> None:
-    found = tokenizer.load([bpe_folder(tmp_path, [*BYTES, *more], "", special)])
+    found = tokenizer.load_tokenizer([bpe_folder(tmp_path, [*BYTES, *more], "", special)])
     assert found.encode([""]) == [begin]
     assert found.end == end
 
 
 def test_aquila(data_dir: Path) -> None:
     folder = data_dir / "tokenizers" / "aquila"
-    found = tokenizer.load([folder])
+    found = tokenizer.load_tokenizer([folder])
     assert isinstance(found, BytePairTokenizer)
     assert (found.source, found.vocab, found.end) == ("vocab.json", 100008, 100007)
     assert found.sha256 == "312061798430e4d1e665aeb7223e6dd943fcd21966938b6a12df62bca4dd39ef"
@@ -78,13 +78,16 @@ def test_aquila(data_dir: Path) -> None:
         [100006, 22299, 3117, 221, 34856, 261, 1996]
     ]
     assert found.encode(["</s>", "[CLS]"]) == [[100006, 1780, 83, 30], [100006, 59, 6450, 51, 61]]
-    assert tokenizer.load([folder / "vocab.json"]).sha256 == found.sha256
-    tokenizer.check_vocab(found, 100008)
+    assert tokenizer.load_tokenizer([folder / "vocab.json"]).sha256 == found.sha256
+    tokenizer.check_vocabulary_size(found, 100008)
 
 
 def test_gpt2_from_two_files_and_from_one(data_dir: Path, tmp_path: Path) -> None:
     gpt2(data_dir).save(str(tmp_path / "tokenizer.json"))
-    found, other = tokenizer.load([data_dir / "tokenizers" / "gpt2"]), tokenizer.load([tmp_path])
+    found, other = (
+        tokenizer.load_tokenizer([data_dir / "tokenizers" / "gpt2"]),
+        tokenizer.load_tokenizer([tmp_path]),
+    )
     assert isinstance(found, BytePairTokenizer)
     assert isinstance(other, JsonTokenizer)
     assert (found.vocab, found.sha256) == (other.vocab, other.sha256)
@@ -99,17 +102,17 @@ def test_byte_level_bpe_is_looked_for_last(data_dir: Path, tmp_path: Path) -> No
     model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
     nested = bpe_folder(tmp_path / "nested" / "tokenizer").parent
     assert (
-        tokenizer.load([nested]).vocab
-        == tokenizer.load([nested / "tokenizer" / "vocab.json"]).vocab
+        tokenizer.load_tokenizer([nested]).vocab
+        == tokenizer.load_tokenizer([nested / "tokenizer" / "vocab.json"]).vocab
         == 259
     )
     (nested / "tokenizer" / "tokenizer.model").write_bytes(model)
-    assert tokenizer.load([nested]).vocab == 32000
-    assert tokenizer.load([nested / "tokenizer" / "vocab.json"]).vocab == 259
+    assert tokenizer.load_tokenizer([nested]).vocab == 32000
+    assert tokenizer.load_tokenizer([nested / "tokenizer" / "vocab.json"]).vocab == 259
     gpt2(data_dir).save(str(nested / "tokenizer" / "tokenizer.json"))
-    assert tokenizer.load([nested]).vocab == 50257
+    assert tokenizer.load_tokenizer([nested]).vocab == 50257
     bpe_folder(nested)
-    assert tokenizer.load([nested]).vocab == 259
+    assert tokenizer.load_tokenizer([nested]).vocab == 259
 
 
 def ids(**changes: Any) -> dict[str, Any]:

@@ -14,8 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from steelyard.data.corpus import Corpus, CorpusRows, check_ids, fingerprint, open_corpus, splits
-from steelyard.data.rows import IGNORED, Row
+from steelyard.data.corpus import (
+    Corpus,
+    CorpusRows,
+    check_ids,
+    fingerprint_corpus,
+    open_corpus,
+    split_documents,
+)
+from steelyard.data.training_rows import IGNORED, TrainingRow
 from steelyard.errors import RequestError
 
 X = IGNORED
@@ -42,7 +49,7 @@ def pair(prefix: Path, dtype: str = "uint16") -> Path:
     )
 
 
-def plain(row: Row) -> tuple[list[int], list[int], tuple[int, ...], int, int]:
+def plain(row: TrainingRow) -> tuple[list[int], list[int], tuple[int, ...], int, int]:
     return row.tokens.tolist(), row.targets.tolist(), row.lens, row.real, row.samples
 
 
@@ -50,7 +57,7 @@ def order(found: Corpus, seed: int, epoch: int) -> list[int]:
     """The first token of each training document in the order of an epoch, which is one row of its
     length.
     """
-    whole = int(found.ends[splits(len(found.ends))[0][-1]])
+    whole = int(found.ends[split_documents(len(found.ends))[0][-1]])
     row = CorpusRows(found, whole, 1, seed, 1).row(epoch)
     return [int(row.tokens[begin]) for begin in accumulate((0, *row.lens[:-1]))]
 
@@ -277,7 +284,7 @@ def test_opening_reads_no_tokens(tmp_path: Path) -> None:
 def test_ids_beyond_the_vocabulary_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("steelyard.data.corpus.BLOCK_TOKENS", 4)
+    monkeypatch.setattr("steelyard.data.corpus.CHUNK_TOKENS", 4)
     found = open_corpus(pair(tmp_path / "c"))
     check_ids(found, 7)
     check_ids(found, 1 << 17)
@@ -295,16 +302,16 @@ def test_ids_beyond_the_vocabulary_are_refused(
 def test_a_fingerprint_is_of_tokens_and_borders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = fingerprint(open_corpus(pair(tmp_path / "c")), None)
+    one = fingerprint_corpus(open_corpus(pair(tmp_path / "c")), None)
     assert one == hashlib.sha256(struct.pack("<6i3q", 1, 2, 3, 4, 5, 6, 3, 5, 6)).hexdigest()
     for dtype in ("int32", "int64", ">u2"):
-        assert fingerprint(open_corpus(pair(tmp_path / "c", dtype)), None) == one
-    monkeypatch.setattr("steelyard.data.corpus.BLOCK_TOKENS", 4)
-    assert fingerprint(corpus([1, 2, 3], [4, 5], [6]), None) == one
+        assert fingerprint_corpus(open_corpus(pair(tmp_path / "c", dtype)), None) == one
+    monkeypatch.setattr("steelyard.data.corpus.CHUNK_TOKENS", 4)
+    assert fingerprint_corpus(corpus([1, 2, 3], [4, 5], [6]), None) == one
     others = {
-        fingerprint(corpus([1, 2, 3], [4, 5], [6]), "vocabulary"),
-        fingerprint(corpus([1, 2], [3, 4, 5], [6]), None),
-        fingerprint(corpus([1, 2, 3], [4, 5], [7]), None),
+        fingerprint_corpus(corpus([1, 2, 3], [4, 5], [6]), "vocabulary"),
+        fingerprint_corpus(corpus([1, 2], [3, 4, 5], [6]), None),
+        fingerprint_corpus(corpus([1, 2, 3], [4, 5], [7]), None),
     }
     assert len(others) == 3
     assert one not in others
@@ -322,7 +329,7 @@ def test_a_fingerprint_is_of_tokens_and_borders(
     ],
 )
 def test_splits(documents: int, train: int, valid: int, test: int) -> None:
-    parts = splits(documents)
+    parts = split_documents(documents)
     assert [len(part) for part in parts] == [train, valid, test]
     assert [i for part in parts for i in part] == list(range(documents))
 
@@ -375,7 +382,7 @@ def test_rows_of_several_documents() -> None:
 def test_held_out_rows_are_whole_rows_of_the_validation_documents() -> None:
     few = [[i] for i in range(100, 2096)]
     found = corpus(*few, [1, 2, 3, 4, 5], [7, 8], [60], [61])
-    assert [len(part) for part in splits(len(found.ends))] == [1996, 2, 2]
+    assert [len(part) for part in split_documents(len(found.ends))] == [1996, 2, 2]
     rows = CorpusRows(found, 3, 1, 0, 9)
     assert rows.held_out() == [("valid", 0), ("valid", 1)] == rows.held_out()
     assert [plain(rows.row(key)) for key in rows.held_out()] == [

@@ -15,7 +15,9 @@ CONTENT = b'{"a": 1}\n[2]\r\n"three"'
 
 def refusal(path: Path, most_line_bytes: int = 100, most_bytes: int | None = None) -> str:
     with pytest.raises(RequestError) as caught:
-        list(jsonl.read(path, "a line is 1", most_line_bytes, most_bytes, "; it has 2 MB"))
+        list(
+            jsonl.read_json_lines(path, "a line is 1", most_line_bytes, most_bytes, "; it has 2 MB")
+        )
     text = str(caught.value)
     assert text.startswith(f"{path}: ")
     assert "\n" not in text
@@ -27,14 +29,14 @@ def test_lines_come_with_their_places(compressed: bool, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(gzip.compress(CONTENT, mtime=0) if compressed else CONTENT)
     seen: list[int] = []
-    found = list(jsonl.read(path, "", 100, watch=seen.append))
+    found = list(jsonl.read_json_lines(path, "", 100, watch=seen.append))
     assert [(one.number, one.raw, one.value) for one in found] == [
         (1, b'{"a": 1}', {"a": 1}),
         (2, b"[2]\r", [2]),
         (3, b'"three"', "three"),
     ]
-    assert [one.where for one in found] == [f"{path}: line {number}" for number in (1, 2, 3)]
-    assert list(jsonl.parse(jsonl.split(CONTENT), path, "")) == found
+    assert [one.location for one in found] == [f"{path}: line {number}" for number in (1, 2, 3)]
+    assert list(jsonl.parse_json_lines(jsonl.split_lines(CONTENT), path, "")) == found
     assert seen == sorted(seen)
     assert seen[-1] == path.stat().st_size
     if not compressed:
@@ -44,7 +46,7 @@ def test_lines_come_with_their_places(compressed: bool, tmp_path: Path) -> None:
 def test_limits_count_what_stands_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345\n12345")
-    assert len(list(jsonl.read(path, "", 5, 11))) == 2
+    assert len(list(jsonl.read_json_lines(path, "", 5, 11))) == 2
     assert refusal(path, 4) == golden("line-1-has-more-than-4")
     assert refusal(path, 5, 10) == "larger than 10 bytes; it has 2 MB"
 
@@ -71,11 +73,11 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_half_a_character() -> None:
-    assert jsonl.text("", "line 1 is", "a text") == ""
-    assert jsonl.text("naïve 🤖", "line 1 is", "a text") == "naïve 🤖"
+    assert jsonl.require_text("", "line 1 is", "a text") == ""
+    assert jsonl.require_text("naïve 🤖", "line 1 is", "a text") == "naïve 🤖"
     with pytest.raises(RequestError) as caught:
-        jsonl.text("half \ud83e", "line 1 is", "a text")
+        jsonl.require_text("half \ud83e", "line 1 is", "a text")
     assert str(caught.value) == "line 1 is 'half \\ud83e'; a text must be valid Unicode"
     with pytest.raises(RequestError) as caught:
-        jsonl.text(1, "line 1 is", "a text")
+        jsonl.require_text(1, "line 1 is", "a text")
     assert str(caught.value) == "line 1 is 1; a text"

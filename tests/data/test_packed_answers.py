@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.accelerators.cpu_torch import Device
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case import resolve
-from steelyard.data import batches
-from steelyard.data.batches import Batch
-from steelyard.engine import rows as engine_rows
+from steelyard.data import prompt_batches
+from steelyard.data.prompt_batches import PromptBatch
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.engine.job import Job
 from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.models.attention import Prefix, layout
+from steelyard.models.attention import PrefixCache, make_packed_layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
 from steelyard.run.clock import now
 from steelyard.tasks.questions import Prompts
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -36,8 +36,8 @@ SHAPE = LlamaShape(
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    made = load.build(SHAPE, CPU, torch.float32)
-    load.fill_random(made, 3)
+    made = llama_weights.build_llama(SHAPE, CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(made, 3)
     return made
 
 
@@ -60,12 +60,14 @@ def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
 
 def alone(model: Llama, rows: list[list[int]]) -> Tensor:
     """Each prompt by itself."""
-    return torch.cat([run(model, batches.closed_batch(rows, [i]), None) for i in range(len(rows))])
+    return torch.cat(
+        [run(model, prompt_batches.make_closed_batch(rows, [i]), None) for i in range(len(rows))]
+    )
 
 
-def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
+def run(model: Llama, batch: PromptBatch, prefix: list[PrefixCache] | None) -> Tensor:
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
-    rows = layout(batch.q_lens, batch.k_lens, CPU, gather)
+    rows = make_packed_layout(batch.q_lens, batch.k_lens, CPU, gather)
     keep = None if batch.keep is None else slice(*batch.keep)
     tokens, positions, pick = (
         torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick)
@@ -75,31 +77,36 @@ def run(model: Llama, batch: Batch, prefix: list[Prefix] | None) -> Tensor:
     return out
 
 
-def closed_ranks(rows: list[list[int]], budget: int, seed: int, world: int) -> list[list[Batch]]:
-    bins = batches.equal_bins([len(row) for row in rows], budget, seed, world)
-    return [[batches.closed_batch(rows, one) for one in bins[rank::world]] for rank in range(world)]
+def closed_ranks(
+    rows: list[list[int]], budget: int, seed: int, world: int
+) -> list[list[PromptBatch]]:
+    bins = prompt_batches.deal_equal_bins([len(row) for row in rows], budget, seed, world)
+    return [
+        [prompt_batches.make_closed_batch(rows, one) for one in bins[rank::world]]
+        for rank in range(world)
+    ]
 
 
 def open_ranks(
     rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int
-) -> list[list[Batch]]:
-    shared = batches.prefixes(rows, groups)
+) -> list[list[PromptBatch]]:
+    shared = prompt_batches.measure_prefixes(rows, groups)
     return [
         [
-            batches.open_batch(rows, one, after, shared, max(shared))
+            prompt_batches.make_open_batch(rows, one, after, shared, max(shared))
             for one, after in zip(bins, [*bins[1:], None], strict=False)
         ]
-        for bins in batches.open_bins(rows, groups, budget, seed, world)
+        for bins in prompt_batches.plan_open_bins(rows, groups, budget, seed, world)
     ]
 
 
-def answered(model: Llama, ranks: list[list[Batch]], cache: int | None) -> Tensor:
+def answered(model: Llama, ranks: list[list[PromptBatch]], cache: int | None) -> Tensor:
     """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one
     is kept in it.
     """
     found: dict[int, Tensor] = {}
     for own in ranks:
-        prefix = None if cache is None else model.empty_prefix(cache)
+        prefix = None if cache is None else model.make_empty_prefix(cache)
         for pair in prefix or []:
             for part in pair:
                 part.fill_(float("nan"))
@@ -120,7 +127,7 @@ def test_every_packing_gives_the_same_logits(
 ) -> None:
     rows, groups = prompts(seed)
     expected = alone(model, rows)
-    shared = batches.prefixes(rows, groups)
+    shared = prompt_batches.measure_prefixes(rows, groups)
     assert 0 in shared
     assert max(shared) > 0
     closed = closed_ranks(rows, budget, seed, world)
@@ -166,17 +173,19 @@ def job(
     count = len(rows)
     shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
     return Job(
-        case=resolve.resolve("llama2-7b-mmlu", "smoke", division=division, settings=settings).case,
+        case=resolve.resolve_case(
+            "llama2-7b-mmlu", "smoke", division=division, settings=settings
+        ).case,
         work="score_choices",
         inputs=Prompts(
             rows, groups, list(range(count)), [0] * count, [0] * count, ["one"], LETTERS, 0
         ),
         weights=None,
-        device=Device(0, now),
+        device=CpuTorchDevice(0, now),
         rank=rank,
         world=world,
         plan=shared,
-        place=degrees.place(shared, rank),
+        place=degrees.find_position(shared, rank),
         group=TensorParallelGroup(),
         steps=None,
     )
@@ -187,7 +196,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
-        engine = engine_rows.load(name, "score_choices")(
+        engine = engine_rows.load_engine(name, "score_choices")(
             job(rows, groups, division, rank, world, **tune)
         )
         engine.prepare("val", lambda part: nullcontext())

@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.golden import golden
 from steelyard.data import selection
-from steelyard.data.sample import chosen
+from steelyard.data.seeded_draws import choose_items
 from steelyard.errors import RequestError
 
 GROUPS = {"anatomy": range(4), "astronomy": range(4, 7), "college_physics": range(7, 12)}
@@ -36,8 +36,8 @@ def written(folder: Path, content: bytes) -> Path:
 def test_one_selection_has_one_spelling(
     content: bytes, ids: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert selection.read(written(tmp_path, content)) == ids
-    assert tuple(selection.checked(one) for one in ids) == ids
+    assert selection.read_ids(written(tmp_path, content)) == ids
+    assert tuple(selection.normalize_id(one) for one in ids) == ids
 
 
 @pytest.mark.parametrize(
@@ -60,33 +60,33 @@ def test_one_selection_has_one_spelling(
 def test_a_bad_file_is_one_line(content: bytes, line: str, tmp_path: Path) -> None:
     path = written(tmp_path, content)
     with pytest.raises(RequestError) as caught:
-        selection.read(path)
+        selection.read_ids(path)
     assert str(caught.value) == f"{path}{line}"
 
 
 def test_a_file_has_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, b"1\n3\n5\n")
     monkeypatch.setattr(selection, "MAX_LINES", 3)
-    assert selection.read(path) == ("1", "3", "5")
+    assert selection.read_ids(path) == ("1", "3", "5")
     monkeypatch.setattr(selection, "MAX_LINES", 2)
     with pytest.raises(
         RequestError,
         match="more than 2 lines, the limit for a file of ids; use ranges such as 0-99",
     ):
-        selection.read(path)
+        selection.read_ids(path)
     monkeypatch.setattr(selection, "MAX_FILE_BYTES", 5)
     with pytest.raises(RequestError, match="larger than 5 bytes, the limit for a file of ids"):
-        selection.read(path)
+        selection.read_ids(path)
     with pytest.raises(RequestError, match="cannot be read: No such file or directory"):
-        selection.read(tmp_path / "none")
+        selection.read_ids(tmp_path / "none")
 
 
 def test_ids_are_places_of_the_set_or_of_a_group() -> None:
-    assert selection.places(("11", "2", "5-6"), 12, "question") == [2, 5, 6, 11]
-    assert selection.places(
+    assert selection.find_positions(("11", "2", "5-6"), 12, "question") == [2, 5, 6, 11]
+    assert selection.find_positions(
         ("0", "astronomy/0-1", "college_physics/4"), 12, "question", GROUPS
     ) == [0, 4, 5, 11]
-    assert selection.size(("0", "astronomy/0-1", "5-9")) == 8
+    assert selection.count_ids(("0", "astronomy/0-1", "5-9")) == 8
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_ids_that_name_nothing(
     ids: tuple[str, ...], groups: dict[str, range] | None, line: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        selection.places(ids, 12, "passage", groups)
+        selection.find_positions(ids, 12, "passage", groups)
     assert str(caught.value) == line
 
 
@@ -134,7 +134,7 @@ def test_ids_that_name_nothing(
     ],
 )
 def test_an_unknown_subject_has_the_nearest_beside_it(name: str, hint: str) -> None:
-    assert selection.of_groups(["college_physics", "anatomy"], GROUPS) == [
+    assert selection.find_group_positions(["college_physics", "anatomy"], GROUPS) == [
         0,
         1,
         2,
@@ -146,27 +146,27 @@ def test_an_unknown_subject_has_the_nearest_beside_it(name: str, hint: str) -> N
         11,
     ]
     with pytest.raises(RequestError) as caught:
-        selection.of_groups(["anatomy", name], GROUPS)
+        selection.find_group_positions(["anatomy", name], GROUPS)
     assert str(caught.value) == f"--subjects {name!r}: no such subject; {hint}"
 
 
 def test_names_of_the_command_line() -> None:
-    assert selection.names("virology, anatomy") == ("anatomy", "virology")
+    assert selection.parse_subjects("virology, anatomy") == ("anatomy", "virology")
     for text in ("", "a,,b", " "):
         with pytest.raises(RequestError, match="names subjects with commas between"):
-            selection.names(text)
+            selection.parse_subjects(text)
     with pytest.raises(RequestError, match="b is there twice; name each once"):
-        selection.names("b,a,b")
+        selection.parse_subjects("b,a,b")
 
 
 def test_a_sample_of_a_selection_is_of_it() -> None:
     pool = [3, 5, 8, 9, 30]
-    part = chosen(40, 3, 7, pool=pool)
+    part = choose_items(40, 3, 7, pool=pool)
     assert len(part) == 3
     assert set(part) < set(pool)
     assert part == sorted(part)
-    assert part == [pool[i] for i in chosen(5, 3, 7)]  # drawn as of any set of five
-    assert chosen(40, None, 7, pool=pool) == pool
+    assert part == [pool[i] for i in choose_items(5, 3, 7)]  # drawn as of any set of five
+    assert choose_items(40, None, 7, pool=pool) == pool
     with pytest.raises(RequestError) as caught:
-        chosen(40, 6, 7, pool=pool)
+        choose_items(40, 6, 7, pool=pool)
     assert str(caught.value) == golden("sample-6-of-those-chosen-there")

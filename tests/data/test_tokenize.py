@@ -17,20 +17,20 @@ import rich.console
 from fixtures.commands import Shell, finish, wait_for
 from fixtures.golden import golden
 from steelyard import cli
-from steelyard.data import tokenize as module
+from steelyard.data import token_files as module
 from steelyard.data import tokenizer
-from steelyard.data.corpus import Corpus, fingerprint, open_corpus
-from steelyard.data.tokenize import Split, TokenFiles, inspect, tokenize
-from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.data.corpus import Corpus, fingerprint_corpus, open_corpus
+from steelyard.data.token_files import CorpusSplit, TokenFiles, inspect_corpus, write_token_files
+from steelyard.data.tokenizer import WordHashTokenizer
 from steelyard.errors import LostError, RequestError
 
-MADE = MadeTokenizer(512)
+MADE = WordHashTokenizer(512)
 TEXTS = ["one two", "three, four", "five\nsix \u20ac"]
 
 Run = Callable[..., tuple[int, str, str]]
 
 
-class Endless(MadeTokenizer):
+class Endless(WordHashTokenizer):
     """Does not tell which token ends a text."""
 
     @property
@@ -38,7 +38,7 @@ class Endless(MadeTokenizer):
         return None
 
 
-class Ending(MadeTokenizer):
+class Ending(WordHashTokenizer):
     """Ends its sequences itself."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -63,7 +63,7 @@ def left(folder: Path) -> list[str]:
 def test_packed_documents_come_back(tmp_path: Path, name: str) -> None:
     told: list[tuple[int, int]] = []
     source = lines(tmp_path / name, TEXTS)
-    made = tokenize(
+    made = write_token_files(
         [source], MADE, tmp_path / "c", watch=lambda done, total: told.append((done, total))
     )
     found = open_corpus(tmp_path / "c")
@@ -73,7 +73,7 @@ def test_packed_documents_come_back(tmp_path: Path, name: str) -> None:
         (f"c{suffix}", (tmp_path / f"c{suffix}").stat().st_size)
         for suffix in ("_ids.npy", "_idx.npz")
     ]
-    assert made == TokenFiles(3, sum(map(len, expected)), 0, sizes, fingerprint(found, None))
+    assert made == TokenFiles(3, sum(map(len, expected)), 0, sizes, fingerprint_corpus(found, None))
     assert told == [(source.stat().st_size,) * 2]
     ids, index = np.load(tmp_path / "c_ids.npy"), np.load(tmp_path / "c_idx.npz")
     assert (ids.dtype, index["lens"].dtype, index["docs"].dtype) == (np.uint16, np.int32, np.int64)
@@ -87,12 +87,12 @@ def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.Monke
     texts = [f"{'word ' * (i % 13)}{i}" for i in range(50)]
     inputs = [lines(tmp_path / "a.jsonl", texts[:21]), lines(tmp_path / "b.jsonl.gz", texts[21:])]
     told: list[tuple[int, int]] = []
-    made = tokenize(
-        inputs, MadeTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now)
+    made = write_token_files(
+        inputs, WordHashTokenizer(70_000), tmp_path / "c", watch=lambda *now: told.append(now)
     )
     found = open_corpus(tmp_path / "c")
     assert found.ids.dtype == np.int32
-    assert documents(found) == [[*ids, 0] for ids in MadeTokenizer(70_000).encode(texts)]
+    assert documents(found) == [[*ids, 0] for ids in WordHashTokenizer(70_000).encode(texts)]
     assert made.documents == 50
     assert len(told) > 10
     assert told == sorted(told)
@@ -101,16 +101,16 @@ def test_many_batches_of_several_files(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_ends_keys_and_empty_documents(tmp_path: Path) -> None:
     source = lines(tmp_path / "in", ["", "one", " \n", "two"], "content")
-    made = tokenize([source], MADE, tmp_path / "c", key="content", append_end=False)
+    made = write_token_files([source], MADE, tmp_path / "c", key="content", append_end=False)
     assert (made.documents, made.skipped) == (2, 2)
     assert documents(open_corpus(tmp_path / "c")) == MADE.encode(["one", "two"])
-    tokenize([source], Endless(512), tmp_path / "d", key="content", append_end=False)
-    tokenize([source], Ending(512), tmp_path / "e", key="content")
+    write_token_files([source], Endless(512), tmp_path / "d", key="content", append_end=False)
+    write_token_files([source], Ending(512), tmp_path / "e", key="content")
     assert documents(open_corpus(tmp_path / "e")) == Ending(512).encode(["one", "two"])
     with pytest.raises(
         RequestError, match=r"does not say which token ends a text; .*--no-append-end"
     ):
-        tokenize([source], Endless(512), tmp_path / "f", key="content")
+        write_token_files([source], Endless(512), tmp_path / "f", key="content")
 
 
 GOOD = b'{"text": "one"}\n'
@@ -146,7 +146,7 @@ def test_bad_lines_leave_nothing(
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(RequestError, match=reason) as error:
-        tokenize([tmp_path / "in.jsonl"], MADE, tmp_path / "c")
+        write_token_files([tmp_path / "in.jsonl"], MADE, tmp_path / "c")
     assert str(error.value).startswith(str(tmp_path / "in.jsonl"))
     assert "\n" not in str(error.value)
     assert left(tmp_path) == ["in.jsonl"]
@@ -154,20 +154,20 @@ def test_bad_lines_leave_nothing(
 
 def test_nothing_is_written_over_unasked(tmp_path: Path) -> None:
     source = lines(tmp_path / "in.jsonl", TEXTS)
-    tokenize([source], MADE, tmp_path / "c")
+    write_token_files([source], MADE, tmp_path / "c")
     for kept in ("c_ids.npy", "c_idx.npz"):
         with pytest.raises(
             RequestError, match=f"{kept} exists; choose another --out, or overwrite it with --force"
         ):
-            tokenize([source], MADE, tmp_path / "c")
+            write_token_files([source], MADE, tmp_path / "c")
         (tmp_path / "c_ids.npy").unlink(missing_ok=True)
-    tokenize([source], MADE, tmp_path / "c", force=True)
+    write_token_files([source], MADE, tmp_path / "c", force=True)
     before = (tmp_path / "c_ids.npy").read_bytes()
     (tmp_path / "bad.jsonl").write_text("no\n")
     with pytest.raises(RequestError):
-        tokenize([tmp_path / "bad.jsonl"], MADE, tmp_path / "c", force=True)
+        write_token_files([tmp_path / "bad.jsonl"], MADE, tmp_path / "c", force=True)
     assert (tmp_path / "c_ids.npy").read_bytes() == before
-    tokenize([lines(tmp_path / "in.jsonl", TEXTS[:1])], MADE, tmp_path / "c", force=True)
+    write_token_files([lines(tmp_path / "in.jsonl", TEXTS[:1])], MADE, tmp_path / "c", force=True)
     assert documents(open_corpus(tmp_path / "c")) == [[*MADE.encode(TEXTS[:1])[0], 0]]
 
 
@@ -180,7 +180,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ([source], "no/c", "no folder .*no'; make it, or choose another"),
     ):
         with pytest.raises(RequestError, match=reason):
-            tokenize(inputs, MADE, tmp_path / out)
+            write_token_files(inputs, MADE, tmp_path / out)
     assert left(tmp_path) == ["in.jsonl"]
 
 
@@ -204,7 +204,7 @@ def test_a_failure_at_the_end_leaves_nothing(
 
     monkeypatch.setattr(os, call, second_fails)
     with pytest.raises(LostError if isinstance(fault, OSError) else KeyboardInterrupt) as error:
-        tokenize([lines(tmp_path / "in.jsonl", TEXTS)], MADE, tmp_path / "c")
+        write_token_files([lines(tmp_path / "in.jsonl", TEXTS)], MADE, tmp_path / "c")
     if isinstance(fault, OSError):
         assert str(error.value).endswith(golden("cannot-be-written-no-space-left"))
     assert left(tmp_path) == ["in.jsonl"]
@@ -212,11 +212,15 @@ def test_a_failure_at_the_end_leaves_nothing(
 
 def test_inspect_counts() -> None:
     ids = np.arange(5000, dtype=np.uint16)
-    found = inspect(Corpus(ids, np.array([4200, 4210, 5000]), "c"))
-    assert found.splits == {"train": Split(1, 4200), "valid": Split(1, 10), "test": Split(1, 790)}
+    found = inspect_corpus(Corpus(ids, np.array([4200, 4210, 5000]), "c"))
+    assert found.splits == {
+        "train": CorpusSplit(1, 4200),
+        "valid": CorpusSplit(1, 10),
+        "test": CorpusSplit(1, 790),
+    }
     assert (found.documents, found.tokens, found.rows, found.highest) == (3, 5000, 2, 4999)
     assert (found.shortest, found.longest, found.mean) == (10, 4200, 5000 / 3)
-    few = inspect(Corpus(ids, np.array([4200, 5000]), "c"))
+    few = inspect_corpus(Corpus(ids, np.array([4200, 5000]), "c"))
     assert (few.splits, few.rows) == (None, None)
 
 
@@ -224,7 +228,7 @@ def test_inspect_counts() -> None:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """A command in this process, as `main` ends it, with the package's own tokenizer for every one."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tokenizer, "load", lambda places: MADE)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda places: MADE)
 
     def command(*arguments: str) -> tuple[int, str, str]:
         before = signal.getsignal(signal.SIGTERM)
@@ -258,7 +262,7 @@ def test_help_teaches(run: Run) -> None:
 def test_the_verbs(run: Run, tmp_path: Path) -> None:
     lines(tmp_path / "in.jsonl", [*TEXTS, ""])
     code, out, err = run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")
-    mark = fingerprint(open_corpus(tmp_path / "c"), None)
+    mark = fingerprint_corpus(open_corpus(tmp_path / "c"), None)
     tokens = len(open_corpus(tmp_path / "c").ids)
     assert (code, err) == (0, "")
     assert out.splitlines()[:5] == [

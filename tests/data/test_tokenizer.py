@@ -19,11 +19,11 @@ from tokenizers.processors import TemplateProcessing
 from fixtures.golden import golden
 from fixtures.vocabularies import TEXTS, gpt2, refusal
 from steelyard.data import tokenizer
-from steelyard.data.tokenizer import JsonTokenizer, MadeTokenizer, SentencePieceTokenizer
+from steelyard.data.tokenizer import JsonTokenizer, SentencePieceTokenizer, WordHashTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data
-from steelyard.tasks.questions import MadeQuestions
+from steelyard.tasks.questions import GeneratedQuestionsConfig
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_made_tokens() -> None:
-    tokens = MadeTokenizer(512)
+    tokens = WordHashTokenizer(512)
     ids = tokens.encode(["Answer: B", "Answer:", " A B C D", "A", ""])
     assert ids[0] == [1, *ids[1][1:], 3]
     assert len(ids[1]) == 3  # beginning, "Answer", ":"
@@ -62,15 +62,19 @@ def test_made_tokens() -> None:
     expected = 6 + int.from_bytes(hashlib.sha256(b"A").digest()[:4], "big") % 506
     assert ids[3] == [1, expected]
     assert ids[4] == [1]
-    assert questions.answer_tokens(tokens) == [2, 3, 4, 5]
+    assert questions.find_answer_tokens(tokens) == [2, 3, 4, 5]
     assert tokens.end == 0  # no text holds it: pieces begin at 6, answers at 2, and 1 begins
 
 
 def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
-    subjects = questions.make("mmlu", MadeQuestions(subjects=4, questions=12), 5)
-    texts = [questions.prompt(subject, row, 5) for subject in subjects for row in subject.test]
+    subjects = questions.generate_questions(
+        "mmlu", GeneratedQuestionsConfig(subjects=4, questions=12), 5
+    )
+    texts = [
+        questions.format_prompt(subject, row, 5) for subject in subjects for row in subject.test
+    ]
     for vocab in (7, 64, 512):
-        rows = MadeTokenizer(vocab).encode(texts)
+        rows = WordHashTokenizer(vocab).encode(texts)
         assert all(1 <= one < vocab for row in rows for one in row)
         for text, row in zip(texts, rows, strict=True):
             assert sum(2 <= one <= 5 for one in row) == 5  # the five answered examples
@@ -78,48 +82,48 @@ def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
 
 
 def test_made_vocabularies_are_told_apart() -> None:
-    assert MadeTokenizer(512).sha256 == hashlib.sha256(b"made-1:512").hexdigest()
-    assert MadeTokenizer(512).sha256 != MadeTokenizer(513).sha256
+    assert WordHashTokenizer(512).sha256 == hashlib.sha256(b"made-1:512").hexdigest()
+    assert WordHashTokenizer(512).sha256 != WordHashTokenizer(513).sha256
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 6])
 def test_made_vocabulary_has_a_least_size(vocab: int) -> None:
     with pytest.raises(RequestError) as caught:
-        MadeTokenizer(vocab)
+        WordHashTokenizer(vocab)
     assert str(caught.value) == golden("question-model-vocab-has-no-room", vocab)
 
 
 def test_llama_ids(data_dir: Path) -> None:
-    found = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
+    found = tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
     assert isinstance(found, SentencePieceTokenizer)
     assert (found.source, found.vocab) == ("tokenizer.model", 32000)
     assert found.encode(["Hello world", ""]) == [[1, 15043, 3186], [1]]
     assert found.end == 2
-    assert questions.answer_tokens(found) == [319, 350, 315, 360]
+    assert questions.find_answer_tokens(found) == [319, 350, 315, 360]
 
 
 def test_one_vocabulary_from_two_files(data_dir: Path, llama_json: Path) -> None:
-    one = tokenizer.load([data_dir / "tokenizers" / "llama"])
-    other = tokenizer.load([llama_json])
+    one = tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama"])
+    other = tokenizer.load_tokenizer([llama_json])
     assert isinstance(other, JsonTokenizer)
     assert (one.vocab, one.sha256) == (other.vocab, other.sha256)
     texts = TEXTS[:-1]  # "Prepend" leaves an empty text empty
     assert one.encode(texts) == other.encode(texts)
-    subject = data.read(data_dir / "mmlu" / "mmlu_data.tar.gz")[7]
-    prompts = [questions.prompt(subject, row, 5) for row in subject.test[:20]]
+    subject = data.read_subjects(data_dir / "mmlu" / "mmlu_data.tar.gz")[7]
+    prompts = [questions.format_prompt(subject, row, 5) for row in subject.test[:20]]
     assert one.encode(prompts) == other.encode(prompts)
-    assert questions.answer_tokens(other) == [319, 350, 315, 360]
+    assert questions.find_answer_tokens(other) == [319, 350, 315, 360]
 
 
 def test_byte_level_answers_have_a_leading_space(data_dir: Path, tmp_path: Path) -> None:
     made = gpt2(data_dir)
     made.save(str(tmp_path / "tokenizer.json"))
-    found = tokenizer.load([tmp_path])
+    found = tokenizer.load_tokenizer([tmp_path])
     assert (found.source, found.vocab) == ("tokenizer.json", 50257)
     assert found.encode(["Hello world"]) == [[15496, 995]]
     pieces = json.loads((data_dir / "tokenizers" / "gpt2" / "vocab.json").read_text())
     assert (
-        questions.answer_tokens(found)
+        questions.find_answer_tokens(found)
         == [pieces[f"Ġ{letter}"] for letter in "ABCD"]
         == [317, 347, 327, 360]
     )
@@ -133,7 +137,7 @@ def test_padding_and_truncation_of_a_file_are_not_followed(data_dir: Path, tmp_p
     made.enable_truncation(3)
     made.save(str(tmp_path / "tokenizer.json"))
     assert json.loads((tmp_path / "tokenizer.json").read_text())["truncation"]["max_length"] == 3
-    assert tokenizer.load([tmp_path]).encode(["Hello world", " A B C D"]) == [
+    assert tokenizer.load_tokenizer([tmp_path]).encode(["Hello world", " A B C D"]) == [
         [15496, 995],
         [317, 347, 327, 360],
     ]
@@ -143,14 +147,14 @@ def test_added_tokens_count(data_dir: Path, tmp_path: Path) -> None:
     made = gpt2(data_dir)
     made.add_tokens(["<one more>"])
     made.save(str(tmp_path / "tokenizer.json"))
-    found = tokenizer.load([tmp_path])
+    found = tokenizer.load_tokenizer([tmp_path])
     assert found.vocab == 50258
     assert found.encode(["<one more>"]) == [[50257]]
 
 
 @pytest.mark.parametrize("size", [31000 + 1 - 1024, 30000, 31000])
 def test_vocabularies_that_fit(size: int) -> None:
-    tokenizer.check_vocab(MadeTokenizer(size), 31000)
+    tokenizer.check_vocabulary_size(WordHashTokenizer(size), 31000)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_vocabularies_that_fit(size: int) -> None:
 )
 def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> None:
     with pytest.raises(RequestError) as caught:
-        tokenizer.check_vocab(MadeTokenizer(size), vocab)
+        tokenizer.check_vocabulary_size(WordHashTokenizer(size), vocab)
     assert str(caught.value) == (golden("tokenizer-made-has-tokens-and-the", size, vocab, allowed))
 
 
@@ -177,12 +181,14 @@ def test_search_order(data_dir: Path, tmp_path: Path) -> None:
     gpt2(data_dir).save(str(file))
     archive = tmp_path / "data.tar"
     archive.write_bytes(b"")
-    assert tokenizer.load([tmp_path / "absent", empty, archive, nested, both]).vocab == 32000
-    assert tokenizer.load([empty, both, nested]).vocab == 50257
-    assert tokenizer.load([both / "tokenizer.model", both]).vocab == 32000
-    assert tokenizer.load([file]).source == "my-own.json"
+    assert (
+        tokenizer.load_tokenizer([tmp_path / "absent", empty, archive, nested, both]).vocab == 32000
+    )
+    assert tokenizer.load_tokenizer([empty, both, nested]).vocab == 50257
+    assert tokenizer.load_tokenizer([both / "tokenizer.model", both]).vocab == 32000
+    assert tokenizer.load_tokenizer([file]).source == "my-own.json"
     (nested / "tokenizer.json").write_bytes((both / "tokenizer.json").read_bytes())
-    assert tokenizer.load([nested]).vocab == 50257
+    assert tokenizer.load_tokenizer([nested]).vocab == 50257
 
 
 def test_nothing_found(tmp_path: Path) -> None:
@@ -265,7 +271,7 @@ def test_a_sentencepiece_model_may_have_no_end(tmp_path: Path) -> None:
         minloglevel=2,
         num_threads=1,
     )
-    assert tokenizer.load([tmp_path]).end is None
+    assert tokenizer.load_tokenizer([tmp_path]).end is None
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,7 @@ def test_a_tokenizer_json_has_the_end_that_its_config_names(
     gpt2(data_dir).save(str(tmp_path / "tokenizer.json"))
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert tokenizer.load([tmp_path]).end == end
+    assert tokenizer.load_tokenizer([tmp_path]).end == end
 
 
 EOS = "allowed: a string, or a table with a string as content"
@@ -321,6 +327,6 @@ def test_a_config_that_is_none(content: bytes, reason: str, data_dir: Path, tmp_
 
 
 def test_a_real_folder_names_its_end(smollm2: Path) -> None:
-    found = tokenizer.load([smollm2])
+    found = tokenizer.load_tokenizer([smollm2])
     assert (found.source, found.end) == ("tokenizer.json", 2)
     assert found.encode(["<|im_end|>"]) == [[2]]

@@ -39,7 +39,7 @@ def vocabulary(folder: Path, *pieces: str, name: str = "vocab.txt") -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(RequestError) as caught:
-        tokenizer.load([path])
+        tokenizer.load_tokenizer([path])
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -125,12 +125,12 @@ def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
 def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None:
     path = vocabulary(tmp_path)
     own = vocabulary(tmp_path / "own", name="my-own.txt")
-    assert isinstance(tokenizer.load([tmp_path]), WordPieceTokenizer)
-    assert tokenizer.load([own]).source == "my-own.txt"
+    assert isinstance(tokenizer.load_tokenizer([tmp_path]), WordPieceTokenizer)
+    assert tokenizer.load_tokenizer([own]).source == "my-own.txt"
     for name in ("vocab.json", "merges.txt"):
         (tmp_path / name).write_bytes((data_dir / "tokenizers" / "gpt2" / name).read_bytes())
-    assert isinstance(tokenizer.load([tmp_path]), BytePairTokenizer)
-    assert isinstance(tokenizer.load([path]), WordPieceTokenizer)
+    assert isinstance(tokenizer.load_tokenizer([tmp_path]), BytePairTokenizer)
+    assert isinstance(tokenizer.load_tokenizer([path]), WordPieceTokenizer)
 
 
 def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> None:
@@ -140,17 +140,17 @@ def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> 
         tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)})
     )
     inner.save(str(path.with_name("tokenizer.json")))
-    assert isinstance(tokenizer.load([tmp_path]), JsonTokenizer)
-    found = tokenizer.load_pieces([tmp_path / "absent", tmp_path])
+    assert isinstance(tokenizer.load_tokenizer([tmp_path]), JsonTokenizer)
+    found = tokenizer.load_word_pieces([tmp_path / "absent", tmp_path])
     assert (found.source, found.cls) == ("vocab.txt", 2)
     path.unlink()
     with pytest.raises(RequestError) as caught:
-        tokenizer.load_pieces([tmp_path])
+        tokenizer.load_word_pieces([tmp_path])
     assert str(caught.value) == (golden("no-tokenizer-found-looked-in-put", tmp_path))
 
 
 def test_the_real_vocabulary(data_dir: Path) -> None:
-    found = tokenizer.load_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
+    found = tokenizer.load_word_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
     assert (found.vocab, found.pad, found.cls, found.mask, found.sha256) == (
         30522,
         0,
@@ -167,8 +167,8 @@ def test_the_real_vocabulary(data_dir: Path) -> None:
 def test_real_texts_are_read_as_the_librarys_own_bert_reads_them(data_dir: Path) -> None:
     folder = data_dir / "tokenizers" / "bert-large-uncased"
     theirs = tokenizers.BertWordPieceTokenizer(str(folder / "vocab.txt"), lowercase=True)
-    queries = superglue.read(data_dir / "record" / "record_dev32.jsonl")
+    queries = superglue.read_queries(data_dir / "record" / "record_dev32.jsonl")
     texts = [text for one in queries for text in (one.passage, *one.entities)]
-    found = tokenizer.load_pieces([folder]).encode(texts)
+    found = tokenizer.load_word_pieces([folder]).encode(texts)
     assert found == [one.ids for one in theirs.encode_batch(texts, add_special_tokens=False)]
     assert (len(found), sum(map(len, found))) == (401, 7587)

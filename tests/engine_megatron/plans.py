@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from steelyard.accelerators.cpu_torch import Device
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case import resolve
-from steelyard.engine.job import Job, Keep
+from steelyard.engine.job import CheckpointSchedule, Job
 from steelyard.engine.work import Phase, Work
 from steelyard.engines.torch import tensor_parallel
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
-from steelyard.training import checkpoints, optimizer
+from steelyard.training import adamw, checkpoint_folders
 
 KEEP_EVERY = 6  # of ten steps: one checkpoint a run
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
@@ -54,27 +54,31 @@ def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
         *SETTINGS[name],
         *[f"{key}={value}" for key, value in one.get("settings", {}).items()],
     ]
-    case = resolve.resolve(name, "smoke", one.get("precision"), settings=settings).case
-    plan = degrees.make(case, 1, world)
-    prepared = case.question.row.prepare(
-        case.question.asked(Sources(None, None, None), None, True, {})
+    case = resolve.resolve_case(name, "smoke", one.get("precision"), settings=settings).case
+    plan = degrees.make_plan(case, 1, world)
+    prepared = case.question.task_row.prepare(
+        case.question.describe_for_task(Sources(None, None, None), None, True, {})
     )
     return make(
         Job(
             case=case,
-            work=case.question.row.work,
+            work=case.question.task_row.work,
             inputs=prepared.inputs,
             weights=Path(one["weights"]) if one.get("weights") else None,
-            device=Device(0, monotonic),
+            device=CpuTorchDevice(0, monotonic),
             rank=rank,
             world=world,
             plan=plan,
-            place=degrees.place(plan, rank),
-            group=tensor_parallel.form(plan, rank, torch.device("cpu")),
+            place=degrees.find_position(plan, rank),
+            group=tensor_parallel.create_tensor_parallel_group(plan, rank, torch.device("cpu")),
             steps=None,
-            keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            checkpoint_schedule=CheckpointSchedule(Path(one["keep"]), KEEP_EVERY)
+            if one.get("keep")
+            else None,
             resume=(
-                Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None
+                Path(one["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
+                if one.get("resume")
+                else None
             ),
         )
     )
@@ -116,7 +120,7 @@ def answer(
 ) -> tuple[dict, Any]:
     """What a run answered, and its engine."""
     work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
-    for module in (optimizer, sys.modules.get("steelyard.engines.megatron.optimizer")):
+    for module in (adamw, sys.modules.get("steelyard.engines.megatron.optimizer")):
         if module is not None:
             module.FIRST_SCALE = one.get("scale", 65536.0)
     engine = build(one, rank, world, of[work])
@@ -128,7 +132,11 @@ def plant(bug: str | None) -> Callable[[], None]:
     from steelyard.engines.megatron import config
     from steelyard.engines.megatron.optimizer import MegatronAdam
 
-    plain, step, begin = config.TransformerConfig, MegatronAdam.step, MegatronAdam.begin
+    plain, step, begin = (
+        config.TransformerConfig,
+        MegatronAdam.step,
+        MegatronAdam.start_from_gradient_buffers,
+    )
 
     def changed(**values: Any) -> None:
         config.TransformerConfig = lambda **named: plain(**(named | values))
@@ -152,11 +160,15 @@ def plant(bug: str | None) -> Callable[[], None]:
     elif bug == "no_scheduler":
         MegatronAdam.step = decay_everything
     elif bug == "rounded_weights":
-        MegatronAdam.begin = begin_rounded
+        MegatronAdam.start_from_gradient_buffers = begin_rounded
 
     def undo() -> None:
         torch.compiler.set_stance("default")
-        config.TransformerConfig, MegatronAdam.step, MegatronAdam.begin = plain, step, begin
+        config.TransformerConfig, MegatronAdam.step, MegatronAdam.start_from_gradient_buffers = (
+            plain,
+            step,
+            begin,
+        )
 
     return undo
 

@@ -19,8 +19,8 @@ from steelyard.engines.megatron.score import MegatronScore
 from steelyard.engines.megatron.train import MegatronTrain
 from steelyard.errors import RequestError
 from steelyard.plan.degrees import Plan
-from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Numbers, State
+from steelyard.training import checkpoint_folders
+from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScalars
 
 PATCH = Path(__file__).parents[1] / "fixtures" / "megatron_cpu"
 STATES = (
@@ -86,11 +86,13 @@ def test_what_it_cannot_do_is_refused_in_one_line(one: dict, world: int, says: s
 
 
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
-    place = tmp_path / checkpoints.name_of(6)
+    place = tmp_path / checkpoint_folders.format_step_folder(6)
     place.mkdir()
     plan = Plan(nodes=1, devices=2, tp=2, pp=1, dp=1, launcher="local")
-    state = State(step=6, losses=[1.0], numbers=Numbers(updates=6), plan=plan, weights={})
-    checkpoints.write(place / checkpoints.STATE, state)
+    state = CheckpointState(
+        step=6, losses=[1.0], numbers=OptimizerScalars(updates=6), plan=plan, weights={}
+    )
+    checkpoint_folders.write_checkpoint_json(place / checkpoint_folders.STATE_FILE, state)
     with pytest.raises(RequestError) as caught:
         build(told() | {"resume": str(tmp_path)}, 0, 1, MegatronTrain)
     assert str(caught.value) == (golden("resume-engine-megatron-goes-on-under"))
@@ -171,4 +173,7 @@ def test_a_record_says_what_computed(patched: Shell) -> None:
     assert details["optimizer_states"] < 1.1 * details["parameters"]
     assert record["environment"]["software"]["packages"]["megatron-core"].startswith("0.16.")
     [kept] = (patched.out / "checkpoints").iterdir()
-    assert [one.name for one in checkpoints.whole(kept)] == ["step-00000004", "step-00000002"]
+    assert [one.name for one in checkpoint_folders.list_finished_checkpoints(kept)] == [
+        "step-00000004",
+        "step-00000002",
+    ]

@@ -28,7 +28,7 @@ from steelyard.case import resolve
 from steelyard.engines.torch.score import TorchScore
 from steelyard.engines.torch.train import TorchTrain
 from steelyard.models.llama import LlamaShape
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
@@ -109,8 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the processes left of all runs."""
     out = tmp_path_factory.mktemp("megatron")
     for case in (CORPUS, LAMBADA):
-        shape = load.shape_of(
-            resolve.resolve(case, "smoke", settings=[*SETTINGS[case]]).case.question.model
+        shape = llama_weights.get_llama_shape(
+            resolve.resolve_case(case, "smoke", settings=[*SETTINGS[case]]).case.question.model
         )
         for name in ("hf", "megatron"):
             (out / f"{name}-{case}").mkdir()

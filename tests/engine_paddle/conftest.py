@@ -10,10 +10,10 @@ import pytest
 
 from engine_paddle.alike import STEPS
 from steelyard.case.request import EngineSettings, Request
-from steelyard.case.resolve import resolve
+from steelyard.case.resolve import resolve_case
 from steelyard.record.record import Record
+from steelyard.run.checked_request import check_request
 from steelyard.run.parent import run_case
-from steelyard.run.ready import ready
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("STEELYARD_PADDLE_PYTHON", ROOT / ".venv-paddle" / "bin" / "python"))
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
         precision: str | None = None,
     ) -> Record:
         request = Request(
-            resolve(case, "smoke", precision, None, list(settings)),
+            resolve_case(case, "smoke", precision, None, list(settings)),
             engine=engine,
             engine_settings=EngineSettings(python=python if engine == "paddle" else None),
             accelerator="cpu",
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
             weights=weights,
             out=tmp_path_factory.mktemp("records"),
         )
-        return run_case(ready(request))[0]
+        return run_case(check_request(request))[0]
 
     return made
 

@@ -13,8 +13,8 @@ import torch
 from engine_paddle.alike import assert_alike, curve
 from engine_paddle.conftest import CORPUS, MODEL, Run
 from fixtures.huggingface import sizes_of, write
-from steelyard.case.resolve import resolve
-from steelyard.models.llama_init import shape_of
+from steelyard.case.resolve import resolve_case
+from steelyard.models.llama_init import get_llama_shape
 from steelyard.record.record import Record
 
 pytestmark = pytest.mark.full
@@ -64,7 +64,7 @@ def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
 
 def test_packed_rows_and_weights_of_a_folder(run: Run, tmp_path: Path) -> None:
     """Segments of a row do not see each other; weights in bf16 are read alike."""
-    shape = shape_of(resolve(ALPACA, "smoke").case.question.model)
+    shape = get_llama_shape(resolve_case(ALPACA, "smoke").case.question.model)
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: (

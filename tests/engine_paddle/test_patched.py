@@ -71,7 +71,7 @@ def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
         done = shell(*words, PATCHED_MAIL=str(tmp_path / "mail"))
         assert done.code == code, done.err
         (path,) = shell.out.glob("*.json")
-        return record.read(path)
+        return record.read_record(path)
 
     return made
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from steelyard.engines.torch.framework import CompileCache
+from steelyard.engines.torch.framework import CompileCacheCounter
 from steelyard.kernels import jit
 
 
@@ -21,7 +21,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_kernels_and_graphs_are_counted(
     triton: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = CompileCache()
+    cache = CompileCacheCounter()
     assert cache.counts() is None
     for hit in (True, True, False):
         triton.knobs.compilation.listener(
@@ -37,4 +37,4 @@ def test_kernels_and_graphs_are_counted(
 
 def test_a_triton_without_listeners_is_not_asked(triton: SimpleNamespace) -> None:
     del triton.knobs
-    assert CompileCache().counts() is None
+    assert CompileCacheCounter().counts() is None

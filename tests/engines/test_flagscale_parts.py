@@ -14,14 +14,14 @@ import pytest
 from steelyard.case import resolve
 from steelyard.data.corpus import Corpus, CorpusRows
 from steelyard.engine.job import Job
-from steelyard.engines.flagscale import command, config, data, lines
+from steelyard.engines.flagscale import command, config, indexed_dataset, log_lines
 from steelyard.engines.flagscale.framework import ProgramFramework
-from steelyard.engines.flagscale.lines import Iteration, ProgramError
+from steelyard.engines.flagscale.log_lines import Iteration, ProgramError
 from steelyard.engines.flagscale.train import FlagScaleTrain
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
-from steelyard.training.loop import rate
+from steelyard.training.training_loop import compute_learning_rate
 
 CASE = "llama1-7b-openwebtext"
 LINE = (
@@ -35,12 +35,12 @@ LINE = (
 def job(
     tmp_path: Path, *settings: str, size: str = "smoke", devices: int = 1, **changes: Any
 ) -> Job:
-    case = resolve.resolve(CASE, size, settings=list(settings)).case
-    plan = degrees.make(case, 1, devices)
+    case = resolve.resolve_case(CASE, size, settings=list(settings)).case
+    plan = degrees.make_plan(case, 1, devices)
     inputs = None
     if size == "smoke":
-        inputs = case.question.row.prepare(
-            case.question.asked(Sources(None, None, None), None, True, {})
+        inputs = case.question.task_row.prepare(
+            case.question.describe_for_task(Sources(None, None, None), None, True, {})
         ).inputs
     framework = ProgramFramework(None, 0, lambda: 0.0)
     given = {
@@ -54,7 +54,7 @@ def job(
     given |= {
         "world": 1,
         "plan": plan,
-        "place": degrees.place(plan, 0),
+        "place": degrees.find_position(plan, 0),
         "group": None,
         "steps": None,
     }
@@ -62,15 +62,15 @@ def job(
 
 
 def test_a_line() -> None:
-    assert lines.parse(LINE) == Iteration(
+    assert log_lines.parse_iteration(LINE) == Iteration(
         12, 100, 24576, 2048, 5.4321, 10.98612, 3.125, 1.8e-6, 0, 0
     )
-    assert lines.parse("[default7]:" + LINE) == lines.parse(LINE)
-    assert lines.parse("iteration 3 begins") is None
+    assert log_lines.parse_iteration("[default7]:" + LINE) == log_lines.parse_iteration(LINE)
+    assert log_lines.parse_iteration("iteration 3 begins") is None
 
 
 def test_a_loss_that_is_left_out_is_unknown() -> None:
-    found = lines.parse(
+    found = log_lines.parse_iteration(
         LINE.replace(" lm loss: 1.098612E+01 |", "").replace("grad norm: 3.125", "grad norm: nan")
     )
     assert found is not None
@@ -98,9 +98,9 @@ def test_a_loss_that_is_left_out_is_unknown() -> None:
 )
 def test_lines_that_are_not_what_was_asked(old: str, new: str, said: str) -> None:
     with pytest.raises(ProgramError) as caught:
-        found = lines.parse(LINE.replace(old, new))
+        found = log_lines.parse_iteration(LINE.replace(old, new))
         assert found is not None
-        lines.check(found, 11, 100, 2048)
+        log_lines.check_iteration(found, 11, 100, 2048)
     assert said in str(caught.value)
 
 
@@ -111,7 +111,7 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
         "tune.recompute=full",
         "tune.micro_batch=4",
     )
-    made = config.make(
+    made = config.make_config(
         job(tmp_path, *settings, size="full", devices=8),
         2048,
         100,
@@ -169,12 +169,14 @@ def test_learning_rates_of_the_warm_up_are_those_of_every_engine(
     asked = job(tmp_path, f"question.train.warmup_steps={warmup}")
     train = asked.case.question.train
     assert train is not None
-    told = config.make(asked, 8, 40, tmp_path, tmp_path, 1)["train"]["model"]["optimizer"][
+    told = config.make_config(asked, 8, 40, tmp_path, tmp_path, 1)["train"]["model"]["optimizer"][
         "lr_scheduler"
     ]
     first, most, steps = told["lr_warmup_init"], told["lr"], told["lr_warmup_iters"]
     found = [first + (most - first) * i / steps if steps else most for i in range(max(1, warmup))]
-    assert found == pytest.approx([rate(train, i) for i in range(max(1, warmup))], rel=1e-12)
+    assert found == pytest.approx(
+        [compute_learning_rate(train, i) for i in range(max(1, warmup))], rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,16 +231,18 @@ def test_documents_are_written_with_their_end_renumbered(tmp_path: Path) -> None
     with 9, the last number.
     """
     rows = rows_of([5, 9, 2], [7, 2], [1, 2], [1, 2])
-    assert data.write(rows, 10, tmp_path / "d") == 5
+    assert indexed_dataset.write_indexed_dataset(rows, 10, tmp_path / "d") == 5
     assert read(tmp_path / "d") == [[5, 2, 9], [7, 9]]
-    data.write(rows, 100_000, tmp_path / "e")
+    indexed_dataset.write_indexed_dataset(rows, 100_000, tmp_path / "e")
     assert read(tmp_path / "e") == [[5, 9, 99_999], [7, 99_999]]
 
 
 @pytest.mark.parametrize("second", [[7, 3], [2, 7, 2]])
 def test_documents_that_end_otherwise_are_refused(tmp_path: Path, second: list[int]) -> None:
     with pytest.raises(RequestError, match="document 1 does not end with its only token 2"):
-        data.write(rows_of([5, 2], second, [1, 2], [1, 2]), 10, tmp_path / "d")
+        indexed_dataset.write_indexed_dataset(
+            rows_of([5, 2], second, [1, 2], [1, 2]), 10, tmp_path / "d"
+        )
 
 
 TORCHRUN = (
@@ -259,7 +263,7 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/mine")
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setenv("RANK", "0")
-    found = command.parse(
+    found = command.parse_script(
         script(tmp_path, f"A=1 B='x y' {TORCHRUN}"), tmp_path, {"--steps": "4"}, 2
     )
     started = [sys.executable, "-m", "torch.distributed.run"]
@@ -273,12 +277,14 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--tee",
         "0",
     ]
-    assert found.words == [*started, *options, "./train.py", "--steps", "4", "--lr", "1"]
-    assert (found.variables["A"], found.variables["B"], found.folder) == ("1", "x y", tmp_path)
-    assert found.variables["PYTHONPATH"] == f"{tmp_path}/third_party:{tmp_path}:/mine"
-    assert not {"PYTHONSAFEPATH", "RANK"} & found.variables.keys()
+    assert found.arguments == [*started, *options, "./train.py", "--steps", "4", "--lr", "1"]
+    assert (found.environment["A"], found.environment["B"], found.folder) == ("1", "x y", tmp_path)
+    assert found.environment["PYTHONPATH"] == f"{tmp_path}/third_party:{tmp_path}:/mine"
+    assert not {"PYTHONSAFEPATH", "RANK"} & found.environment.keys()
     module = TORCHRUN.replace("torchrun", "python -m torch.distributed.run")
-    assert command.parse(script(tmp_path, module), tmp_path, {}, 2).words == found.words
+    assert (
+        command.parse_script(script(tmp_path, module), tmp_path, {}, 2).arguments == found.arguments
+    )
 
 
 @pytest.mark.parametrize(
@@ -320,7 +326,7 @@ def test_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_that_are_refused(tmp_path: Path, cmd: str, said: str) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(RequestError) as caught:
-        command.parse(script(tmp_path, cmd), tmp_path, {"--steps": "4"}, 2)
+        command.parse_script(script(tmp_path, cmd), tmp_path, {"--steps": "4"}, 2)
     begin = "engine.checkout: the dry run's script has no plain torchrun command: "
     assert str(caught.value) == f"{begin}{said}; nothing was started"
 
@@ -330,4 +336,4 @@ def test_a_python_path_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RequestError, match="its PYTHONPATH leads out of the checkout, to '/elsewhere'"
     ):
-        command.parse(script(tmp_path, TORCHRUN, "/elsewhere:$PYTHONPATH"), tmp_path, {}, 2)
+        command.parse_script(script(tmp_path, TORCHRUN, "/elsewhere:$PYTHONPATH"), tmp_path, {}, 2)

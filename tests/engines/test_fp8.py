@@ -10,11 +10,11 @@ from torch import nn
 from fixtures.commands import Shell
 from fixtures.glm import TRAINING
 from steelyard.accelerators import cuda_torch
-from steelyard.case.precision import TRAIN
+from steelyard.case.precision import TRAINING_PRESETS
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.errors import RequestError
 from steelyard.plan.matmuls import VOCABULARY, Matmul
-from steelyard.training.optimizer import Adam
+from steelyard.training.adamw import MixedPrecisionAdamW
 
 LONGER = [
     ("llama1-7b-openwebtext", "fp8-pure"),
@@ -122,7 +122,7 @@ def test_what_is_refused(arguments: tuple[str, ...], said: str, shell: Shell) ->
 
 
 def test_a_device_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = cuda_torch.Device.__new__(cuda_torch.Device)
+    device = cuda_torch.CudaTorchDevice.__new__(cuda_torch.CudaTorchDevice)
     device._index = 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     with pytest.raises(
@@ -135,7 +135,7 @@ def test_a_device_without_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(
     layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    framework = TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, lambda: 0.0)
+    framework = TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, lambda: 0.0)
     multiplied = []
     plain = torch.mm
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(
         lambda *given, **named: multiplied.append(given[0].dtype) or plain(*given, **named),
     )
     for name, wide in (("qkv", []), (VOCABULARY, [torch.bfloat16])):
-        made = framework.product("fp8", Matmul(name=name, layout=layout, m=48, n=32, k=40))
+        made = framework.prepare_matmul("fp8", Matmul(name=name, layout=layout, m=48, n=32, k=40))
         assert made is not None
         work, flops = made
         out = work()
@@ -160,10 +160,10 @@ def test_an_update_raises_versions_and_copies_what_is_apart() -> None:
         nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),
     )
     masters = [own.detach(), torch.ones(2, 2)]
-    adam = Adam([own, apart], masters, TRAINING, TRAIN["fp8"])
+    adam = MixedPrecisionAdamW([own, apart], masters, TRAINING, TRAINING_PRESETS["fp8"])
     before = own._version, apart._version
     for one in (own, apart):
-        adam.gradient(one).fill_(1.0)
+        adam.get_gradient(one).fill_(1.0)
     adam.step(0.25)
     assert own._version > before[0]
     assert apart._version > before[1]

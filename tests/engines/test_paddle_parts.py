@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from fixtures.golden import golden
-from steelyard.case.precision import TRAIN
+from steelyard.case.precision import TRAINING_PRESETS
 from steelyard.case.request import Request
-from steelyard.case.resolve import resolve
-from steelyard.engine import rows as engine_rows
-from steelyard.engines.paddle import modes, rendezvous, weights
-from steelyard.engines.paddle.modes import Modes
+from steelyard.case.resolve import resolve_case
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.engines.paddle import host_weights, modes, rendezvous
+from steelyard.engines.paddle.modes import PaddleModes
 from steelyard.errors import RequestError
-from steelyard.models import llama_init, placements
-from steelyard.models.placements import WHOLE, Shard
+from steelyard.models import llama_init, llama_placements
+from steelyard.models.llama_placements import WHOLE, Shard
 from steelyard.models.shapes import LlamaModel
-from steelyard.run.ready import ready
+from steelyard.run.checked_request import check_request
 
 CORPUS = "llama1-7b-openwebtext"
 # Matrices that are no whole number of the blocks of 16 that torch draws in.
@@ -32,26 +32,26 @@ MODEL = LlamaModel(
 
 def torch_wholes() -> dict[str, np.ndarray]:
     """What engine torch draws, in the order of its logical views."""
-    shape = llama_init.shape_of(MODEL)
-    model = llama_init.build(shape, torch.device("cpu"), torch.float32)
-    llama_init.fill_random(model, 7)
+    shape = llama_init.get_llama_shape(MODEL)
+    model = llama_init.build_llama(shape, torch.device("cpu"), torch.float32)
+    llama_init.fill_random_llama_weights(model, 7)
     out = {}
     for name, parameter in model.named_parameters():
-        view = placements.logical_view(name, parameter, shape, WHOLE)
-        flat = placements.flat_shape(name, tuple(view.shape))
+        view = llama_placements.view_logically(name, parameter, shape, WHOLE)
+        flat = llama_placements.flatten_logical_shape(name, tuple(view.shape))
         out[name] = view.reshape(flat if len(flat) > 1 else -1).numpy()
     return out
 
 
 def test_random_weights_are_those_of_engine_torch() -> None:
-    wanted, make = torch_wholes(), weights.random(7, MODEL)
+    wanted, make = torch_wholes(), host_weights.random_parameters(7, MODEL)
     assert {"layers.0.qkv.bias", "layers.0.gate_up.weight", "norm.weight"} <= wanted.keys()
     for name, array in wanted.items():
         found = make(name)
-        assert found.shape == array.shape == weights.whole_shape(name, MODEL), name
+        assert found.shape == array.shape == host_weights.whole_shape(name, MODEL), name
         np.testing.assert_allclose(found, array, rtol=0, atol=1e-6, err_msg=name)
     assert not np.allclose(
-        weights.random(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3
+        host_weights.random_parameters(8, MODEL)("embed.weight"), wanted["embed.weight"], atol=1e-3
     )
 
 
@@ -59,40 +59,49 @@ def test_random_weights_are_those_of_engine_torch() -> None:
 def test_numbers_are_drawn_as_torch_draws_them(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = 2**62 + 5
     wanted = torch.empty(count).normal_(generator=torch.Generator().manual_seed(seed)).numpy()
-    np.testing.assert_allclose(weights.normal(seed, count), wanted, rtol=0, atol=2e-6)
-    monkeypatch.setattr(weights, "CHUNK", 48)
-    np.testing.assert_allclose(weights.normal(seed, count), wanted, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(host_weights.draw_normal(seed, count), wanted, rtol=0, atol=2e-6)
+    monkeypatch.setattr(host_weights, "CHUNK", 48)
+    np.testing.assert_allclose(host_weights.draw_normal(seed, count), wanted, rtol=0, atol=2e-6)
 
 
 def test_a_tensor_parallel_rank_holds_what_engine_torch_gives_it() -> None:
-    shape, make = llama_init.shape_of(MODEL), weights.random(7, MODEL)
+    shape, make = llama_init.get_llama_shape(MODEL), host_weights.random_parameters(7, MODEL)
     for index in range(2):
         share = Shard(index, 2)
-        model = llama_init.build(shape, torch.device("cpu"), torch.float32, share)
-        llama_init.fill_random(model, 7, shape, share)
+        model = llama_init.build_llama(shape, torch.device("cpu"), torch.float32, share)
+        llama_init.fill_random_llama_weights(model, 7, shape, share)
         for name in (
             "layers.0.qkv.weight",
             "layers.0.out.weight",
             "layers.0.gate_up.weight",
             "layers.0.down.weight",
         ):
-            view = placements.logical_view(name, model.get_parameter(name), shape, share)
-            wanted = view.reshape(placements.flat_shape(name, tuple(view.shape))).numpy()
+            view = llama_placements.view_logically(name, model.get_parameter(name), shape, share)
+            wanted = view.reshape(
+                llama_placements.flatten_logical_shape(name, tuple(view.shape))
+            ).numpy()
             np.testing.assert_allclose(
-                weights.part(name, make(name), index, 2), wanted, rtol=0, atol=1e-6, err_msg=name
+                host_weights.take_part(name, make(name), index, 2),
+                wanted,
+                rtol=0,
+                atol=1e-6,
+                err_msg=name,
             )
     table = make("embed.weight")[:32]
     np.testing.assert_array_equal(
-        np.concatenate([weights.part("embed.weight", table, i, 2) for i in range(2)]), table
+        np.concatenate([host_weights.take_part("embed.weight", table, i, 2) for i in range(2)]),
+        table,
     )
     norm = make("norm.weight")
-    assert weights.part("norm.weight", norm, 1, 2) is norm
+    assert host_weights.take_part("norm.weight", norm, 1, 2) is norm
 
 
 def test_paddle_stores_linear_layers_the_other_way_round() -> None:
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    np.testing.assert_array_equal(weights.oriented("layers.0.out.weight", array), array.T)
-    np.testing.assert_array_equal(weights.oriented("embed.weight", array), array)
+    np.testing.assert_array_equal(
+        host_weights.orient_for_paddle("layers.0.out.weight", array), array.T
+    )
+    np.testing.assert_array_equal(host_weights.orient_for_paddle("embed.weight", array), array)
 
 
 FOUND = {
@@ -106,23 +115,23 @@ FOUND = {
 @pytest.mark.parametrize("name", FOUND)
 def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> None:
     """Paddle's O2 on a CPU stays in fp32 without a word."""
-    modes.check_types(TRAIN["bf16-o2"], FOUND)
+    modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], FOUND)
     other = "bfloat16" if name == "states" else "float32"
     wanted = "float32" if name == "states" else "bfloat16"
     with pytest.raises(
         RuntimeError,
         match=f"precision bf16-o2: {name} must be {wanted}, and Paddle made them {other}",
     ):
-        modes.check_types(TRAIN["bf16-o2"], FOUND | {name: {other}})
+        modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], FOUND | {name: {other}})
 
 
 def test_levels() -> None:
-    found = {name: modes.level(TRAIN[name]) for name in engine_rows.PADDLE.trains_in}
+    found = {name: modes.amp_level(TRAINING_PRESETS[name]) for name in engine_rows.PADDLE.trains_in}
     assert found == {"fp32": None, "tf32": None, "fp16-o2": "O2", "bf16-o2": "O2"}
 
 
 def job(*settings: str, **degrees: int) -> Any:
-    case = resolve(CORPUS, "smoke", settings=list(settings)).case
+    case = resolve_case(CORPUS, "smoke", settings=list(settings)).case
     return SimpleNamespace(
         case=case, plan=SimpleNamespace(**({"tp": 1, "pp": 1, "dp": 1} | degrees))
     )
@@ -131,30 +140,30 @@ def job(*settings: str, **degrees: int) -> Any:
 @pytest.mark.parametrize(
     ("settings", "degrees", "wanted", "names"),
     [
-        ((), {}, Modes(1, 1, 1, 1, 0, False), ["single"]),
-        (("tune.recompute=full",), {}, Modes(1, 1, 1, 1, 0, True), ["single", "recompute"]),
-        ((), {"dp": 4}, Modes(1, 1, 4, 1, 0, False), ["dp"]),
-        (("tune.sharding=1",), {"dp": 4}, Modes(1, 1, 1, 4, 1, False), ["sharding 1"]),
+        ((), {}, PaddleModes(1, 1, 1, 1, 0, False), ["single"]),
+        (("tune.recompute=full",), {}, PaddleModes(1, 1, 1, 1, 0, True), ["single", "recompute"]),
+        ((), {"dp": 4}, PaddleModes(1, 1, 4, 1, 0, False), ["dp"]),
+        (("tune.sharding=1",), {"dp": 4}, PaddleModes(1, 1, 1, 4, 1, False), ["sharding 1"]),
         (
             ("tune.sharding=2", "tune.sharding_degree=2"),
             {"tp": 2, "dp": 4},
-            Modes(2, 1, 2, 2, 2, False),
+            PaddleModes(2, 1, 2, 2, 2, False),
             ["tp", "sharding 2", "dp", "copies of shards"],
         ),
         (
             ("tune.sharding=1",),
             {"pp": 2, "dp": 2},
-            Modes(1, 2, 1, 2, 1, False),
+            PaddleModes(1, 2, 1, 2, 1, False),
             ["pp", "sharding 1"],
         ),
     ],
 )
 def test_modes(
-    settings: tuple[str, ...], degrees: dict[str, int], wanted: Modes, names: list[str]
+    settings: tuple[str, ...], degrees: dict[str, int], wanted: PaddleModes, names: list[str]
 ) -> None:
-    found = modes.of(job(*settings, **degrees))
+    found = modes.choose_modes(job(*settings, **degrees))
     assert (found, list(found.names), found.dp) == (wanted, names, degrees.get("dp", 1))
-    assert found.data_parallel is (names == ["dp"])
+    assert found.is_data_parallel is (names == ["dp"])
 
 
 @pytest.mark.parametrize(
@@ -186,23 +195,23 @@ def test_modes_that_are_refused(
     settings: tuple[str, ...], degrees: dict[str, int], said: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        modes.of(job(*settings, **degrees))
+        modes.choose_modes(job(*settings, **degrees))
     assert str(caught.value) == said
 
 
 def test_what_a_device_lacks_is_refused_with_its_reason() -> None:
-    alone = Modes(1, 1, 1, 1, 0, False)
-    modes.refuse(alone, {"tp": "no"})
+    alone = PaddleModes(1, 1, 1, 1, 0, False)
+    modes.refuse_modes(alone, {"tp": "no"})
     with pytest.raises(
         RequestError,
         match=r"engine paddle has no tp on this device: no kernels; see docs/engines\.md",
     ):
-        modes.refuse(replace(alone, tp=2), {"tp": "no kernels"})
+        modes.refuse_modes(replace(alone, tp=2), {"tp": "no kernels"})
 
 
 def test_a_record_says_what_nobody_has_run() -> None:
-    assert modes.untried(Modes(1, 1, 1, 2, 1, True), "cpu", "fp32") == []
-    assert modes.untried(Modes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == [
+    assert modes.list_untried(PaddleModes(1, 1, 1, 2, 1, True), "cpu", "fp32") == []
+    assert modes.list_untried(PaddleModes(2, 1, 1, 2, 2, False), "gpu", "bf16-o2") == [
         "gpu",
         "bf16-o2",
         "tp",
@@ -213,7 +222,9 @@ def test_a_record_says_what_nobody_has_run() -> None:
 @pytest.mark.parametrize(("engine", "more"), [("torch", ", fp8, fp8-pure"), ("transformers", "")])
 def test_other_engines_do_not_train_in_paddles_precisions(engine: str, more: str) -> None:
     with pytest.raises(RequestError) as caught:
-        ready(Request(resolve(CORPUS, "smoke", "fp16-o2"), engine=engine, accelerator="cpu"))
+        check_request(
+            Request(resolve_case(CORPUS, "smoke", "fp16-o2"), engine=engine, accelerator="cpu")
+        )
     assert str(caught.value) == golden("engine-does-not-train-in-fp", engine, more)
 
 
@@ -227,15 +238,17 @@ def test_other_engines_do_not_train_in_paddles_precisions(engine: str, more: str
 def test_checkpoints_are_refused(
     settings: list[str], resume: Path | None, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_rows, "row", lambda name: replace(engine_rows.PADDLE, needs=()))
+    monkeypatch.setattr(
+        engine_rows, "find_engine", lambda name: replace(engine_rows.PADDLE, needs=())
+    )
     request = Request(
-        resolve(CORPUS, "smoke", settings=settings),
+        resolve_case(CORPUS, "smoke", settings=settings),
         engine="paddle",
         accelerator="cpu",
         resume=resume,
     )
     with pytest.raises(RequestError) as caught:
-        ready(request)
+        check_request(request)
     assert str(caught.value) == golden("engine-paddle-has-no-checkpoints-leave", named)
 
 
@@ -250,9 +263,9 @@ class Meeting:
 def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
     """The others wait until rank 0 has said where."""
     meet, found = Meeting(file=tmp_path / "store"), []
-    other = threading.Thread(target=lambda: found.append(rendezvous.master(meet, 1)))
+    other = threading.Thread(target=lambda: found.append(rendezvous.find_master(meet, 1)))
     other.start()
-    host, port = rendezvous.master(meet, 0)
+    host, port = rendezvous.find_master(meet, 0)
     other.join(20)
     assert found == [(host, port)]
     assert host == "127.0.0.1"
@@ -260,21 +273,21 @@ def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
 
 
 def test_ranks_of_several_hosts_meet_where_the_run_says() -> None:
-    assert rendezvous.master(Meeting(address="10.0.0.1", port=4711), 3) == ("10.0.0.1", 4711)
+    assert rendezvous.find_master(Meeting(address="10.0.0.1", port=4711), 3) == ("10.0.0.1", 4711)
     with pytest.raises(ValueError, match="nowhere to meet"):
-        rendezvous.master(Meeting(), 0)
+        rendezvous.find_master(Meeting(), 0)
 
 
 def test_a_rank_that_is_told_nothing_does_not_wait_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "MEET_S", 0.1)
+    monkeypatch.setattr(rendezvous, "TIMEOUT_S", 0.1)
     with pytest.raises(TimeoutError, match="rank 0 did not say within 0 s where to meet"):
-        rendezvous.master(Meeting(file=tmp_path / "store"), 1)
+        rendezvous.find_master(Meeting(file=tmp_path / "store"), 1)
 
 
 def test_paddles_variables() -> None:
-    assert rendezvous.variables("127.0.0.1", 5000, 1, 1, 2, "gloo") == {
+    assert rendezvous.launcher_variables("127.0.0.1", 5000, 1, 1, 2, "gloo") == {
         "PADDLE_TRAINER_ID": "1",
         "PADDLE_TRAINERS_NUM": "2",
         "PADDLE_TRAINER_ENDPOINTS": "127.0.0.1:5001,127.0.0.1:5002",
@@ -283,4 +296,4 @@ def test_paddles_variables() -> None:
         "PADDLE_RANK_IN_NODE": "1",
         "PADDLE_DISTRI_BACKEND": "gloo",
     }
-    assert "PADDLE_DISTRI_BACKEND" not in rendezvous.variables("h", 1, 0, 0, 1, "nccl")
+    assert "PADDLE_DISTRI_BACKEND" not in rendezvous.launcher_variables("h", 1, 0, 0, 1, "nccl")

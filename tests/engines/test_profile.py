@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard.engine.profile import Activity, Kernel, Kind, divide
-from steelyard.engines.torch.profile import TorchProfiler, activities, kind_of
+from steelyard.engine.profile import Activity, ActivityKind, KernelTotal, divide_device_time
+from steelyard.engines.torch.profiler import TorchProfiler, classify_kernel, read_activities
 
 
 def at(
     name: str,
-    kind: Kind,
+    kind: ActivityKind,
     begin_s: float,
     end_s: float,
     lane: str = "a",
@@ -25,7 +25,7 @@ def at(
 
 
 def times(*made: Activity) -> dict[str, float]:
-    return {one.name: one.time_s for one in divide(made)}
+    return {one.name: one.time_s for one in divide_device_time(made)}
 
 
 def test_one_after_the_other() -> None:
@@ -53,7 +53,9 @@ def test_the_innermost_of_a_lane_has_the_time() -> None:
         ("bubble", "communication", {"moves": 1, "computes": 4}),
     ],
 )
-def test_what_computes_hides_what_moves(kind: Kind, other: Kind, spent: dict[str, float]) -> None:
+def test_what_computes_hides_what_moves(
+    kind: ActivityKind, other: ActivityKind, spent: dict[str, float]
+) -> None:
     assert times(at("moves", kind, 2, 5, "b"), at("computes", other, 0, 4, "a")) == spent
 
 
@@ -72,11 +74,14 @@ def test_calls_and_bytes_are_of_all() -> None:
         at("mul", "other", 9, 10),
         at("mul", "other", 10, 11, "a", 4),
     ]
-    assert divide(made) == [Kernel("mul", "other", 2, 2, None), Kernel("add", "other", 3, 1.5, 24)]
+    assert divide_device_time(made) == [
+        KernelTotal("mul", "other", 2, 2, None),
+        KernelTotal("add", "other", 3, 1.5, 24),
+    ]
 
 
 def test_nothing_ran() -> None:
-    assert divide([]) == []
+    assert divide_device_time([]) == []
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,7 @@ def test_nothing_ran() -> None:
     ],
 )
 def test_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert classify_kernel(name) == kind
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
@@ -133,19 +138,19 @@ def test_a_devices_trace() -> None:
             {"ph": "i", "cat": "kernel", "name": "no duration", "ts": 0},
         ]
     }
-    found = list(activities(trace, on_device=True))
+    found = list(read_activities(trace, on_device=True))
     assert [(one.name, one.kind, one.lane, one.size_bytes) for one in found] == [
         ("nvjet_x", "matmul", "stream 7", 2 * 3 * 2 + 3 * 4 * 4),
         ("mine", "other", "stream 9", None),
         ("Memcpy HtoD", "copy", "stream 7", 64),
     ]
     assert (found[0].begin_s, found[0].end_s) == pytest.approx((1e-5, 1.4e-5))
-    assert [one.name for one in activities(trace, on_device=False)] == ["aten::mm"]
+    assert [one.name for one in read_activities(trace, on_device=False)] == ["aten::mm"]
 
 
 def test_a_tensor_of_unknown_size_makes_all_unknown() -> None:
     told = {"Input Dims": [[2], []], "Input type": ["float", "GenericList"]}
-    [one] = activities(
+    [one] = read_activities(
         {"traceEvents": [event("cpu_op", "aten::cat", 0, 1, **told)]}, on_device=False
     )
     assert one.size_bytes is None
@@ -157,7 +162,7 @@ def test_torchs_profiler_on_a_cpu(tmp_path: Path) -> None:
     watched.start()
     for _ in range(3):
         torch.mm(a, a)
-    found = divide(watched.stop(tmp_path / "trace.json.gz"))
+    found = divide_device_time(watched.stop(tmp_path / "trace.json.gz"))
     assert [(one.kind, one.calls, one.size_bytes) for one in found if one.name == "aten::mm"] == [
         ("matmul", 3, 3 * 2 * 64 * 64 * 4)
     ]

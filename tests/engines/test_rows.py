@@ -12,11 +12,11 @@ import pytest
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard.case.request import Request
-from steelyard.case.resolve import names, resolve
-from steelyard.engine import rows as engine_rows
-from steelyard.engine.rows import EngineRow
+from steelyard.case.resolve import list_shipped_cases, resolve_case
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
-from steelyard.run.ready import Ready, ready
+from steelyard.run.checked_request import CheckedRequest, check_request
 
 MMLU, LAMBADA, CORPUS, RECORD = (
     "llama2-7b-mmlu",
@@ -34,13 +34,13 @@ def asked(
     division: str | None = None,
     parallel="DP",
 ):
-    resolved = resolve(name, "smoke", precision, division, [f"tune.parallel={parallel}"])
+    resolved = resolve_case(name, "smoke", precision, division, [f"tune.parallel={parallel}"])
     return Request(resolved, engine=engine, accelerator="cpu", devices=devices)
 
 
 def refusal(request: Request) -> str:
     with pytest.raises(RequestError) as caught:
-        ready(request)
+        check_request(request)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -105,7 +105,7 @@ def test_what_a_row_does_not_say_is_refused(request_: Request, said: str) -> Non
 
 @pytest.mark.parametrize("engine", ["megatron", "paddle", "flagscale"])
 def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
-    resolved = resolve(
+    resolved = resolve_case(
         CORPUS, "smoke", settings=["question.model.window=9", "question.model.qk_norm=true"]
     )
     assert (
@@ -118,23 +118,23 @@ def test_engines_that_compute_a_plain_llama_alone_say_so(engine: str) -> None:
 def test_precisions_are_refused_by_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = replace(engine_rows.TORCH, precisions=("fp32", "bf16"))
     monkeypatch.setattr(engine_rows, "TORCH", narrow)
-    monkeypatch.setattr(engine_rows, "row", lambda name: narrow)
+    monkeypatch.setattr(engine_rows, "find_engine", lambda name: narrow)
     assert refusal(asked(MMLU, "torch", precision="fp16")) == golden(
         "engine-torch-has-no-matmuls-in"
     )
-    assert ready(asked(MMLU, "torch", precision="bf16")).engine is narrow
+    assert check_request(asked(MMLU, "torch", precision="bf16")).engine is narrow
 
 
 def test_a_module_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     row = replace(engine_rows.TRANSFORMERS, needs=("torch", "no_such_module_here"))
-    monkeypatch.setattr(engine_rows, "row", lambda name: row)
+    monkeypatch.setattr(engine_rows, "find_engine", lambda name: row)
     assert refusal(asked(MMLU, "transformers")) == (
         golden("no_such_module_here-is-not-installed-and-engine")
     )
 
 
 def test_what_a_row_says_is_ready() -> None:
-    found: Ready = ready(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
+    found: CheckedRequest = check_request(asked(MMLU, "torch", 2, parallel="TP2", division="open"))
     assert (found.engine, str(found.plan), found.passes) == (
         engine_rows.TORCH,
         "TP2PP1DP1",
@@ -147,12 +147,12 @@ def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.Monk
     """Of megatron.core, `megatron` itself may be missing; the line names what to install."""
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    assert engine_rows.MEGATRON.missing() == "megatron.core"
+    assert engine_rows.MEGATRON.find_missing_module() == "megatron.core"
     assert refusal(asked(MMLU, "megatron")) == (golden("megatron-core-is-not-installed-and"))
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.score", raising=False)
     monkeypatch.delitem(sys.modules, "steelyard.engines.megatron.config", raising=False)
     with pytest.raises(RequestError) as caught:
-        engine_rows.load("megatron", "score_texts")
+        engine_rows.load_engine("megatron", "score_texts")
     assert str(caught.value).startswith("engine 'megatron' needs megatron")
     assert str(caught.value).endswith("; pip install 'steelyard[megatron]'")
 
@@ -189,22 +189,22 @@ def test_an_engine_that_is_there_and_cannot_be_imported(
         cause = ImportError(MAPPED, name="_C", path="/")
         raise ImportError("a long essay of a package", name="_C") from cause
 
-    monkeypatch.setattr(engine_rows.plugins, "load", fail)
+    monkeypatch.setattr(engine_rows.plugins, "load_reference", fail)
     monkeypatch.setattr(
         os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if noexec else 0)
     )
     with pytest.raises(kind) as caught:
-        engine_rows.load("torch", "score_texts")
+        engine_rows.load_engine("torch", "score_texts")
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize("row", engine_rows.table().values(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", engine_rows.load_engine_rows().values(), ids=lambda row: row.name)
 def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
     assert set(row.works) <= set(engine_rows.WORKS)
     assert row.divisions[0] == "closed"
     for work, reference in row.works.items():
-        if row.missing() is None:
-            assert callable(engine_rows.load(row.name, work))
+        if row.find_missing_module() is None:
+            assert callable(engine_rows.load_engine(row.name, work))
         else:  # not installed here: the file and the class are there all the same
             module, name = reference.split(":")
             spec = importlib.util.find_spec(module)
@@ -214,7 +214,7 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
         RequestError,
         match=f"engine '{row.name}' cannot do juggling; it can do: {', '.join(row.works)}",
     ):
-        engine_rows.load(row.name, "juggling")
+        engine_rows.load_engine(row.name, "juggling")
 
 
 def test_frameworks() -> None:
@@ -235,19 +235,19 @@ def test_frameworks() -> None:
 )
 def test_degrees(degrees: tuple[str, ...], plan: str, able: bool) -> None:
     row = replace(engine_rows.TORCH, degrees=degrees)
-    assert row.divides(ready(asked(MMLU, "torch", 2, parallel=plan)).plan) is able
+    assert row.can_divide(check_request(asked(MMLU, "torch", 2, parallel=plan)).plan) is able
 
 
 def test_list_names_what_each_engine_can_run(shell: Shell) -> None:
     done = shell("list", "--json")
     found = {one["name"]: one for one in done.json()["engines"]}
-    llama = [name for name in names() if name != RECORD]
+    llama = [name for name in list_shipped_cases() if name != RECORD]
     assert {name: one["cases"] for name, one in found.items()} == {
         "flagscale": ["llama1-13b-openwebtext", CORPUS],
         "megatron": llama,
         "paddle": ["aquila2-7b-alpaca", "llama1-13b-openwebtext", CORPUS],
         "reference": [RECORD],
-        "torch": names(),
+        "torch": list_shipped_cases(),
         "transformers": llama,
     }
     assert {name: one["divisions"] for name, one in found.items()} == {

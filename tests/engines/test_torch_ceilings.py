@@ -6,33 +6,40 @@ import pytest
 import torch
 
 from fixtures.golden import golden
-from steelyard.engine.bench import Budgeted, LacksError
-from steelyard.engines.torch import ceilings, ceilings_attention
-from steelyard.engines.torch.ceilings import PRODUCTS, TorchCeilings, _fitting, compare
+from steelyard.engine.ceiling_rows import CallBudget, UnavailableError
+from steelyard.engines.torch import attention_ceilings, device_ceilings
+from steelyard.engines.torch.device_ceilings import (
+    MATMULS,
+    TorchCeilings,
+    _fit_to_budget,
+    check_matmul,
+)
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.models import attention
-from steelyard.plan.ceilings import BOUNDS, Heads
+from steelyard.plan.ceiling_shapes import ERROR_BOUNDS, AttentionShape
 from steelyard.plan.matmuls import Matmul
 
 CPU = torch.device("cpu")
-HEADS = Heads("case", 4, 2, 16, 256, 2)
+HEADS = AttentionShape("case", 4, 2, 16, 256, 2)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def shown() -> TorchCeilings:
-    return TorchCeilings(TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, lambda: 0.0))
+    return TorchCeilings(
+        TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, lambda: 0.0)
+    )
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16", "bf16"])
 def test_a_right_product_passes(precision: str, layout: str):
     torch.manual_seed(0)
-    made = PRODUCTS[precision](Matmul(name="x", layout=layout, m=40, n=48, k=64), CPU)
-    error, bound = compare(made, precision)
-    assert made.work().shape == (40, 48)
-    assert 0 <= error <= bound == BOUNDS[precision]
+    made = MATMULS[precision](Matmul(name="x", layout=layout, m=40, n=48, k=64), CPU)
+    error, bound = check_matmul(made, precision)
+    assert made.call().shape == (40, 48)
+    assert 0 <= error <= bound == ERROR_BOUNDS[precision]
     # The reference is an fp64 product too: whether its last bits differ depends on the CPU's
     # kernels.
     assert error > 0 or precision == "fp64"
@@ -48,7 +55,7 @@ def test_int8_is_exact_where_the_cpu_is():
         for size in ((32, 64), (64, 64))
     )
     exact = torch.equal(torch._int_mm(left, right).long(), left.long() @ right.long())
-    error, bound = compare(PRODUCTS["int8"](Matmul(name="x", m=32, n=64, k=64), CPU), "int8")
+    error, bound = check_matmul(MATMULS["int8"](Matmul(name="x", m=32, n=64, k=64), CPU), "int8")
     assert bound == 0.0
     assert (error == 0.0) is exact
 
@@ -58,15 +65,15 @@ def test_int8_is_exact_where_the_cpu_is():
 def test_a_wrong_product_does_not(row: int, column: int, precision: str):
     """One number in a corner of the result is off by a tenth of the others' size."""
     torch.manual_seed(0)
-    made = PRODUCTS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
-    right = made.work
+    made = MATMULS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
+    right = made.call
 
     def wrong() -> torch.Tensor:
         out = right().clone()
         out[row, column] += 0.8
         return out
 
-    error, bound = compare(replace(made, work=wrong), precision)
+    error, bound = check_matmul(replace(made, call=wrong), precision)
     assert error > bound
     assert error == pytest.approx(0.1, rel=0.3)
 
@@ -74,7 +81,7 @@ def test_a_wrong_product_does_not(row: int, column: int, precision: str):
 @pytest.mark.parametrize("backward", [False, True])
 def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
-    error, bound = ceilings_attention._check(CPU, HEADS, "rows", backward)
+    error, bound = attention_ceilings._check_attention(CPU, HEADS, "rows", backward)
     assert 0 < error <= bound
 
     def unmasked(q, k, v, rows, window=None):
@@ -85,37 +92,38 @@ def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest
         )
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
 
-    monkeypatch.setitem(attention.KERNELS, "rows", unmasked)
-    error, bound = ceilings_attention._check(CPU, HEADS, "rows", backward)
+    monkeypatch.setitem(attention.ATTENTION_KERNELS, "rows", unmasked)
+    error, bound = attention_ceilings._check_attention(CPU, HEADS, "rows", backward)
     assert error > bound
 
 
 def test_attention_fits_the_time_it_has():
     """One row of 256 tokens is the least, whatever it takes."""
     for most, rows, tokens in ((None, 2, 256), (1e18, 2, 256), (1.0, 1, 256)):
-        budget = Budgeted(most, 1.0)
-        made = ceilings_attention._make(CPU, HEADS, "rows", False, budget)
+        budget = CallBudget(most, 1.0)
+        made = attention_ceilings._prepare_attention(CPU, HEADS, "rows", False, budget)
         assert (made.detail["rows"], made.detail["tokens"]) == (rows, tokens)
         assert made.amount == 4 * 4 * 16 * rows * 256 * 257 // 2
 
 
 def test_a_shape_fits_the_time_it_has():
     shape = Matmul(name="x", m=1000, n=10, k=10)
-    assert _fitting(shape, Budgeted(None, 1.0), shrinks=True) == shape
-    assert _fitting(shape, Budgeted(200_000.0, 1.0), shrinks=True) == shape
-    assert _fitting(shape, Budgeted(199_999.0, 1.0), shrinks=True).m == 500
-    assert _fitting(shape, Budgeted(2 * 64 * 100.0, 1.0), shrinks=True).m == 64
+    assert _fit_to_budget(shape, CallBudget(None, 1.0), shrinks=True) == shape
+    assert _fit_to_budget(shape, CallBudget(200_000.0, 1.0), shrinks=True) == shape
+    assert _fit_to_budget(shape, CallBudget(199_999.0, 1.0), shrinks=True).m == 500
+    assert _fit_to_budget(shape, CallBudget(2 * 64 * 100.0, 1.0), shrinks=True).m == 64
     with pytest.raises(
-        LacksError, match="not tried: one call even with 64 rows would take more than 1 s here"
+        UnavailableError,
+        match="not tried: one call even with 64 rows would take more than 1 s here",
     ):
-        _fitting(shape, Budgeted(2 * 63 * 100.0, 1.0), shrinks=True)
-    with pytest.raises(LacksError, match="not tried: one call would take more than 1 s here"):
-        _fitting(shape, Budgeted(199_999.0, 1.0), shrinks=False)
+        _fit_to_budget(shape, CallBudget(2 * 63 * 100.0, 1.0), shrinks=True)
+    with pytest.raises(UnavailableError, match="not tried: one call would take more than 1 s here"):
+        _fit_to_budget(shape, CallBudget(199_999.0, 1.0), shrinks=False)
 
 
 def test_a_cpu_says_what_it_lacks(shown: TorchCeilings):
     rows = list(shown.rows(quick=True))
-    lacking = {row.name: row.lacks for row in rows if row.lacks is not None}
+    lacking = {row.name: row.unavailable for row in rows if row.unavailable is not None}
     assert lacking["square 512"] == "a CPU has no TF32"
     assert lacking["host to device, pinned"] == golden("cpu-memory-is-the-host-nothing")
     assert lacking["all_reduce 1 MiB"] == golden("one-device-has-nobody-to-exchange")
@@ -124,9 +132,9 @@ def test_a_cpu_says_what_it_lacks(shown: TorchCeilings):
 
 
 def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ceilings, "QUICK_BYTES", 1 << 20)
+    monkeypatch.setattr(device_ceilings, "QUICK_BYTES", 1 << 20)
     made = {
-        row.name: row.make(Budgeted(None, 1.0))
+        row.name: row.prepare(CallBudget(None, 1.0))
         for row in shown.rows(quick=True)
         if row.group == "memory"
     }
@@ -136,12 +144,12 @@ def test_memory_rows_are_checked(shown: TorchCeilings, monkeypatch: pytest.Monke
         "copy": 2 << 20,
     }
     for one in made.values():
-        one.work()
+        one.call()
         error, bound = one.check()
         assert error <= bound
 
 
 def test_capacity_is_told(shown: TorchCeilings):
     (row,) = [row for row in shown.rows(quick=True) if row.group == "capacity"]
-    made = row.make(Budgeted(None, 1.0))
+    made = row.prepare(CallBudget(None, 1.0))
     assert (made.amount > 0, str(made.detail["how"]).startswith("not tried: ")) == (True, True)

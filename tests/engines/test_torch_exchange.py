@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ranks.train_plans import build
-from steelyard.engines.torch import exchange
-from steelyard.engines.torch.shards import Held, Replicas
+from steelyard.engines.torch import collectives
+from steelyard.engines.torch.shards import ReplicaExchange, ShardedParameter
 from steelyard.models import tensors
-from steelyard.models.llama_fused import Accumulating
-from steelyard.models.placements import Shard
+from steelyard.models.llama_fused import AccumulatingLinears
+from steelyard.models.llama_placements import Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,12 +30,12 @@ class Waited:
         self.pending.wait()
 
 
-def unit_of(replicas: Replicas, one: Tensor) -> str | None:
+def unit_of(replicas: ReplicaExchange, one: Tensor) -> str | None:
     """The unit whose gradient, weight or part of either a tensor is; None for a number."""
     for unit, name in zip(replicas.units, UNITS, strict=True):
         if any(
             one is mine
-            for held in unit.held
+            for held in unit.parameters
             for mine in (held.gradient, held.whole, held.part, held.gradient_part)
         ):
             return name
@@ -52,17 +52,17 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
     engine.prepare("train", lambda part: nullcontext())
     log: list[str] = []
     model = engine.trainer.model
-    replicas = model.replicas
+    replicas = model.exchange
     names = {
         id(held.parameter): name
         for unit, name in zip(replicas.units, UNITS, strict=True)
-        for held in unit.held
+        for held in unit.parameters
     }
 
     def logged(kind: str) -> Any:
-        plain = getattr(exchange.Group, kind)
+        plain = getattr(collectives.PlanGroup, kind)
 
-        def call(group: exchange.Group, given: Sequence[Any], *rest: Any) -> Any:
+        def call(group: collectives.PlanGroup, given: Sequence[Any], *rest: Any) -> Any:
             first = given[0] if isinstance(given[0], tuple) else given[:1]
             found = next(filter(None, (unit_of(replicas, one) for one in first)), None)
             pending = plain(group, given, *rest)
@@ -74,22 +74,22 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
         return call
 
     for kind in ("all_reduce", "reduce_scatter", "all_gather"):
-        monkeypatch.setattr(exchange.Group, kind, logged(kind))
-    gradient, linear = replicas.gradient, Accumulating.linear
+        monkeypatch.setattr(collectives.PlanGroup, kind, logged(kind))
+    gradient, linear = replicas.gradient, AccumulatingLinears.linear
 
     def asked(parameter: Tensor) -> Tensor:
         log.append(f"gradient {names[id(parameter)]}")
         return gradient(parameter)
 
-    def read(self: Accumulating, x: Tensor, layer: Any) -> Tensor:
+    def read(self: AccumulatingLinears, x: Tensor, layer: Any) -> Tensor:
         log.append(f"read {names[id(layer.weight)]}")
         return linear(self, x, layer)
 
     model.linears.gradient = asked
-    monkeypatch.setattr(Accumulating, "linear", read)
-    packs = [engine.batches.pack(keys) for keys in engine._groups(0)]
-    engine.trainer.learn(
-        [engine.batches.to_device(pack) for pack in packs], engine.trainer.total(100)
+    monkeypatch.setattr(AccumulatingLinears, "linear", read)
+    packs = [engine.batches.pack(keys) for keys in engine._split_step(0)]
+    engine.trainer.compute_gradients(
+        [engine.batches.to_device(pack) for pack in packs], engine.trainer.sum_over_replicas(100)
     )
     log.append("update")
     engine.trainer.update(1e-3)
@@ -177,7 +177,8 @@ def test_divided_weights_are_on_their_way_before_they_are_read(monkeypatch):
 def test_rows_are_divided_as_torch_divides_them(rows, sizes, sharding):
     values = torch.arange(rows * 3.0).view(rows, 3)
     held = [
-        Held("one", values.clone(), torch.bfloat16, sharding, Shard(i, 4), False) for i in range(4)
+        ShardedParameter("one", values.clone(), torch.bfloat16, sharding, Shard(i, 4), False)
+        for i in range(4)
     ]
     assert [one.rows for one in held] == sizes
     assert torch.equal(torch.cat([one.master for one in held]), values)
@@ -189,9 +190,9 @@ def test_rows_are_divided_as_torch_divides_them(rows, sizes, sharding):
 
 def test_what_is_computed_with_is_what_is_kept_where_types_agree():
     values = torch.ones(6, 2)
-    held = Held("one", values, torch.float32, 0, Shard(), False)
+    held = ShardedParameter("one", values, torch.float32, 0, Shard(), False)
     assert held.master.data_ptr() == held.parameter.data_ptr() == values.data_ptr()
-    divided = Held("one", values, torch.float32, 1, Shard(1, 3), False)
+    divided = ShardedParameter("one", values, torch.float32, 1, Shard(1, 3), False)
     assert divided.master.data_ptr() == divided.parameter[2:].data_ptr()
     held.make_gradients(held.master)
     assert held.master.grad.data_ptr() == held.whole_gradient().data_ptr()

@@ -26,11 +26,11 @@ from fixtures.glm import (
     samples,
     trainer,
 )
-from steelyard.engines.reference import glm as reference
-from steelyard.engines.torch import glm as fused
+from steelyard.engines.reference import train_cloze as reference
+from steelyard.engines.torch import train_cloze as fused
 from steelyard.errors import RequestError
 from steelyard.models import glm_fused, tensors
-from steelyard.training.glm import to_device
+from steelyard.training.glm_trainer import send_cloze_batch
 from steelyard.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,11 +45,11 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def micros(division: str, *groups: list[int]):
     some = samples(5)
-    return [to_device(packed(division, [some[i] for i in group]), CPU) for group in groups]
+    return [send_cloze_batch(packed(division, [some[i] for i in group]), CPU) for group in groups]
 
 
 def gradients(of: Trainer) -> list[Tensor]:
-    return [of.optimizer.gradient(p).clone() for p in of.optimizer.parameters]
+    return [of.optimizer.get_gradient(p).clone() for p in of.optimizer.parameters]
 
 
 def literal_gradients() -> tuple[float, list[Tensor]]:
@@ -60,13 +60,13 @@ def literal_gradients() -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
+@pytest.mark.parametrize("make", [fused.make_cloze_trainer, reference.make_reference_trainer])
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_loss_and_gradients_are_the_literal_ones(division: str, make, monkeypatch) -> None:
     """The samples in two micro-batches; in the fused way logits are read a few rows at a time."""
-    monkeypatch.setattr(glm_fused, "ROWS", 4)
+    monkeypatch.setattr(glm_fused, "LOGIT_ROWS", 4)
     made = trainer(job(), make)
-    loss = made.learn(micros(division, [0, 1, 2], [3, 4]), TARGETS)
+    loss = made.compute_gradients(micros(division, [0, 1, 2], [3, 4]), TARGETS)
     wanted, grads = literal_gradients()
     assert float(loss) == pytest.approx(wanted, abs=1e-10)
     for (name, _), found, expected in zip(
@@ -78,10 +78,10 @@ def test_loss_and_gradients_are_the_literal_ones(division: str, make, monkeypatc
     assert min(float(grad.abs().max()) for grad in grads) > 1e-5
 
 
-@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
+@pytest.mark.parametrize("make", [fused.make_cloze_trainer, reference.make_reference_trainer])
 def test_in_fp32_the_ways_agree(make) -> None:
     made = trainer(job(), make)
-    loss = made.learn(micros("closed", [0, 1, 2, 3, 4]), TARGETS)
+    loss = made.compute_gradients(micros("closed", [0, 1, 2, 3, 4]), TARGETS)
     wanted, grads = literal_gradients()
     assert loss.dtype == torch.float32
     assert float(loss) == pytest.approx(wanted, rel=1e-6)
@@ -91,7 +91,7 @@ def test_in_fp32_the_ways_agree(make) -> None:
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("make", [fused.trainer, reference.trainer])
+@pytest.mark.parametrize("make", [fused.make_cloze_trainer, reference.make_reference_trainer])
 def test_scores_drop_nothing(make) -> None:
     made = trainer(job(shape=DROPPED), make)
     found = made.evaluate(micros("open", [0, 1, 2, 3, 4])[0])
@@ -111,7 +111,7 @@ def test_what_is_computed_again_drops_the_same() -> None:
     for how in ("none", "full"):
         made = trainer(job(shape=DROPPED, recompute=how))
         torch.manual_seed(7)
-        loss = made.learn(micros("closed", [0, 1, 2]), TARGETS)
+        loss = made.compute_gradients(micros("closed", [0, 1, 2]), TARGETS)
         found[how] = float(loss), gradients(made)
     assert found["none"][0] == found["full"][0]
     for one, other in zip(found["none"][1], found["full"][1], strict=True):
@@ -140,7 +140,7 @@ def test_a_dropped_loss_has_its_own_gradient() -> None:
         return value
 
     torch.manual_seed(11)
-    made.learn(micro, TARGETS)
+    made.compute_gradients(micro, TARGETS)
     slope = sum(float((g * d).sum()) for g, d in zip(gradients(made), direction, strict=True))
     assert (loss_at(1e-6) - loss_at(-1e-6)) / 2e-6 == pytest.approx(slope, rel=1e-6)
 
@@ -148,7 +148,7 @@ def test_a_dropped_loss_has_its_own_gradient() -> None:
 def test_warming_up_changes_nothing() -> None:
     made = trainer(job(shape=DROPPED))
     before = [p.detach().clone() for p in made.optimizer.parameters]
-    made.warm(micros("open", [0, 1])[0])
+    made.warm_up(micros("open", [0, 1])[0])
     assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.parameters, strict=True))
     assert not any(bool(grad.count_nonzero()) for grad in gradients(made))
     assert len(made.placement.buckets) == 1
@@ -160,7 +160,7 @@ def test_every_precision_learns(precision: str) -> None:
     micro = micros("open", [0, 1, 2], [3, 4])
     losses, norms = [], []
     for _ in range(12):
-        losses.append(float(made.learn(micro, made.total(5))))
+        losses.append(float(made.compute_gradients(micro, made.sum_over_replicas(5))))
         norms.append(float(made.update(3e-3)))
     # the first scale of the loss is too large for fp16, and the step is left out
     skipped = 1 if precision == "fp16" else 0
@@ -196,10 +196,10 @@ def test_every_precision_learns(precision: str) -> None:
 
 
 def test_gradients_lie_in_few_rows(monkeypatch) -> None:
-    monkeypatch.setattr("steelyard.training.placement.BUCKET", 5000)
+    monkeypatch.setattr("steelyard.training.placement.BUCKET_NUMBERS", 5000)
     made = trainer(job("bf16"))
     assert 2 < len(made.placement.buckets) < 12
-    made.learn(micros("open", [0, 1]), TARGETS)
+    made.compute_gradients(micros("open", [0, 1]), TARGETS)
     every = [one.flatten() for one in gradients(made)]
     assert torch.equal(torch.cat(every), torch.cat(made.placement.buckets))
     made.update(1e-3)
@@ -208,7 +208,7 @@ def test_gradients_lie_in_few_rows(monkeypatch) -> None:
 
 def test_a_replica_without_samples_takes_its_step() -> None:
     made = trainer(job("fp16"))
-    assert float(made.learn([], TARGETS)) == 0.0
+    assert float(made.compute_gradients([], TARGETS)) == 0.0
     assert float(made.update(1e-3)) == 0.0
 
 
@@ -219,15 +219,15 @@ def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
     micro = micros("open", [0, 1, 2], [3, 4])
 
     def step(made: Trainer) -> tuple[float, float]:
-        return float(made.learn(micro, TARGETS)), float(made.update(1e-3))
+        return float(made.compute_gradients(micro, TARGETS)), float(made.update(1e-3))
 
     expected = [step(whole) for _ in range(3)]
     assert [step(first), step(first)] == expected[:2]
-    kept = {name: tensor.clone() for name, tensor in first.state().items()}
+    kept = {name: tensor.clone() for name, tensor in first.list_state().items()}
     assert {f"weights.{name}" for name, _ in first.model.named_parameters()} < kept.keys()
-    for name, tensor in second.state().items():
+    for name, tensor in second.list_state().items():
         tensor.copy_(kept[name])
-    second.restore(first.numbers())
+    second.restore(first.read_scalars())
     assert step(second) == expected[2] != expected[1]
 
 
@@ -247,20 +247,22 @@ def test_refusals() -> None:
         ),
     ):
         with pytest.raises(RequestError, match=words) as caught:
-            fused.trainer(job(**tune))
+            fused.make_cloze_trainer(job(**tune))
         assert "\n" not in str(caught.value)
     odd = SHAPE.model_copy(update={"hidden": 24, "heads": 4})
     with pytest.raises(
         RequestError, match="takes heads of 8, 16, … 256 numbers, not 6; choose padded"
     ):
-        fused.trainer(job(shape=odd, attention="flash"))
+        fused.make_cloze_trainer(job(shape=odd, attention="flash"))
 
 
 def test_padding_of_the_reference() -> None:
     some = samples(3)
     lengths = [len(one.context) + len(piece) + 1 for one in some for piece in one.candidates]
     for division in ("closed", "open"):
-        assert reference.padded(packed(division, some), 24) == 24 * len(lengths) - sum(lengths)
+        assert reference.count_padding(packed(division, some), 24) == 24 * len(lengths) - sum(
+            lengths
+        )
 
 
 @pytest.mark.full
@@ -271,9 +273,9 @@ def test_compiled_equals_eager() -> None:
     torch._dynamo.utils.counters.clear()
     made = trainer(job(compile=True))
     parts = micros("closed", [0, 1], [2], [3, 4])
-    made.warm(parts[0])
+    made.warm_up(parts[0])
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    loss = made.learn(parts, TARGETS)
+    loss = made.compute_gradients(parts, TARGETS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled > 0
     wanted, grads = literal_gradients()
     assert float(loss) == pytest.approx(wanted, abs=1e-10)

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from fixtures.commands import Shell
-from steelyard.case.resolve import resolve
-from steelyard.engines.transformers.score import config
+from steelyard.case.resolve import resolve_case
+from steelyard.engines.transformers.score import make_transformers_config
 
 CASE = "llama1-7b-openwebtext"
 RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
@@ -65,9 +65,9 @@ def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     torch.manual_seed(3)
-    LlamaForCausalLM(config(resolve(CASE, "smoke").case.question.model)).save_pretrained(
-        tmp_path / "hf"
-    )
+    LlamaForCausalLM(
+        make_transformers_config(resolve_case(CASE, "smoke").case.question.model)
+    ).save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
@@ -141,7 +141,7 @@ WHICH = """
 import time, torch
 from steelyard.engines.torch.framework import TorchFramework
 before = torch.are_deterministic_algorithms_enabled()
-TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, time.monotonic).make_deterministic()
+TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, time.monotonic).make_deterministic()
 print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory)
 """
 

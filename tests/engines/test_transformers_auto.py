@@ -15,13 +15,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from fixtures.own_models import SIZES, TYPES, case_of, folder_of
-from steelyard.accelerators.cpu_torch import Device
-from steelyard.case.resolve import Resolved
-from steelyard.engine import rows as engine_rows
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
+from steelyard.case.resolve import ResolvedCase
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.engine.job import Job
 from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.engines.transformers import auto, probe
+from steelyard.engines.transformers import auto_model, probe
 from steelyard.errors import RequestError
 from steelyard.plan import degrees, flops
 from steelyard.plan.degrees import Plan
@@ -46,25 +46,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder_of(name, where) for name in TYPES}
 
 
-def engine(resolved: Resolved, weights: Path | None) -> Any:
+def engine(resolved: ResolvedCase, weights: Path | None) -> Any:
     case, plan = resolved.case, Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
     question = case.question
     job = Job(
         case=case,
-        work=question.row.work,
-        inputs=question.row.prepare(
-            question.asked(Sources(None, None, None), None, True, {})
+        work=question.task_row.work,
+        inputs=question.task_row.prepare(
+            question.describe_for_task(Sources(None, None, None), None, True, {})
         ).inputs,
         weights=weights,
-        device=Device(0, monotonic),
+        device=CpuTorchDevice(0, monotonic),
         rank=0,
         world=1,
         plan=plan,
-        place=degrees.place(plan, 0),
+        place=degrees.find_position(plan, 0),
         group=TensorParallelGroup(),
         steps=None,
     )
-    return engine_rows.load("transformers", question.row.work)(job)
+    return engine_rows.load_engine("transformers", question.task_row.work)(job)
 
 
 def answers(one: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) 
     )
     found, texts, model = answers(one), one.job.inputs, plain(folders[name])
     assert len({len(row) for row in texts.rows}) > 4
-    assert len(one.batches.every) > 1
+    assert len(one.batches.in_pass) > 1
     for i, row in enumerate(texts.rows):
         with torch.inference_mode():
             logits = model(torch.tensor([row])).logits[0, -1]
@@ -119,8 +119,8 @@ def test_flops_are_those_that_torch_counts_of_a_forward(
     """
     shape = case_of(folders[name], "mmlu").case.question.model
     tokens = 40
-    model = auto.make(
-        auto.of_shape(shape),
+    model = auto_model.make_causal_lm(
+        auto_model.config_of_model(shape),
         experts="batched_mm" if shape.config.get("num_experts_per_tok") else None,
     )
     # its products are counted as such; kernels of a CPU are not
@@ -133,9 +133,9 @@ def test_flops_are_those_that_torch_counts_of_a_forward(
         "square": tokens**2,
         "pairs": tokens * (tokens + 1) // 2,
     }
-    assert flops.counted(shape, counts) == counter.get_total_flops()
-    assert flops.parameters(shape) == sum(one.numel() for one in model.parameters())
-    assert flops.causal(shape, counts) < flops.counted(shape, counts)
+    assert flops.count_profiled_flops(shape, counts) == counter.get_total_flops()
+    assert flops.count_model_parameters(shape) == sum(one.numel() for one in model.parameters())
+    assert flops.count_causal_flops(shape, counts) < flops.count_profiled_flops(shape, counts)
 
 
 def test_random_weights_are_those_of_a_seed(folders: dict[str, Path]) -> None:
@@ -143,7 +143,7 @@ def test_random_weights_are_those_of_a_seed(folders: dict[str, Path]) -> None:
     one, two = (engine(resolved, None) for _ in range(2))
     assert answers(one) == answers(two)
     assert one.weights == {"source": "random", "seed": 0}
-    assert one.details()["flops"] == auto.COUNTED_BY
+    assert one.details()["flops"] == auto_model.COUNTED_BY
     assert one.details()["class"] == "Olmo2ForCausalLM"
 
 
@@ -159,7 +159,7 @@ def test_a_case_that_says_other_flops_is_refused(folders: dict[str, Path]) -> No
         RequestError,
         match=r"question\.model\.token_flops is \d+, and of this model \d+ are counted here",
     ):
-        engine(Resolved(case, {}, ""), None).prepare("infer", lambda part: nullcontext())
+        engine(ResolvedCase(case, {}, ""), None).prepare("infer", lambda part: nullcontext())
 
 
 def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
         RequestError,
         match=r"model_type is 'vit', and transformers .* has no causal language model of that type",
     ):
-        probe.describe(tmp_path)
+        probe.describe_folder(tmp_path)
 
 
 def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
@@ -201,12 +201,17 @@ def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
     folder = folder_of("gemma2", tmp_path, final_logit_softcapping=None)
     path = folder / "config.json"
     assert json.loads(path.read_text())["final_logit_softcapping"] is None
-    told = probe.describe(folder)["model"]
+    told = probe.describe_folder(folder)["model"]
     assert told["null"] == ["final_logit_softcapping"]
     assert (
-        auto.configuration("gemma2", told["config"], told["null"]).final_logit_softcapping is None
+        auto_model.make_library_config(
+            "gemma2", told["config"], told["null"]
+        ).final_logit_softcapping
+        is None
     )
-    assert auto.configuration("gemma2", told["config"], []).final_logit_softcapping == 30.0
+    assert (
+        auto_model.make_library_config("gemma2", told["config"], []).final_logit_softcapping == 30.0
+    )
 
 
 def changed_config(folder: Path, **changes: Any) -> Path:
@@ -228,7 +233,7 @@ def test_a_configuration_as_older_versions_wrote_it(tmp_path: Path) -> None:
     )
     model = case_of(folder, "mmlu").case.question.model
     assert (model.config["rope_theta"], model.config["rope_scaling"]) == (20000.0, scaled)
-    hf_folder.check_auto(folder, model)
+    hf_folder.check_auto_folder(folder, model)
 
 
 def test_code_that_is_not_needed_is_not_looked_at(tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_code_that_is_not_needed_is_not_looked_at(tmp_path: Path) -> None:
         folder_of("phi3", tmp_path), auto_map={"AutoConfig": "configuration_phi3.Phi3Config"}
     )
     model = case_of(folder, "mmlu").case.question.model
-    hf_folder.check_auto(folder, model)
+    hf_folder.check_auto_folder(folder, model)
     assert "auto_map" not in model.config
 
 
@@ -251,9 +256,12 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
         RequestError,
         match=f"{name} is stored in F8_E4M3, allowed: F64, F32, F16, BF16; give plain ones",
     ):
-        auto.load(model, folder, CPU, torch.float32, 0)
+        auto_model.load_auto_model(model, folder, CPU, torch.float32, 0)
     changed_config(folder, quantization_config={"quant_method": "fp8"})
-    for check in (lambda: hf_folder.check_auto(folder, model), lambda: hf_folder.read(folder)):
+    for check in (
+        lambda: hf_folder.check_auto_folder(folder, model),
+        lambda: hf_folder.read_hf_folder(folder),
+    ):
         with pytest.raises(
             RequestError, match="its weights are quantised, which are not read here"
         ):
@@ -261,11 +269,11 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_tokens_see_what_is_behind_them_is_refused(tmp_path: Path) -> None:
-    config = auto.configuration("bert", {**SIZES, "is_decoder": False}, [])
+    config = auto_model.make_library_config("bert", {**SIZES, "is_decoder": False}, [])
     with pytest.raises(
         RequestError, match="tokens see those behind them, so it is no causal language model"
     ):
-        auto.divide(auto.make(config), CPU)
+        auto_model.split_model(auto_model.make_causal_lm(config), CPU)
 
 
 def test_models_that_take_no_mask_of_pairs_are_counted() -> None:
@@ -277,7 +285,7 @@ def test_models_that_take_no_mask_of_pairs_are_counted() -> None:
         "vocab_size": 512,
     }
     told |= {"max_position_embeddings": 512, "word_embed_proj_dim": 32}
-    counted = auto.count(auto.configuration("opt", told, []))
+    counted = auto_model.count_model(auto_model.make_library_config("opt", told, []))
     assert (counted.token_flops, counted.pair_flops) == (
         2 * 2 * (4 * 32 * 32 + 2 * 32 * 48),
         2 * 4 * 32,
@@ -289,6 +297,6 @@ def test_what_a_class_refuses_is_one_line() -> None:
     with pytest.raises(
         RequestError, match="transformers does not take this configuration of 'phi3': "
     ):
-        auto.configuration(
+        auto_model.make_library_config(
             "phi3", {**SIZES, "rope_scaling": scaled, "original_max_position_embeddings": 64}, []
         )

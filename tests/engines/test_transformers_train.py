@@ -13,10 +13,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from fixtures.commands import Shell
-from steelyard.accelerators.cpu_torch import Device
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case import resolve
-from steelyard.data.rows import IGNORED, Row
-from steelyard.engine import rows as engine_rows
+from steelyard.data.training_rows import IGNORED, TrainingRow
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.engine.job import Job
 from steelyard.engine.work import Work
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
@@ -24,7 +24,7 @@ from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
 from steelyard.tasks.task import Sources
-from steelyard.training.packing import packed
+from steelyard.training.packing import pack_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,24 +40,24 @@ def engine(
     settings: tuple[str, ...] = (),
 ) -> Any:
     layout = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
-    resolved = resolve.resolve(of, "smoke", precision, settings=list(settings)).case
+    resolved = resolve.resolve_case(of, "smoke", precision, settings=list(settings)).case
     question = resolved.question
     job = Job(
         case=resolved,
-        work=resolved.question.row.work,
-        inputs=question.row.prepare(
-            question.asked(Sources(None, None, None), None, True, {})
+        work=resolved.question.task_row.work,
+        inputs=question.task_row.prepare(
+            question.describe_for_task(Sources(None, None, None), None, True, {})
         ).inputs,
         weights=None,
-        device=Device(0, monotonic),
+        device=CpuTorchDevice(0, monotonic),
         rank=0,
         world=dp,
         plan=layout,
-        place=degrees.place(layout, 0),
+        place=degrees.find_position(layout, 0),
         group=TensorParallelGroup(),
         steps=STEPS,
     )
-    return engine_rows.load(name, question.row.work)(job)
+    return engine_rows.load_engine(name, question.task_row.work)(job)
 
 
 def trained(one: Any) -> dict[str, list[float]]:
@@ -141,7 +141,7 @@ def test_tied_tables() -> None:
 # Segments of a row.
 
 
-def row(lens: tuple[int, ...], padding: int, seed: int) -> Row:
+def row(lens: tuple[int, ...], padding: int, seed: int) -> TrainingRow:
     """Segments of random tokens, and padding. Nothing is learned from the last token of a segment."""
     rng = np.random.default_rng(seed)
     real = sum(lens)
@@ -149,14 +149,14 @@ def row(lens: tuple[int, ...], padding: int, seed: int) -> Row:
     targets = np.append(tokens[1:], IGNORED)
     targets[np.cumsum(lens) - 1] = IGNORED
     targets[real:] = IGNORED
-    return Row(tokens, targets, (*lens, padding) if padding else lens, real, len(lens))
+    return TrainingRow(tokens, targets, (*lens, padding) if padding else lens, real, len(lens))
 
 
-def by_segment(one: Any, rows: list[Row]) -> list[float]:
+def by_segment(one: Any, rows: list[TrainingRow]) -> list[float]:
     """The loss of each segment from which something is learned."""
-    pack = packed(rows)
+    pack = pack_rows(rows)
     out, begin = [], 0
-    for size in pack.lens:
+    for size in pack.segment_lengths:
         inside = (begin <= pack.pick) & (pack.pick < begin + size)
         begin += size
         if inside.any():
@@ -164,7 +164,7 @@ def by_segment(one: Any, rows: list[Row]) -> list[float]:
                 replace(pack, pick=pack.pick[inside], targets=pack.targets[inside])
             )
             with torch.no_grad():
-                out.append(float(one.trainer.evaluate(replace(micro, alone=False))))
+                out.append(float(one.trainer.evaluate(replace(micro, begins_rows=False))))
     return out
 
 
@@ -196,11 +196,12 @@ def test_no_mask_where_it_would_change_nothing() -> None:
     one.prepare("train", lambda part: nullcontext())
     whole, padded, two = row((128,), 0, 2), row((60,), 68, 3), row((60, 60), 8, 4)
     for rows, alone in (((whole, padded), True), ((whole, two), False), ((two, two), False)):
-        micro = one.batches.to_device(packed(list(rows)))
-        assert micro.alone is alone
+        micro = one.batches.to_device(pack_rows(list(rows)))
+        assert micro.begins_rows is alone
         with torch.no_grad():
             masked, unmasked = (
-                float(one.trainer.evaluate(replace(micro, alone=how))) for how in (False, True)
+                float(one.trainer.evaluate(replace(micro, begins_rows=how)))
+                for how in (False, True)
             )
         assert (abs(masked - unmasked) <= 1e-3) is alone  # a sum over more than 100 tokens
     assert one.details()["masked"] == 3
@@ -217,7 +218,7 @@ def test_warming_up_meets_both_graphs(segments: tuple[tuple[int, ...], int]) -> 
         seen.add((named["attention_mask"] is not None, torch.is_grad_enabled()))
 
     one.trainer.model.module.model.layers[0].register_forward_pre_hook(look, with_kwargs=True)
-    one.trainer.warm(one.batches.to_device(packed([row(*segments, 5)])))
+    one.trainer.warm_up(one.batches.to_device(pack_rows([row(*segments, 5)])))
     assert seen == {(True, True), (True, False), (False, True), (False, False)}
     assert one.details()["batches"] == 0
     assert all(p.grad is None for p in one.trainer.model.module.parameters())

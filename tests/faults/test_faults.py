@@ -13,7 +13,7 @@ from faults.faults import CHECKED, FAULTS, Fault
 from faults.scenes import COMPILER_CACHE, Scene, read
 from faults.table import NO_RECORD, REFUSED, WHOLE, Seen, Table
 from fixtures.commands import Done, wait_for
-from steelyard.metrics.verify import verify
+from steelyard.metrics.verify import verify_record
 
 DISKS = {"out": "2500k", "tmp": "16k"}
 
@@ -92,7 +92,7 @@ def made(scene: Scene, fault: Fault, done: Done) -> str:
         assert len(done.lines) <= 2, done.err
         return NO_RECORD
     (path,) = paths
-    assert verify(path) == []
+    assert verify_record(path) == []
     record = read(path)
     assert (record["status"], record["reasons"][0]["code"]) == (fault.status, fault.code), (
         record["reasons"],

@@ -5,20 +5,26 @@ them.
 import pytest
 import torch
 
-from steelyard.models.attention import FORWARD_ONLY, KERNELS, WINDOWED, attend, layout
+from steelyard.models.attention import (
+    ATTENTION_KERNELS,
+    FORWARD_ONLY_KERNELS,
+    WINDOW_KERNELS,
+    attend_packed_rows,
+    make_packed_layout,
+)
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [5, 128, 1, 61, 33]
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("window", [None, 1, 30])
 def test_forward_and_backward(
     kernel: str, dtype: torch.dtype, groups: int, window: int | None
 ) -> None:
-    if window is not None and kernel not in WINDOWED:
+    if window is not None and kernel not in WINDOW_KERNELS:
         pytest.skip(f"{kernel} has no window")
     if dtype == torch.float32 and kernel not in ("rows", "efficient"):
         pytest.skip(f"{kernel} knows 16 bits alone")
@@ -26,11 +32,11 @@ def test_forward_and_backward(
     torch.manual_seed(0)
     shapes = [(sum(LENGTHS), heads, 64) for heads in (4, 4 // groups, 4 // groups, 4)]
     *given, towards = (torch.randn(shape, device=device, dtype=torch.float64) for shape in shapes)
-    rows = layout(LENGTHS, None, device)
+    rows = make_packed_layout(LENGTHS, None, device)
 
     def answer(which: str, of: torch.dtype) -> list[torch.Tensor]:
         leaves = [one.to(dtype).to(of).requires_grad_(learns) for one in given]  # the same numbers
-        out = attend(leaves[0], leaves[1], leaves[2], rows, which, window=window)
+        out = attend_packed_rows(leaves[0], leaves[1], leaves[2], rows, which, window=window)
         if not learns:
             return [out.double()]
         return [
@@ -38,7 +44,7 @@ def test_forward_and_backward(
             for one in (out.detach(), *torch.autograd.grad(out, leaves, towards.to(dtype).to(of)))
         ]
 
-    learns = kernel not in FORWARD_ONLY
+    learns = kernel not in FORWARD_ONLY_KERNELS
     allowed = 1e-5 if dtype == torch.float32 else 0.02
     for found, wanted in zip(answer(kernel, dtype), answer("rows", torch.float64), strict=True):
         # With a window of one key, gradients of queries and keys are zero: differences of what came

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from steelyard.kernels import fp8
 from steelyard.models import llama_fp8
-from steelyard.models.attention import layout
-from steelyard.models.llama import Llama, LlamaShape, rotary
-from steelyard.models.llama_fp8 import Fp8Block, Fp8Kernels, Fp8ScoreBlock, Learning
+from steelyard.models.attention import make_packed_layout
+from steelyard.models.llama import Llama, LlamaShape, compute_rotary_cos_sin
+from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock, Fp8TrainBlock, Fp8Training
 
 pytestmark = pytest.mark.gpu
 SHAPE = LlamaShape(
@@ -36,11 +36,11 @@ def test_a_product_is_that_of_the_fp8_numbers(
     """Rounded to bf16, and summed as the device does it: with fewer bits the longer the sum (0.0043
     of 24,576).
     """
-    a = fp8.make_rows(torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16), dtype)
-    b = fp8.make_rows(torch.randn(columns, inner, device=CUDA, dtype=torch.bfloat16))
-    found = fp8.product(a, b)
+    a = fp8.quantize_rows_fast(torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16), dtype)
+    b = fp8.quantize_rows_fast(torch.randn(columns, inner, device=CUDA, dtype=torch.bfloat16))
+    found = fp8.multiply_fp8(a, b)
     some = torch.linspace(0, rows - 1, min(rows, 64), device=CUDA).long()
-    right = a.wide()[some].double() @ b.wide().double().t()
+    right = a.to_fp32()[some].double() @ b.to_fp32().double().t()
     assert apart(found[some], right) <= 0.005
 
 
@@ -49,7 +49,9 @@ def test_a_product_over_tokens(tokens: int) -> None:
     grad, x = (
         torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16) for width in (1376, 512)
     )
-    found = fp8.product(fp8.make_columns(grad, llama_fp8.GRADIENT), fp8.make_columns(x))
+    found = fp8.multiply_fp8(
+        fp8.quantize_columns_fast(grad, llama_fp8.GRADIENT_DTYPE), fp8.quantize_columns_fast(x)
+    )
     assert apart(found, grad.double().t() @ x.double()) <= 0.05
 
 
@@ -74,13 +76,13 @@ def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
         given = (
             tokens,
             positions,
-            layout(LENGTHS, None, device),
+            make_packed_layout(LENGTHS, None, device),
             of,
             torch.arange(len(tokens), device=device),
         )
         with torch.inference_mode():
             wide = model(*given)
-            llama_fp8.keep_fp8(model)
+            llama_fp8.convert_to_fp8(model)
             blocks = [Fp8ScoreBlock(block, Fp8Kernels(device == CUDA)) for block in model.layers]
             told[device] = model(*given, blocks=blocks), wide
     emulated, bf16 = told[CPU]
@@ -98,12 +100,12 @@ def test_gradients_are_as_they_are_emulated(
     told = {}
     for device, of in ((CPU, "rows"), (CUDA, "packed")):
         block = model_of(device).layers[0]
-        for name in llama_fp8.MATRICES:
+        for name in llama_fp8.FP8_MATRICES:
             weight = getattr(block, name).weight
             weight.data = weight.data.to(kept)
         sums = {id(p): torch.zeros_like(p) for p in block.parameters()}
-        run = Fp8Block(
-            block, Learning(lambda p, sums=sums: sums[id(p)], Fp8Kernels(device == CUDA))
+        run = Fp8TrainBlock(
+            block, Fp8Training(lambda p, sums=sums: sums[id(p)], Fp8Kernels(device == CUDA))
         )
         _, positions = inputs(device)
         torch.manual_seed(4)
@@ -113,10 +115,17 @@ def test_gradients_are_as_they_are_emulated(
         )
         x.requires_grad_()
         out = run(
-            x, delta, *rotary(positions, SHAPE, x.dtype), layout(LENGTHS, None, device), of, None
+            x,
+            delta,
+            *compute_rotary_cos_sin(positions, SHAPE, x.dtype),
+            make_packed_layout(LENGTHS, None, device),
+            of,
+            None,
         )
         (out[0] * one + out[1] * other).sum().backward()
         told[device] = {"x": x.grad, "out": out[1].detach(), "norm": block.ffn_norm.weight.grad}
-        told[device] |= {name: sums[id(getattr(block, name).weight)] for name in llama_fp8.MATRICES}
+        told[device] |= {
+            name: sums[id(getattr(block, name).weight)] for name in llama_fp8.FP8_MATRICES
+        }
     distances = {name: apart(told[CUDA][name], one) for name, one in told[CPU].items()}
     assert max(distances.values()) <= 0.06, distances

@@ -27,14 +27,19 @@ from fixtures.glm import (
     samples,
     trainer,
 )
-from steelyard.accelerators.cuda_torch import Graphs
-from steelyard.data.cloze import ClozeRows
-from steelyard.engines.torch import glm as fused
-from steelyard.kernels.glm_norm import Dropout
-from steelyard.models.glm_attention import ClozeLayout, attend, layout
-from steelyard.models.glm_fused import DropoutAddNorm, Gelu, JointAttention, PackedAttention
-from steelyard.training.buckets import Buckets, fill, size_of, together
-from steelyard.training.glm import ClozeMicroBatch, to_device
+from steelyard.accelerators.cuda_torch import CudaGraphRecorder
+from steelyard.data.cloze_samples import ClozeDataset
+from steelyard.engines.torch import train_cloze as fused
+from steelyard.kernels.glm_norm_gelu import Dropout
+from steelyard.models.cloze_attention import ClozeLayout, attend_cloze, make_cloze_layout
+from steelyard.models.glm_fused import (
+    DropoutAddNorm,
+    FlashClozeAttention,
+    Gelu,
+    PackedClozeAttention,
+)
+from steelyard.training.glm_trainer import ClozeMicroBatch, send_cloze_batch
+from steelyard.training.size_buckets import SizeBuckets, combine_sizes, fill_pack, measure_sample
 from steelyard.training.trainer import Trainer
 
 pytestmark = [
@@ -74,7 +79,7 @@ def flash(
     """The output and, where one is given to go back with, the gradient."""
     torch.manual_seed(seed)
     leaf = qkv.detach().requires_grad_(True)
-    out = attend(leaf, rows, "flash", dropout)
+    out = attend_cloze(leaf, rows, "flash", dropout)
     return [out.detach(), *(() if grad is None else torch.autograd.grad(out, leaf, grad))]
 
 
@@ -84,13 +89,13 @@ def kernels(
     grad: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 5,
-    way: Any = JointAttention,
+    way: Any = FlashClozeAttention,
 ) -> list[Tensor]:
     """The same by one call of flash attention and the kernel for spans on themselves; last, the
     column sum of the gradient.
     """
     torch.manual_seed(seed)
-    order, summed = rows.joint.order, torch.zeros(qkv[0].numel(), device=GPU)
+    order, summed = rows.interleaved.order, torch.zeros(qkv[0].numel(), device=GPU)
     leaf = qkv[order].requires_grad_(True)
     out = way.apply(leaf, rows, dropped(dropout, seed), summed)
     grads = (
@@ -102,7 +107,7 @@ def kernels(
     return [out.detach()[back], *(one[back] if len(one) == len(back) else one for one in grads)]
 
 
-WAYS = {"flash": flash, "kernels": kernels, "packed": partial(kernels, way=PackedAttention)}
+WAYS = {"flash": flash, "kernels": kernels, "packed": partial(kernels, way=PackedClozeAttention)}
 
 
 def close(found: Tensor, wanted: Tensor, most: float) -> None:
@@ -116,9 +121,9 @@ def close(found: Tensor, wanted: Tensor, most: float) -> None:
 @pytest.mark.parametrize("division", LONG)
 def test_flash_is_the_padded_meaning(division: str, dtype: torch.dtype, way: str) -> None:
     qkv, grad = made(LONG[division], dtype)
-    rows = layout(*LONG[division], GPU)
+    rows = make_cloze_layout(*LONG[division], GPU)
     leaf = qkv.double().requires_grad_(True)
-    out = attend(leaf, rows, "padded", 0.0)
+    out = attend_cloze(leaf, rows, "padded", 0.0)
     (wanted,) = torch.autograd.grad(out, leaf, grad.double())
     found, found_grad, *summed = WAYS[way](qkv, rows, grad)
     close(found, out.detach(), PRECISE[dtype])
@@ -174,7 +179,7 @@ def test_flash_with_dropout_is_exact_for_what_it_dropped(
     lengths = SHORT[division]
     qkv, grad = made(lengths, dtype)
     qkv[:, :2] /= 2  # no probability so small that it is zero in 16 bit
-    rows = layout(*lengths, GPU)
+    rows = make_cloze_layout(*lengths, GPU)
     keep = kept(qkv, lengths, rows, 0.1, 5, way)
     possible = int((kept(qkv, lengths, rows, 0.0, 5, way) != 0).sum())
     assert 0.08 < 1 - int((keep != 0).sum()) / possible < 0.12
@@ -198,7 +203,7 @@ def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> N
     <dv, v>.
     """
     qkv, grad = made(LONG[division], torch.float16)
-    rows = layout(*LONG[division], GPU)
+    rows = make_cloze_layout(*LONG[division], GPU)
     other = qkv.clone()
     other[:, 2] = qkv[:, 2].flip(0)
     both = qkv.clone()
@@ -219,7 +224,7 @@ def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> N
 @pytest.mark.parametrize("way", WAYS)
 def test_dropout_keeps_the_mean(way: str) -> None:
     qkv, _ = made(LONG["open"], torch.float16)
-    rows = layout(*LONG["open"], GPU)
+    rows = make_cloze_layout(*LONG["open"], GPU)
     still = WAYS[way](qkv, rows)[0].double()
     mean = torch.stack(
         [WAYS[way](qkv, rows, None, 0.1, seed)[0].double() for seed in range(200)]
@@ -316,20 +321,25 @@ def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -
         precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune
     )
     of.device = Device()
-    return trainer(of, lambda of: fused.trainer(of, Graphs() if graphs else None))
+    return trainer(
+        of, lambda of: fused.make_cloze_trainer(of, CudaGraphRecorder() if graphs else None)
+    )
 
 
 def filled(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
     """Micro-batches of samples, filled up to buckets."""
-    rows = ClozeRows(samples(5), [], division, 5, 1, START, END)
-    sizes = [together(size_of(rows, key) for key in group) for group in groups]
-    buckets = list(map(Buckets(sizes).of, sizes))
-    packs = (rows.pack(group, held=False) for group in groups)
-    return [to_device(fill(pack, one), GPU, one) for pack, one in zip(packs, buckets, strict=True)]
+    rows = ClozeDataset(samples(5), [], division, 5, 1, START, END)
+    sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
+    buckets = list(map(SizeBuckets(sizes).find_bucket, sizes))
+    packs = (rows.pack(group, held_out=False) for group in groups)
+    return [
+        send_cloze_batch(fill_pack(pack, one), GPU, one)
+        for pack, one in zip(packs, buckets, strict=True)
+    ]
 
 
 def gradients(of: Trainer) -> list[Tensor]:
-    return [of.optimizer.gradient(p).double().cpu() for p in of.optimizer.parameters]
+    return [of.optimizer.get_gradient(p).double().cpu() for p in of.optimizer.parameters]
 
 
 @pytest.mark.parametrize(
@@ -341,8 +351,8 @@ def test_scores_and_gradients(
     division: str, precision: str, how: dict[str, Any], monkeypatch
 ) -> None:
     # the tiny model's gradients are large
-    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)
-    monkeypatch.setattr("steelyard.training.glm.FASTEST", "flash")
+    monkeypatch.setattr("steelyard.training.adamw.FIRST_SCALE", 16.0)
+    monkeypatch.setattr("steelyard.training.glm_trainer.FASTEST_KERNEL", "flash")
     if precision == "fp32":
         how = {"compile": how["compile"]}  # the others compute in 16 bit
     made = on_gpu(precision, **how)
@@ -350,7 +360,7 @@ def test_scores_and_gradients(
         "padded" if precision == "fp32" else how.get("attention", "flash")
     )
     some = samples(5)
-    micro = to_device(packed(division, some), GPU)
+    micro = send_cloze_batch(packed(division, some), GPU)
     most = {"bf16": 4e-2, "fp16": 6e-3, "fp32": 1e-5}[precision]
     for row, wanted in zip(
         made.evaluate(micro).tolist(), literal_scores(build(), some), strict=True
@@ -360,9 +370,13 @@ def test_scores_and_gradients(
         )
     alone = trainer(job())  # fp32 on a CPU
     targets = torch.tensor(5.0)
-    expected = float(alone.learn([to_device(packed(division, some), torch.device("cpu"))], targets))
+    expected = float(
+        alone.compute_gradients(
+            [send_cloze_batch(packed(division, some), torch.device("cpu"))], targets
+        )
+    )
     scale = made.optimizer.scaler.get_scale() if made.optimizer.scaler.is_enabled() else 1.0
-    found = float(made.learn([micro], targets.to(GPU)))
+    found = float(made.compute_gradients([micro], targets.to(GPU)))
     assert found == pytest.approx(expected, rel=2 * most)
     for one, wanted in zip(gradients(made), gradients(alone), strict=True):
         assert float((one / scale - wanted).norm()) <= 3 * most * float(wanted.norm())
@@ -373,10 +387,10 @@ def test_what_is_computed_again_drops_the_same(compiled: bool) -> None:
     found = []
     for how in ("none", "full"):
         made = on_gpu("bf16", 0.1, compile=compiled, recompute=how)
-        micro = to_device(packed("open", samples(5)), GPU)
-        made.warm(micro)
+        micro = send_cloze_batch(packed("open", samples(5)), GPU)
+        made.warm_up(micro)
         torch.manual_seed(3)
-        made.learn([micro], torch.tensor(5.0, device=GPU))
+        made.compute_gradients([micro], torch.tensor(5.0, device=GPU))
         found.append(torch.cat([grad.flatten() for grad in gradients(made)]))
     assert float((found[0] - found[1]).norm()) <= 2e-2 * float(found[0].norm())
     assert float(found[0].norm()) > 0
@@ -386,18 +400,18 @@ def test_what_is_computed_again_drops_the_same(compiled: bool) -> None:
 def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> None:
     made, some = on_gpu("bf16", 0.1, compile=True), samples(5)
     first, *others = (
-        to_device(packed(division, [some[i] for i in group]), GPU)
+        send_cloze_batch(packed(division, [some[i] for i in group]), GPU)
         for group in ([0, 1, 2], [3, 4], [2, 3], [4, 1])
     )
-    made.warm(first)
-    targets = made.total(5)
-    made.learn([first], targets)
+    made.warm_up(first)
+    targets = made.sum_over_replicas(5)
+    made.compute_gradients([first], targets)
     made.update(1e-4)
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses = made.learn(others, targets)
+        losses = made.compute_gradients(others, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
@@ -407,10 +421,10 @@ def test_a_step_waits_for_nothing_and_compiles_nothing_new(division: str) -> Non
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
     made = on_gpu("bf16", 0.1, compile=compiled)
-    micro = to_device(packed("open", samples(5)), GPU)
+    micro = send_cloze_batch(packed("open", samples(5)), GPU)
     losses = []
     for _ in range(60):
-        losses.append(float(made.learn([micro], made.total(5))))
+        losses.append(float(made.compute_gradients([micro], made.sum_over_replicas(5))))
         made.update(3e-3)
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
 
@@ -418,7 +432,7 @@ def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
 def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[float, Tensor]:
     """The loss and all gradients; they are zero again afterwards."""
     torch.manual_seed(seed)
-    loss = float(of.learn(micros, torch.tensor(5.0, device=GPU)))
+    loss = float(of.compute_gradients(micros, torch.tensor(5.0, device=GPU)))
     found = torch.cat([grad.flatten() for grad in gradients(of)])
     of.optimizer.zero_grad()
     return loss, found
@@ -436,14 +450,14 @@ def test_graphs_are_what_they_recorded(
     """Each micro-batch by the kernels themselves and by a replay, with the same seed: the same
     numbers are dropped, so losses are equal but for the order of sums. Then other seeds: a replay
     draws new numbers."""
-    monkeypatch.setattr("steelyard.training.optimizer.FIRST_SCALE", 16.0)
+    monkeypatch.setattr("steelyard.training.adamw.FIRST_SCALE", 16.0)
     groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
     plain, graphs = (
         on_gpu(precision, dropout, one, compile=True, attention=attention) for one in (False, True)
     )
     micros = filled(division, groups)
     for micro in 2 * micros:
-        graphs.warm(micro)
+        graphs.warm_up(micro)
     count = graphs.details()["graphs"]
     assert count == 2  # three of them share a bucket
     for seed in (3, 4):
@@ -467,7 +481,7 @@ def test_graphs_are_what_they_recorded(
 def test_what_fills_a_bucket_changes_nothing() -> None:
     made, graphs = on_gpu("fp16", compile=True), on_gpu("fp16", graphs=True, compile=True)
     some, groups = samples(5), [[0, 1, 2], [3, 4]]
-    plain = [to_device(packed("open", [some[i] for i in group]), GPU) for group in groups]
+    plain = [send_cloze_batch(packed("open", [some[i] for i in group]), GPU) for group in groups]
     one, wanted = learned(made, plain, 1)
     for _ in range(3):  # as they are, recorded, replayed
         two, found = learned(graphs, filled("open", groups), 1)
@@ -481,12 +495,12 @@ def test_a_replay_waits_for_nothing() -> None:
         filled("open", [[0, 1, 2], [2, 3, 4], [1, 3, 4]]),
     )
     for micro in 2 * micros:
-        made.warm(micro)
-    targets = made.total(5)
+        made.warm_up(micro)
+    targets = made.sum_over_replicas(5)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = made.learn(micros, targets)
+        loss = made.compute_gradients(micros, targets)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert math.isfinite(float(loss))
@@ -498,7 +512,7 @@ def test_graphs_learn(precision: str) -> None:
     micros = filled("open", [[0, 1, 2], [3, 4]])
     losses = []
     for _ in range(60):
-        losses.append(float(made.learn(micros, made.total(5))))
+        losses.append(float(made.compute_gradients(micros, made.sum_over_replicas(5))))
         made.update(3e-3)
     assert sum(losses[-5:]) < sum(losses[:5]) / 2
     assert made.details()["graphs"] == 2

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from triton.language.extra.cuda import globaltimer  # noqa: E402
 
 from steelyard.accelerators import CUDA  # noqa: E402
-from steelyard.engine.profile import divide  # noqa: E402
+from steelyard.engine.profile import divide_device_time  # noqa: E402
 from steelyard.engine.work import Phase, Work  # noqa: E402
 from steelyard.engines.torch.framework import TorchFramework  # noqa: E402
 from steelyard.run.clock import now  # noqa: E402
@@ -50,7 +50,7 @@ def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
 def test_steps_take_as_long_as_their_kernel(framework: TorchFramework) -> None:
     spun = torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")
     trace = measure(steps(spun), framework)
-    samples = trace.samples("infer")
+    samples = trace.make_samples("infer")
     truth = [value * 1e-9 for value in spun.tolist()]
     assert truth == pytest.approx(SPUN_S, rel=0.001)
     assert [one.end_s - one.start_s for one in samples] == pytest.approx(truth, rel=0.01)
@@ -70,6 +70,6 @@ def test_the_profiler_sees_the_kernel_as_long_as_it_ran(framework: TorchFramewor
     assert [one.end_s - one.begin_s for one in seen if "spin" in one.name] == pytest.approx(
         truth, rel=0.01
     )
-    [kernel] = [one for one in divide(seen) if "spin" in one.name]
+    [kernel] = [one for one in divide_device_time(seen) if "spin" in one.name]
     assert (kernel.calls, kernel.kind) == (3, "other")
     assert kernel.time_s == pytest.approx(sum(truth), rel=0.01)

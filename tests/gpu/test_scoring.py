@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from steelyard.engines.torch.framework import CompileCache
+from steelyard.engines.torch.framework import CompileCacheCounter
 from steelyard.kernels import token_loss
 from steelyard.models import llama_fp8
-from steelyard.models.attention import layout
+from steelyard.models.attention import make_packed_layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock
-from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
+from steelyard.models.llama_fused import BlockKernels, FusedBlock, ScoringLinears
 
 pytestmark = pytest.mark.gpu
 SHAPE = LlamaShape(
@@ -23,10 +23,15 @@ def test_kernels_answer_as_the_model(kernel: str) -> None:
     device = torch.device("cuda")
     torch.manual_seed(1)
     model = Llama(SHAPE).to(device, torch.bfloat16)
-    blocks = [FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers]
+    blocks = [
+        FusedBlock(block, ScoringLinears(), BlockKernels(compiled=True)) for block in model.layers
+    ]
     tokens = torch.randint(0, SHAPE.vocab, (sum(LENGTHS),), device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
-    rows, pick = layout(LENGTHS, None, device), torch.arange(0, len(tokens), 3, device=device)
+    rows, pick = (
+        make_packed_layout(LENGTHS, None, device),
+        torch.arange(0, len(tokens), 3, device=device),
+    )
     with torch.inference_mode():
         found = model(tokens, positions, rows, kernel, pick, blocks=blocks)
         expected = model(tokens, positions, rows, "flash", pick)
@@ -40,8 +45,8 @@ def test_logits_are_read_as_they_are_written() -> None:
     logits = torch.randn(300, 100_008, device="cuda", dtype=torch.bfloat16)[:, :100_003]
     own = torch.randint(0, 100_003, (300,), device="cuda")
     found, expected = (
-        token_loss.triton_read_logits(logits, own),
-        token_loss.read_logits(logits, own),
+        token_loss.triton_reduce_logits(logits, own),
+        token_loss.reduce_logits(logits, own),
     )
     torch.testing.assert_close(found[:3], expected[:3], rtol=1e-5, atol=1e-5)
     best = (found[3] + own).long()
@@ -54,24 +59,25 @@ def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
     device = torch.device("cuda")
     model = Llama(SHAPE).to(device, torch.bfloat16)
     if precision == "fp8":
-        llama_fp8.keep_fp8(model)
+        llama_fp8.convert_to_fp8(model)
         blocks = [Fp8ScoreBlock(block, Fp8Kernels(True)) for block in model.layers]
     else:
         blocks = [
-            FusedBlock(block, Scoring(), BlockKernels(compiled=True)) for block in model.layers
+            FusedBlock(block, ScoringLinears(), BlockKernels(compiled=True))
+            for block in model.layers
         ]
 
     def answer(lengths: list[int], picked: int) -> None:
         positions = torch.cat([torch.arange(n, device=device) for n in lengths])
         tokens = torch.randint(0, SHAPE.vocab, (sum(lengths),), device=device)
-        rows, pick = layout(lengths, None, device), torch.arange(picked, device=device)
-        token_loss.triton_read_logits(
+        rows, pick = make_packed_layout(lengths, None, device), torch.arange(picked, device=device)
+        token_loss.triton_reduce_logits(
             model(tokens, positions, rows, "packed", pick, blocks=blocks), tokens[:picked]
         )
 
     with torch.inference_mode():
         answer(LENGTHS, 77)
-        counted = CompileCache()
+        counted = CompileCacheCounter()
         answer([77, 1, 200, 138], 77)  # 416 tokens
         answer(LENGTHS, 80)
         answer([64, 64], 128)

@@ -18,9 +18,9 @@ from fixtures.golden import golden
 from fixtures.records import published
 from steelyard.data import archive
 from steelyard.errors import RequestError
-from steelyard.record import record, sealed
+from steelyard.record import record, record_file
 from steelyard.tasks.mmlu import data
-from steelyard.weights import huggingface, torch_files
+from steelyard.weights import hf_checkpoint, torch_files
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ def test_a_members_attributes_are_not_read_whole(kind: bytes, tmp_path: Path) ->
     path = tar_gz(tmp_path / "bomb.tar.gz", ("x", kind, b"", 80 * MIB))
     assert path.stat().st_size < MIB
     assert (
-        refusal(data.read, path)
+        refusal(data.read_subjects, path)
         == f"{path}: a part of {80 * MIB} bytes; at most {65 * MIB} are read at once"
     )
 
@@ -65,11 +65,14 @@ def test_a_tar_has_a_limit_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tmp_path / "bomb.tar.gz", *((f"other/{n}", tarfile.REGTYPE, b"", MIB) for n in range(6))
     )
     assert (
-        refusal(data.read, path)
+        refusal(data.read_subjects, path)
         == f"{path}: larger than {4 * MIB} bytes unpacked; MMLU's tar has 166 MB"
     )
     path.write_bytes(bytes(4 * MIB + 1))
-    assert refusal(data.read, path) == f"{path}: larger than {4 * MIB} bytes; MMLU's tar has 166 MB"
+    assert (
+        refusal(data.read_subjects, path)
+        == f"{path}: larger than {4 * MIB} bytes; MMLU's tar has 166 MB"
+    )
 
 
 def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,9 +83,9 @@ def test_rows_have_a_limit_over_all_files(tmp_path: Path, monkeypatch: pytest.Mo
         tmp_path / "x.tar.gz",
         *((name, tarfile.REGTYPE, own, len(own)) for name, own in zip(names, rows, strict=True)),
     )
-    assert refusal(data.read, path) == golden("test-a_test-csv-with-it-there")
+    assert refusal(data.read_subjects, path) == golden("test-a_test-csv-with-it-there")
     monkeypatch.setattr(data, "MAX_ROWS", 10)
-    assert len(data.read(path)[0].test) == 5
+    assert len(data.read_subjects(path)[0].test) == 5
 
 
 def test_a_records_limit_grows_with_its_ranks(
@@ -91,15 +94,17 @@ def test_a_records_limit_grows_with_its_ranks(
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     assert len(json.loads(path.read_bytes())["ranks"]) == 2
-    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
-    monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000 + 1) // 2)
-    assert record.read(path).plan.world == 2
-    monkeypatch.setattr(sealed, "RANK_BYTES", (size - 1000) // 2 - 1)
+    monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
+    monkeypatch.setattr(record_file, "RANK_BYTES", (size - 1000 + 1) // 2)
+    assert record.read_record(path).plan.world == 2
+    monkeypatch.setattr(record_file, "RANK_BYTES", (size - 1000) // 2 - 1)
     most = 1000 + 2 * ((size - 1000) // 2 - 1)
-    assert refusal(record.read, path) == golden("bytes-the-limit-for-record-of-2", path, size, most)
-    monkeypatch.setattr(sealed, "MAX_RECORD_BYTES", size - 1)
+    assert refusal(record.read_record, path) == golden(
+        "bytes-the-limit-for-record-of-2", path, size, most
+    )
+    monkeypatch.setattr(record_file, "MAX_RECORD_BYTES", size - 1)
     assert (
-        refusal(record.integrity, path)
+        refusal(record.find_record_damage, path)
         == f"{path}: {size} bytes; the limit for a record is {size - 1}"
     )
 
@@ -121,9 +126,9 @@ def test_a_record_cannot_raise_its_limit(
     path = tmp_path / "record.json"
     path.write_bytes(claim + b" " * 10_000)
     size = path.stat().st_size
-    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
-    monkeypatch.setattr(sealed, "RANK_BYTES", 1000)
-    assert refusal(record.read, path) in {
+    monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
+    monkeypatch.setattr(record_file, "RANK_BYTES", 1000)
+    assert refusal(record.read_record, path) in {
         f"{path}: {size} bytes; the limit for a record of {ranks} rank(s) is 2000"
         for ranks in (0, 1)
     }
@@ -134,19 +139,19 @@ def test_a_large_record_needs_the_memory_that_it_takes(
 ) -> None:
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
-    monkeypatch.setattr(sealed, "BASE_BYTES", 1000)
+    monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
     # it is larger than one rank's and within two's
-    monkeypatch.setattr(sealed, "RANK_BYTES", size // 2)
-    monkeypatch.setattr(sealed, "SMALL_BYTES", 1000)
+    monkeypatch.setattr(record_file, "RANK_BYTES", size // 2)
+    monkeypatch.setattr(record_file, "SMALL_BYTES", 1000)
     content = path.read_bytes()
     needed = 25 * size + 80 * (content.count(b"{") + content.count(b"["))
     for free, fits in ((needed, True), (needed - 1, False)):
-        monkeypatch.setattr(sealed, "available_to_process", lambda free=free: free)
+        monkeypatch.setattr(record_file, "read_available_bytes", lambda free=free: free)
         if fits:
-            assert record.read(path).plan.world == 2
+            assert record.read_record(path).plan.world == 2
         else:
             assert f"{size} bytes take up to {needed >> 20} MiB of memory to read" in refusal(
-                record.read, path
+                record.read_record, path
             )
 
 
@@ -163,12 +168,12 @@ UNITS = {
 PEAK = """
 import sys
 from pathlib import Path
-from steelyard.record import sealed
+from steelyard.record import record_file
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
 path = Path(sys.argv[1])
 before = kib("VmRSS")
-sealed.table(path, sealed.read_bytes(path))
+record_file.parse_record(path, record_file.read_record_bytes(path))
 print((kib("VmHWM") - before) * 1024)
 """
 
@@ -184,8 +189,8 @@ def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_pa
         + b"]}"
     )
     path.write_bytes(content)
-    needed = sealed.MEMORY_PER_BYTE * len(content)
-    needed += sealed.MEMORY_PER_TABLE * (content.count(b"{") + content.count(b"["))
+    needed = record_file.MEMORY_PER_BYTE * len(content)
+    needed += record_file.MEMORY_PER_TABLE * (content.count(b"{") + content.count(b"["))
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(path)],
         capture_output=True,
@@ -202,7 +207,7 @@ def test_a_record_of_240_mib_is_not_parsed(tmp_path: Path, monkeypatch: pytest.M
         for _ in range(240):
             file.write(b"[],[" * (MIB // 4))
     monkeypatch.setattr(json, "loads", None)  # a call would raise
-    assert refusal(record.read, path) == golden(
+    assert refusal(record.read_record, path) == golden(
         "bytes-the-limit-for-record-of", path, 240 * MIB, 48 * MIB
     )
 
@@ -212,21 +217,21 @@ def test_a_pickle_of_millions_of_opcodes_is_left_early(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as made:
         made.writestr("x/data.pkl", b"\x80\x02" + b"N0" * (torch_files.MAX_OPCODES // 2) + b"N.")
         made.writestr("x/version", "3\n")
-    assert "(its pickle has more than 500000 opcodes)" in refusal(torch_files.read, path)
+    assert "(its pickle has more than 500000 opcodes)" in refusal(torch_files.read_torch_file, path)
 
 
 def test_a_safetensors_header_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     header = json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    assert list(huggingface.inspect_safetensors(path).tensors) == ["x"]
-    monkeypatch.setattr(huggingface, "MAX_HEADER_BYTES", len(header) - 1)
+    assert list(hf_checkpoint.read_safetensors_header(path).tensors) == ["x"]
+    monkeypatch.setattr(hf_checkpoint, "MAX_HEADER_BYTES", len(header) - 1)
     line = f"{path}: a header of {len(header)} bytes; at most {len(header) - 1} are read"
-    assert refusal(huggingface.inspect_safetensors, path) == line
+    assert refusal(hf_checkpoint.read_safetensors_header, path) == line
 
 
 def test_bounded_reads_of_a_plain_file() -> None:
-    file = archive.Bounded(io.BytesIO(b"abc"), Path("x"), 4, "")
+    file = archive.BoundedTarStream(io.BytesIO(b"abc"), Path("x"), 4, "")
     assert (file.read(2), file.tell(), file.seek(0), file.read(1)) == (b"ab", 2, 0, b"a")
 
 
@@ -244,7 +249,9 @@ try:
 except RequestError as error:
     print(time.monotonic() - begin, (most() - before) // 1024, error)
 """
-CASES = "from steelyard.case import resolve\ndef read_case(path): return resolve.read(str(path))"
+CASES = (
+    "from steelyard.case import resolve\ndef read_case(path): return resolve.read_case(str(path))"
+)
 BOMBS = {
     "17 MiB tar.gz": ("4.1 GiB", "from steelyard.tasks.mmlu import data", "data.read"),
     "240 MiB JSON record": (

@@ -13,12 +13,12 @@ from fixtures.commands import SMOKE, Shell
 from steelyard.errors import RequestError
 from steelyard.run import environment
 from steelyard.run.host import Host
-from steelyard.run.messages import Open
+from steelyard.run.messages import OpenMessage
 
 NAMES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def asked(**other: object) -> Open:
+def asked(**other: object) -> OpenMessage:
     told = {
         "token": "t" * 32,
         "mark": "m",
@@ -35,7 +35,7 @@ def asked(**other: object) -> Open:
         "paths": [],
         "silence_s": 60.0,
     }
-    return Open.model_validate(told | other)
+    return OpenMessage.model_validate(told | other)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_workers_get_caches_of_our_own(cache: Path) -> None:
-    told = Host(asked()).variables()
+    told = Host(asked()).make_worker_environment()
     for name, folder in NAMES.items():
         assert told[name] == str(cache / folder)
         assert stat.S_IMODE((cache / folder).stat().st_mode) == 0o700
@@ -55,9 +55,9 @@ def test_workers_get_caches_of_our_own(cache: Path) -> None:
 
 
 def test_they_are_kept_across_runs(cache: Path) -> None:
-    first = environment.cache_variables(os.environ)
+    first = environment.make_cache_folders(os.environ)
     (cache / "inductor" / "kept").write_text("")
-    assert environment.cache_variables(os.environ) == first
+    assert environment.make_cache_folders(os.environ) == first
     assert (cache / "inductor" / "kept").exists()
 
 
@@ -71,7 +71,7 @@ def test_site_and_tune_may_name_others(
         asked(
             environment={"TRITON_CACHE_DIR": named}, variables={"TORCHINDUCTOR_CACHE_DIR": "tuned"}
         )
-    ).variables()
+    ).make_worker_environment()
     assert (told["TRITON_CACHE_DIR"], told["TORCHINDUCTOR_CACHE_DIR"]) == (named, "tuned")
 
 
@@ -82,7 +82,7 @@ def test_another_users_folder_is_refused(cache: Path, planted: str) -> None:
     (cache / planted).mkdir(parents=True)
     os.chown(cache / planted, 12345, 12345)
     with pytest.raises(RequestError, match=r"belongs to user 12345.*XDG_CACHE_HOME") as refused:
-        environment.cache_variables(os.environ)
+        environment.make_cache_folders(os.environ)
     assert "\n" not in str(refused.value)
     assert "belongs to user 12345" in str(Host(asked()).problem)
 
@@ -92,7 +92,7 @@ def test_a_link_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (cache / "triton").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="is a link"):
-        environment.cache_variables(os.environ)
+        environment.make_cache_folders(os.environ)
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
@@ -101,7 +101,7 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
     cache.chmod(0o700)
     (cache / "inductor").chmod(mode)
     with pytest.raises(RequestError, match="others can write"):
-        environment.cache_variables(os.environ)
+        environment.make_cache_folders(os.environ)
 
 
 @pytest.mark.process
@@ -109,7 +109,7 @@ def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks)
     """Its hello arrives, with the reason in it: nothing of the accelerator was looked for by then."""
     cache.mkdir(parents=True)
     cache.chmod(0o777)
-    hello = Host(asked()).hello()
+    hello = Host(asked()).make_hello()
     assert (
         hello.problem
         == f"the cache {str(cache)!r} is one that others can write: other users could change what"
@@ -126,8 +126,8 @@ def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks)
 
 def test_without_a_place_for_caches_they_are_in_the_runs_own_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert environment.cache_variables({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
-    assert environment.cache_variables_within(tmp_path) == {
+    assert environment.make_cache_folders({"XDG_CACHE_HOME": str(tmp_path / "file")}) == {}
+    assert environment.name_run_cache_folders(tmp_path) == {
         name: str(tmp_path / "cache" / place) for name, place in NAMES.items()
     }
 

@@ -14,12 +14,12 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
 from fixtures.liars import liar_engine
 from steelyard import words
-from steelyard.data import batches, counting
-from steelyard.data.counting import TextCounts, count_choices
-from steelyard.data.rows import Row
-from steelyard.metrics import plausible
-from steelyard.record.facts import MatmulRate, RankFacts
-from steelyard.record.record import Record, Window
+from steelyard.data import counting, prompt_batches
+from steelyard.data.counting import TextCounter, make_choice_counter
+from steelyard.data.training_rows import TrainingRow
+from steelyard.metrics import plausibility
+from steelyard.record.record import PassFacts, Record
+from steelyard.record.run_facts import MatmulRate, RankFacts
 
 TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cpu", "--steps", "4")
 
@@ -95,7 +95,7 @@ def record(**changes: Any) -> Record:
     return report.make().model_copy(update=changes)
 
 
-def window(wall_s: float = 10.0, **other: Any) -> Window:
+def window(wall_s: float = 10.0, **other: Any) -> PassFacts:
     told = {
         "pass_name": "infer",
         "rank": 0,
@@ -104,12 +104,12 @@ def window(wall_s: float = 10.0, **other: Any) -> Window:
         "allocated_bytes": 0,
         "reserved_bytes": 0,
     }
-    return Window.model_validate(told | other)
+    return PassFacts.model_validate(told | other)
 
 
 def verdict(found: list[Any]) -> tuple[bool, str, str]:
     (one,) = found
-    return one.check.ok, one.code, words.text(one.check.said)
+    return one.check.ok, one.code, words.render_text(one.check.message)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,9 @@ def test_work_beside_a_pass_is_hidden_work(outputs_s: float, total_s: float, ok:
     rank = RankFacts(
         rank=0, budget={"outputs_infer": outputs_s, "total_infer": total_s, "warmup_infer": 99.0}
     )
-    assert verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[:2] == (
+    assert verdict(
+        plausibility.check_time_outside_passes(record(ranks=[rank], passes=[window()]), {})
+    )[:2] == (
         ok,
         "hidden",
     )
@@ -128,18 +130,20 @@ def test_work_beside_a_pass_is_hidden_work(outputs_s: float, total_s: float, ok:
 
 def test_the_reason_says_where() -> None:
     rank = RankFacts(rank=0, budget={"outputs_infer": 3.0, "total_infer": 1.0})
-    text = verdict(plausible.beside(record(ranks=[rank], passes=[window()]), {}))[2]
+    text = verdict(
+        plausibility.check_time_outside_passes(record(ranks=[rank], passes=[window()]), {})
+    )[2]
     assert text == golden("infer-rank-0-spent-4-000")
 
 
 def test_older_records_are_not_judged() -> None:
     old = record(passes=[window()], ranks=[RankFacts(rank=0, budget={"infer": 10.0})])
-    assert list(plausible.beside(old, {})) == []
-    assert list(plausible.drawn(old, {})) == []
+    assert list(plausibility.check_time_outside_passes(old, {})) == []
+    assert list(plausibility.check_drawn_counts(old, {})) == []
 
 
 def flop(made: Record) -> float:
-    (_, told), *_ = plausible._claims(made, "infer")
+    (_, told), *_ = plausibility._compare_with_limits(made, "infer")
     return float(f"{told['rate']:.4g}")
 
 
@@ -148,7 +152,7 @@ def test_a_rate_above_the_measured_matmul_is_implausible() -> None:
     rate = flop(made)
     for limit, ok in ((rate / 1.09, True), (rate / 1.11, False)):
         slow = made.model_copy(update={"ranks": [RankFacts(rank=0, matmul_flops_per_s=limit)]})
-        assert verdict(plausible.plausible(slow, {}))[:2] == (ok, "implausible")
+        assert verdict(plausibility.check_plausible_rates(slow, {}))[:2] == (ok, "implausible")
 
 
 def test_the_fastest_matmul_is_the_limit() -> None:
@@ -160,7 +164,9 @@ def test_the_fastest_matmul_is_the_limit() -> None:
     for own, ok in ((rate / 1.09, True), (rate / 1.11, False)):
         shape = MatmulRate(name="up", layout="nt", m=1, n=1, k=1, count=1, flops_per_s=own)
         ranks = [RankFacts(rank=0, matmul_flops_per_s=rate / 1.2, matmuls=[shape])]
-        assert verdict(plausible.plausible(made.model_copy(update={"ranks": ranks}), {}))[:2] == (
+        assert verdict(
+            plausibility.check_plausible_rates(made.model_copy(update={"ranks": ranks}), {})
+        )[:2] == (
             ok,
             "implausible",
         )
@@ -168,12 +174,14 @@ def test_the_fastest_matmul_is_the_limit() -> None:
 
 def test_a_rate_above_the_datasheet_is_implausible() -> None:
     made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0)])
-    assert verdict(plausible.plausible(made, {}))[0]
+    assert verdict(plausibility.check_plausible_rates(made, {}))[0]
     fast = [
         s.model_copy(update={"counts": {k: 10 * n for k, n in s.counts.items()}})
         for s in made.samples
     ]
-    ok, code, text = verdict(plausible.plausible(made.model_copy(update={"samples": fast}), {}))
+    ok, code, text = verdict(
+        plausibility.check_plausible_rates(made.model_copy(update={"samples": fast}), {})
+    )
     assert (ok, code) == (False, "implausible")
     assert golden("above-the-limit-of-9-894") in text
 
@@ -187,11 +195,11 @@ def test_on_a_cpu_work_is_set_against_cpu_time() -> None:
     made = made.model_copy(
         update={"environment": made.environment.model_copy(update={"hardware": hardware})}
     )
-    assert plausible.plausible(made, {}) == []
+    assert plausibility.check_plausible_rates(made, {}) == []
     ranks = [RankFacts(rank=0, matmul_flops_per_s=1.0, matmul_flops_per_cpu_s=1e15)]
     for cpu_s, ok in ((40.0, True), (0.5, False), (0.0, False)):
         one = made.model_copy(update={"ranks": ranks, "passes": [window(40.0, cpu_s=cpu_s)]})
-        assert verdict(plausible.plausible(one, {}))[:2] == (ok, "implausible")
+        assert verdict(plausibility.check_plausible_rates(one, {}))[:2] == (ok, "implausible")
 
 
 COUNTS = {
@@ -206,7 +214,7 @@ COUNTS = {
 @pytest.mark.parametrize("key", [None, "tokens", "samples", "logits", "pairs", "square"])
 def test_samples_count_what_the_rows_hold(key: str | None) -> None:
     wanted = COUNTS if key is None else COUNTS | {key: COUNTS[key] + 1}
-    ok, code, text = verdict(plausible.drawn(record(drawn={"infer": [wanted]}), {}))
+    ok, code, text = verdict(plausibility.check_drawn_counts(record(drawn={"infer": [wanted]}), {}))
     assert (ok, code) == (key is None, "tokens")
     if key is not None:
         assert (
@@ -217,14 +225,18 @@ def test_samples_count_what_the_rows_hold(key: str | None) -> None:
 
 def test_every_step_of_training_has_its_global_batch() -> None:
     made = report.training()
-    taken = plausible._by_step(made, "train")
-    assert verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": taken}}), {}))[0]
+    taken = plausibility._count_by_step(made, "train")
+    assert verdict(
+        plausibility.check_drawn_counts(made.model_copy(update={"drawn": {"train": taken}}), {})
+    )[0]
     moved = [
         taken[0] | {"tokens": taken[0]["tokens"] - 1},
         taken[1] | {"tokens": taken[1]["tokens"] + 1},
         *taken[2:],
     ]
-    ok, _, text = verdict(plausible.drawn(made.model_copy(update={"drawn": {"train": moved}}), {}))
+    ok, _, text = verdict(
+        plausibility.check_drawn_counts(made.model_copy(update={"drawn": {"train": moved}}), {})
+    )
     assert not ok
     assert text.startswith("train: step 0: the samples count")
 
@@ -240,13 +252,15 @@ class Made:
 def test_texts_count_as_their_batches_do() -> None:
     """Of both divisions, against what a batch says of itself."""
     made = Made()
-    closed = batches.closed_batch(made.rows, [0, 1, 3])
-    assert TextCounts(made, "closed", lambda length: 1).of(closed.items) == closed.counts
-    shared = batches.prefixes(made.rows, made.groups)
-    (bins,) = batches.open_bins(made.rows, made.groups, 8, 0)
+    closed = prompt_batches.make_closed_batch(made.rows, [0, 1, 3])
+    assert TextCounter(made, "closed", lambda length: 1).count(closed.items) == closed.counts
+    shared = prompt_batches.measure_prefixes(made.rows, made.groups)
+    (bins,) = prompt_batches.plan_open_bins(made.rows, made.groups, 8, 0)
     for pieces in bins:
-        one = batches.open_batch(made.rows, pieces, None, shared, 0)
-        assert TextCounts(made, "open", lambda length: 1).of(one.items, one.prefixes) == one.counts
+        one = prompt_batches.make_open_batch(made.rows, pieces, None, shared, 0)
+        assert (
+            TextCounter(made, "open", lambda length: 1).count(one.items, one.prefixes) == one.counts
+        )
 
 
 def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:
@@ -254,12 +268,12 @@ def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:
     tokens, 6, and behind it 3 and 6."""
     made = Made()
     whole, window = (
-        count_choices(made, "closed", size).of([0, 1, 2, 3], [], held_out=True)
+        make_choice_counter(made, "closed", size).count([0, 1, 2, 3], [], held_out=True)
         for size in (None, 3)
     )
     assert (whole["pairs"], window["pairs"]) == (10 + 15 + 3 + 21, 9 + 12 + 3 + 15)
     assert {**whole, "pairs": 0} == {**window, "pairs": 0}
-    shared = count_choices(made, "open", 3).of([0, 1], [0], held_out=True)
+    shared = make_choice_counter(made, "open", 3).count([0, 1], [0], held_out=True)
     assert shared["pairs"] == 6 + 3 + 6
-    row = Row(np.arange(9), np.arange(9), (4, 5), 9, 1)
-    assert counting.of_row(row, 3)["pairs"] == 9 + 12
+    row = TrainingRow(np.arange(9), np.arange(9), (4, 5), 9, 1)
+    assert counting.count_row(row, 3)["pairs"] == 9 + 12

@@ -16,9 +16,9 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
 from fixtures.records import sentence
 from steelyard import words
-from steelyard.metrics import clocks
-from steelyard.record.facts import RankFacts
-from steelyard.record.record import Record, Window
+from steelyard.metrics import clock_checks
+from steelyard.record.record import PassFacts, Record
+from steelyard.record.run_facts import RankFacts
 from steelyard.run import clock, environment
 
 SLOW = r"""
@@ -94,10 +94,10 @@ def with_clocks(**told: float) -> Record:
 
 
 def verdict(record: Record) -> tuple[bool, str]:
-    (found,) = clocks.agree(record, {})
+    (found,) = clock_checks.check_clocks_agree(record, {})
     assert found.check is not None
     assert (found.code, found.note) == ("clock", None)
-    return found.check.ok, words.text(found.check.said)
+    return found.check.ok, words.render_text(found.check.message)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_reason_names_rank_and_clocks() -> None:
     ("device_s", "ok"), [(10.0, True), (10.07, True), (10.08, False), (27.0, False)]
 )
 def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
-    window = Window(
+    window = PassFacts(
         pass_name="infer",
         rank=0,
         start_s=5.0,
@@ -140,7 +140,7 @@ def test_the_device_has_a_clock_of_its_own(device_s: float, ok: bool) -> None:
 
 
 def test_an_older_record_is_not_judged() -> None:
-    assert clocks.agree(report.make(), {}) == []
+    assert clock_checks.check_clocks_agree(report.make(), {}) == []
 
 
 def test_of_several_readings_the_tightest_counts(
@@ -152,13 +152,13 @@ def test_of_several_readings_the_tightest_counts(
     monkeypatch.setattr(clock, "TRIES", 3)
     monkeypatch.setattr(clock, "UPTIME", tmp_path / "uptime")
     (tmp_path / "uptime").write_text("17.25 3.00\n")
-    found = clock.every()
+    found = clock.read_all_clocks()
     assert (found["monotonic"], found["uptime"]) == (10.0, 17.25)
 
 
 def test_a_system_without_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(clock, "UPTIME", tmp_path / "none")
-    assert "uptime" not in clock.every()
+    assert "uptime" not in clock.read_all_clocks()
 
 
 @pytest.mark.parametrize(
@@ -176,4 +176,4 @@ def test_a_system_without_the_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_preloaded_libraries_are_recorded_by_name(
     variables: dict[str, str], names: dict[str, Any]
 ) -> None:
-    assert environment._preloaded(variables) == names
+    assert environment._list_preloads(variables) == names

@@ -10,8 +10,8 @@ from fixtures import report
 from fixtures.attacks import Attacks
 from fixtures.commands import Shell
 from fixtures.liars import liar_engine
-from steelyard.engine.rows import TRANSFORMERS, EngineRow
-from steelyard.metrics.conform import Compared, compare
+from steelyard.engine.engine_rows import TRANSFORMERS, EngineRow
+from steelyard.metrics.conform_checks import ConformCheck, check_conformity
 from steelyard.record.record import Reason, Record
 from steelyard.run import conformity
 
@@ -127,8 +127,8 @@ def test_what_cannot_be_compared_is_refused(
     assert (done.code, said in done.err) == (2, True), done.err
 
 
-def wrong(ours: Record, theirs: Record) -> list[Compared]:
-    return [row for row in compare(ours, theirs) if not row.ok]
+def wrong(ours: Record, theirs: Record) -> list[ConformCheck]:
+    return [row for row in check_conformity(ours, theirs) if not row.ok]
 
 
 def first_step(record: Record, **values: float) -> Record:
@@ -187,14 +187,14 @@ def test_what_was_found_is_of_one_version(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(tmp_path)
     source = tmp_path / "mine_engine.py"
     source.write_text("class Mine: ...\n")
-    assert conformity.conforms(ROW) is None
-    conformity.keep(TRANSFORMERS, ["a"], True)
+    assert conformity.read_conformity(ROW) is None
+    conformity.write_conformity(TRANSFORMERS, ["a"], True)
     for verdict in (False, True):
-        conformity.keep(ROW, ["a", "b"], verdict)
-        assert conformity.conforms(ROW) is verdict
-    assert conformity.conforms(TRANSFORMERS) is True
+        conformity.write_conformity(ROW, ["a", "b"], verdict)
+        assert conformity.read_conformity(ROW) is verdict
+    assert conformity.read_conformity(TRANSFORMERS) is True
     source.write_text("class Mine: faster = True\n")
-    assert conformity.conforms(ROW) is None
+    assert conformity.read_conformity(ROW) is None
 
 
 @pytest.mark.parametrize(
@@ -205,5 +205,5 @@ def test_a_damaged_file_says_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "steelyard").mkdir(mode=0o700)
-    (tmp_path / "steelyard" / conformity.NAME).write_text(text)
-    assert conformity.conforms(ROW) is None
+    (tmp_path / "steelyard" / conformity.RESULTS_FILE).write_text(text)
+    assert conformity.read_conformity(ROW) is None

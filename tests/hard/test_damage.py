@@ -42,7 +42,7 @@ def test_damaged_headers_of_arrays_are_refused(attacks: Attacks) -> None:
                 [drawn.randrange(256), *b"()[]{}'\"\\,: \n\t0L#"]
             )
         with suppress(RequestError):  # anything else would be a traceback
-            corpus._header(io.BytesIO(raw), "x_ids.npy")
+            corpus._read_header(io.BytesIO(raw), "x_ids.npy")
     attacks.add(
         "`.npy` header, changed at random", TRIED, "1,800 of 6,000: traceback", "no traceback"
     )
@@ -58,7 +58,7 @@ def test_a_header_that_python_cannot_split_gets_one_line(shell: Shell, tmp_path:
 def test_a_long_header_is_not_read(size: int) -> None:
     file = io.BytesIO(b"\x93NUMPY\x02\x00" + size.to_bytes(4, "little") + b"{" * 20_000)
     with pytest.raises(RequestError, match=f"a header of {size} bytes; at most 10000 are read"):
-        corpus._header(file, "x")
+        corpus._read_header(file, "x")
     assert file.tell() == 12
 
 

@@ -94,7 +94,7 @@ def test_a_command_without_memory_gets_one_line(
     def starved(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("steelyard.case.resolve.read", starved)
+    monkeypatch.setattr("steelyard.case.resolve.read_case", starved)
     done = shell.ask("show", "llama2-7b-mmlu")
     assert done.code == 1
     assert done.lines == [golden("error-this-command-ran-out-of")]

@@ -15,9 +15,9 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
-from steelyard.run import load
+from steelyard.run import cpu_load
 from steelyard.run.failure import Failure, RankResults, find_failure
-from steelyard.run.host import scrubbed
+from steelyard.run.host import is_scrubbed
 from steelyard.run.messages import WorkerEnded
 
 RUN = (*SMOKE, "--engine", "faulty", "--passes", "val")
@@ -55,10 +55,10 @@ def test_a_strangers_variables_are_not_inherited(
 
 
 def test_which_variables_are_strangers() -> None:
-    assert [name for name in STRANGERS if not scrubbed(name)] == []
+    assert [name for name in STRANGERS if not is_scrubbed(name)] == []
     assert not any(
         map(
-            scrubbed,
+            is_scrubbed,
             ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "OMP_NUM_THREADS", "RANKING"),
         )
     )
@@ -125,8 +125,8 @@ def test_the_count_of_a_control_group(
     (proc / "self" / "cgroup").write_text(groups)
     (tree / name).parent.mkdir(parents=True)
     (tree / name).write_text(text)
-    assert load.oom_kills(tmp_path) == found
-    assert load.oom_kills(tmp_path / "none") is None
+    assert cpu_load.count_oom_kills(tmp_path) == found
+    assert cpu_load.count_oom_kills(tmp_path / "none") is None
 
 
 @pytest.fixture
@@ -227,10 +227,10 @@ GARBAGE = """
 import sys
 if "steelyard.run.worker" in sys.orig_argv:
     from steelyard import files
-    real = files.write
+    real = files.write_file
     def write(path, content, *more, **options):
         real(path, content[:7] if path.name.startswith("{name}") else content, *more, **options)
-    files.write = write
+    files.write_file = write
 """
 
 

@@ -18,7 +18,7 @@ from steelyard.record import record
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])
 def test_published_records_verify(path: Path) -> None:
-    assert verify.verify(path) == []
+    assert verify.verify_record(path) == []
 
 
 def killed(table: dict[str, Any]) -> None:
@@ -90,8 +90,8 @@ def test_what_contradicts_itself_does_not_verify(
     change: Callable[[dict[str, Any]], None], said: str, tmp_path: Path, attacks: Attacks
 ) -> None:
     path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
-    assert record.integrity(path) == []
-    wrong = verify.verify(path)
+    assert record.find_record_damage(path) == []
+    wrong = verify.verify_record(path)
     assert any(said in line for line in wrong), wrong
     attacks.add(
         f"record derived and sealed again: {change.__name__.replace('_', ' ')}",
@@ -110,8 +110,8 @@ def test_a_key_too_many_in_hashes_shows(tmp_path: Path) -> None:
     path = published("mmlu-smoke-closed", tmp_path)
     table = sealed(path)
     table["hashes"]["signed"] = "by somebody"
-    path.write_bytes(record.canonical_bytes(table))
-    assert record.integrity(path) == [golden("hashes-has-key-signed-which-no")]
+    path.write_bytes(record.to_canonical_bytes(table))
+    assert record.find_record_damage(path) == [golden("hashes-has-key-signed-which-no")]
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_key_too_many_in_hashes_shows(tmp_path: Path) -> None:
 def test_another_order_of_keys_shows(place: tuple[Any, ...], tmp_path: Path) -> None:
     path = published("mmlu-smoke-closed", tmp_path)
     table = sealed(path)
-    assert record.integrity(path) == []
+    assert record.find_record_damage(path) == []
     *parents, leaf = place
     node = table
     for part in parents:
         node = node[part]
     node[leaf] = dict(reversed([*node[leaf].items(), ("more", 0.0)][: len(node[leaf])]))
-    path.write_bytes(record.canonical_bytes(table))
+    path.write_bytes(record.to_canonical_bytes(table))
     wanted = [] if len(node[leaf]) == 1 else ["the hash of bytes does not match"]
-    assert record.integrity(path) == wanted
+    assert record.find_record_damage(path) == wanted

@@ -45,10 +45,10 @@ def test_the_dead_are_swept_and_nobody_else(
     dead = killed_holder(shell, DEAD)
     (dead / "store").write_text("left")
     stopped = subprocess.Popen(
-        ["sleep", "300"], env={**shell.env(), messages.MARK: DEAD}, start_new_session=True
+        ["sleep", "300"], env={**shell.env(), messages.MARK_VARIABLE: DEAD}, start_new_session=True
     )
     # its environment comes a moment after it
-    assert wait_for(lambda: processes.marked(psutil.Process(stopped.pid), DEAD))
+    assert wait_for(lambda: processes.has_mark(psutil.Process(stopped.pid), DEAD))
     stopped.send_signal(signal.SIGSTOP)
     alive = RunFolder(ALIVE)
     (shell.tmp / "steelyard-notes").mkdir()
@@ -57,7 +57,7 @@ def test_the_dead_are_swept_and_nobody_else(
     others.mkdir()
     if os.getuid() == 0:
         os.chown(others, 65534, 65534)
-    assert processes.sweep_dead() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
+    assert processes.sweep_dead_runs() == [DEAD, *([] if os.getuid() == 0 else ["c" * 16 + "-0"])]
     assert stopped.wait(300) == -signal.SIGTERM
     kept = {
         alive.path.name,
@@ -85,13 +85,13 @@ def test_a_run_that_starts_does_not_sweep_the_folder_of_another_that_starts(
 
     def sweep_before_it_is_locked(handle: int, how: int) -> None:
         monkeypatch.setattr(processes.fcntl, "flock", real)
-        swept.append(processes.sweep_dead())
+        swept.append(processes.sweep_dead_runs())
         real(handle, how)
 
     monkeypatch.setattr(processes.fcntl, "flock", sweep_before_it_is_locked)
     one = RunFolder(ALIVE)
-    assert (swept, processes.sweep_dead()) == ([[]], [])
-    assert processes.NAME.fullmatch(one.path.name)["mark"] == ALIVE
+    assert (swept, processes.sweep_dead_runs()) == ([[]], [])
+    assert processes.FOLDER_NAME.fullmatch(one.path.name)["mark"] == ALIVE
     one.remove()
     assert list(tmp_path.iterdir()) == []
 
@@ -106,8 +106,8 @@ def test_a_folder_that_was_never_locked_is_swept(
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(f".steelyard-{ALIVE}-")
     # its lock ends with the process that is not over here
-    monkeypatch.setattr(processes, "_nobodys", lambda path: True)
-    assert (processes.sweep_dead(), list(tmp_path.iterdir())) == ([], [])
+    monkeypatch.setattr(processes, "_is_unlocked", lambda path: True)
+    assert (processes.sweep_dead_runs(), list(tmp_path.iterdir())) == ([], [])
 
 
 def full_disk() -> None:

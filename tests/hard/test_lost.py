@@ -32,26 +32,26 @@ def file_size_limit(most_bytes: int) -> Iterator[None]:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> record.Record:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    return record.seal(record.read(published("mmlu-smoke-closed", tmp_path / "from")))
+    return record.seal_record(record.read_record(published("mmlu-smoke-closed", tmp_path / "from")))
 
 
 def test_where_all_is_well_nothing_changes(made: record.Record, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    assert record.read(record.keep(made, tmp_path / "out")) == made
+    assert record.read_record(record.write_or_rescue_record(made, tmp_path / "out")) == made
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_record_is_kept_beside(made: record.Record, tmp_path: Path) -> None:
     out = tmp_path / "gone"
     with pytest.raises(LostError) as caught:
-        record.keep(made, out)
+        record.write_or_rescue_record(made, out)
     text, mark = str(caught.value), "; it is saved as "
     assert text.startswith(
         f"the record cannot be written to {str(out)!r}: No such file or"
         f" directory{mark}{tmp_path / 'tmp'}/"
     )
-    assert verify.read(Path(text.partition(mark)[2])) == made
-    assert caught.value.left is None
+    assert verify.read_verified_record(Path(text.partition(mark)[2])) == made
+    assert caught.value.unsaved is None
 
 
 def test_without_any_room_it_is_printed(
@@ -64,13 +64,13 @@ def test_without_any_room_it_is_printed(
 
     def lost(**_: object) -> None:
         with file_size_limit(1000):
-            record.keep(made, tmp_path / "out")
+            record.write_or_rescue_record(made, tmp_path / "out")
 
     monkeypatch.setattr(cli, "app", lost)
     with pytest.raises(SystemExit) as ended:
         cli.main()
     printed, line = capsys.readouterr().err.splitlines()
-    assert (ended.value.code, json.loads(printed)) == (1, record.to_table(made))
+    assert (ended.value.code, json.loads(printed)) == (1, record.record_to_json(made))
     why = (
         f"error: the record cannot be written to {str(tmp_path / 'out')!r}: File too large; nor can"
         f" {str(tmp_path / 'tmp')!r}"

@@ -12,14 +12,14 @@ from fixtures.commands import SMOKE, Shell
 from fixtures.golden import golden
 from fixtures.records import RESULTS, RUNS, changed, published
 from steelyard import report
-from steelyard.case.precision import name_of, presets
-from steelyard.case.resolve import names, resolve
+from steelyard.case.precision import load_presets, name_precision
+from steelyard.case.resolve import list_shipped_cases, resolve_case
 from steelyard.metrics import validity, verify
-from steelyard.metrics.shipped import later, modified
-from steelyard.metrics.table import derive
+from steelyard.metrics.metric_table import derive_metrics
+from steelyard.metrics.shipped_cases import list_later_fields, list_modified_parts
 from steelyard.record import record
-from steelyard.report.published import published as published_rows
-from steelyard.report.runs import by_case
+from steelyard.report.numbered_runs import group_by_case
+from steelyard.report.published_rows import find_published_rows as published_rows
 
 CASE = "llama2-7b-mmlu"
 # Published records that are older than a field which their shipped case has set since.
@@ -48,7 +48,7 @@ EARLIER = {
     ],
 )
 def test_a_presets_name_is_only_its_own(case: str, parts: str, name: str) -> None:
-    found = resolve(case, "smoke", settings=[f"question.precision={parts}"])
+    found = resolve_case(case, "smoke", settings=[f"question.precision={parts}"])
     assert found.case.question.precision.name == name
     assert found.origins["question.precision.name"] == "of its parts"
 
@@ -56,34 +56,34 @@ def test_a_presets_name_is_only_its_own(case: str, parts: str, name: str) -> Non
 def test_a_table_in_a_case_file_is_named_by_its_parts_too(tmp_path: Path) -> None:
     table = '\n[question.precision]\nname = "bf16"\nmatmul = "tf32"\nweights = "bf16"\n'
     path = own(tmp_path, OWN + table, ('precision = "fp16"\n', ""))
-    assert resolve(path).case.question.precision.name == "matmul tf32, weights bf16"
+    assert resolve_case(path).case.question.precision.name == "matmul tf32, weights bf16"
 
 
-@pytest.mark.parametrize("kind", presets())
+@pytest.mark.parametrize("kind", load_presets())
 def test_every_preset_has_its_own_name(kind: str) -> None:
-    assert {name: name_of(kind, row.model_dump()) for name, row in presets()[kind].items()} == {
-        n: n for n in presets()[kind]
-    }
+    assert {
+        name: name_precision(kind, row.model_dump()) for name, row in load_presets()[kind].items()
+    } == {n: n for n in load_presets()[kind]}
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_shipped_cases())
 def test_shipped_cases_keep_their_names(name: str) -> None:
-    precision = resolve(name).case.question.precision
-    kind = resolve(name).case.question.kind
-    assert presets()[kind][precision.name] == precision
+    precision = resolve_case(name).case.question.precision
+    kind = resolve_case(name).case.question.kind
+    assert load_presets()[kind][precision.name] == precision
 
 
 def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:
     path = published("mmlu-smoke-closed", tmp_path)
-    assert verify.verify(path) == []
+    assert verify.verify_record(path) == []
 
     def lie(table: dict) -> None:
         table["case"]["question"]["precision"]["matmul"] = "fp16"
-        table["case"]["key"] = verify.key_of(
+        table["case"]["key"] = verify.compute_question_key(
             table["case"]["question"], table["data"]["fingerprint"]
         )
 
-    assert golden("the-precision-is-called-fp-32") in verify.verify(changed(path, lie))
+    assert golden("the-precision-is-called-fp-32") in verify.verify_record(changed(path, lie))
 
 
 def no_gate(table: dict) -> None:
@@ -97,7 +97,9 @@ def loose(table: dict) -> None:
 def other_question(table: dict) -> None:
     """What a case file of one's own says, and no command line."""
     table["case"]["question"]["model"]["layers"] += 1
-    table["case"]["key"] = verify.key_of(table["case"]["question"], table["data"]["fingerprint"])
+    table["case"]["key"] = verify.compute_question_key(
+        table["case"]["question"], table["data"]["fingerprint"]
+    )
 
 
 def as_smoke(table: dict) -> None:
@@ -117,25 +119,32 @@ def test_a_case_that_is_not_the_shipped_one_says_so(
     change: Callable, parts: str, tmp_path: Path
 ) -> None:
     path = changed(published("mmlu-full-closed-bf16-torch", tmp_path), change)
-    found = verify.read(path)
+    found = verify.read_verified_record(path)
     assert f"case: modified: not the {parts} of the shipped case {CASE}" in found.notes
     if change is not other_question:
         assert (
             found.case.key
-            == record.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole")).case.key
+            == record.read_record(
+                published("mmlu-full-closed-bf16-torch", tmp_path / "whole")
+            ).case.key
         )
-    page = report.text(report.table([found]))
+    page = report.render_text(report.build_summary_page([found]))
     assert "case: modified" in page
-    whole = verify.read(published("mmlu-full-closed-bf16-torch", tmp_path / "whole"))
-    assert [run.label for runs in by_case([whole, found]).values() for run in runs] == ["#1", "#1"]
+    whole = verify.read_verified_record(
+        published("mmlu-full-closed-bf16-torch", tmp_path / "whole")
+    )
+    assert [run.label for runs in group_by_case([whole, found]).values() for run in runs] == [
+        "#1",
+        "#1",
+    ]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])
 def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
     """Or of the shipped cases of before, which is said."""
-    found = record.read(path)
-    assert modified(found) == []
-    assert later(found) == EARLIER.get(path.stem[-8:], [])
+    found = record.read_record(path)
+    assert list_modified_parts(found) == []
+    assert list_later_fields(found) == EARLIER.get(path.stem[-8:], [])
 
 
 def test_the_records_of_an_earlier_question_are_published(tmp_path: Path) -> None:
@@ -146,21 +155,21 @@ def test_the_records_of_an_earlier_question_are_published(tmp_path: Path) -> Non
 def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None:
     path = next(RESULTS.rglob(f"*-{name}.json"))
     fields = "question.data.joint, question.data.last_target"
-    assert verify.verify(path) == []
-    found = verify.read(path)
-    assert verify.remarks(path) == [golden("the-key-is-of-aquila-2", found.case.key, fields)]
+    assert verify.verify_record(path) == []
+    found = verify.read_verified_record(path)
+    assert verify.list_remarks(path) == [golden("the-key-is-of-aquila-2", found.case.key, fields)]
     note = (
         f"case: earlier: the shipped case aquila2-7b-alpaca has another question now: {fields} came"
         " later"
     )
-    assert note in validity.judge(found, derive(found))[2]
+    assert note in validity.judge_record(found, derive_metrics(found))[2]
     for lang, word in (("en", "case: earlier"), ("zh", "旧版用例")):
-        assert word in report.table([found], lang).blocks[1].rows[0].cells[0].text
-    assert [*by_case([found])] == [
+        assert word in report.build_summary_page([found], lang).elements[1].rows[0].cells[0].text
+    assert [*group_by_case([found])] == [
         ("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")
     ]
     # the published runs were asked today's question
-    assert published_rows(by_case([found]).popitem()[1]) == []
+    assert published_rows(group_by_case([found]).popitem()[1]) == []
 
 
 def test_a_case_file_that_says_what_is_the_default_is_modified(tmp_path: Path) -> None:
@@ -170,24 +179,27 @@ def test_a_case_file_that_says_what_is_the_default_is_modified(tmp_path: Path) -
     def told(table: dict) -> None:
         table["case"]["question"]["data"] |= {"joint": "\n", "last_target": False}
 
-    found = verify.read(changed(path, told))
-    assert found.case.key == record.read(next(RESULTS.rglob("*-44b1216e.json"))).case.key
-    assert (modified(found), later(found)) == (["question"], [])
+    found = verify.read_verified_record(changed(path, told))
+    assert found.case.key == record.read_record(next(RESULTS.rglob("*-44b1216e.json"))).case.key
+    assert (list_modified_parts(found), list_later_fields(found)) == (["question"], [])
 
 
 def test_an_earlier_question_with_something_else_is_modified(tmp_path: Path) -> None:
     path = changed(published("alpaca-smoke", tmp_path), other_question)
-    assert (modified(verify.read(path)), later(verify.read(path))) == (["question"], [])
+    assert (
+        list_modified_parts(verify.read_verified_record(path)),
+        list_later_fields(verify.read_verified_record(path)),
+    ) == (["question"], [])
 
 
 def test_the_command_line_asks_the_earlier_question_again(tmp_path: Path) -> None:
-    asked = resolve(
+    asked = resolve_case(
         "aquila2-7b-alpaca",
         precision="bf16-pure",
         settings=['question.data.joint="\\n"', "question.data.last_target=false"],
     )
-    found = record.read(next(RESULTS.rglob("*-304a1447.json")))
-    assert asked.case.key(found.fingerprint) == found.case.key == "4c8d255b4e04c557"
+    found = record.read_record(next(RESULTS.rglob("*-304a1447.json")))
+    assert asked.case.compute_key(found.fingerprint) == found.case.key == "4c8d255b4e04c557"
 
 
 @pytest.mark.full

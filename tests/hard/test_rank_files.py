@@ -17,14 +17,14 @@ from fixtures.damage import changed_bytes, changed_value
 from fixtures.golden import golden
 from steelyard.case import resolve
 from steelyard.case.request import Request
-from steelyard.metrics.verify import verify
+from steelyard.metrics.verify import verify_record
 from steelyard.record import record
 from steelyard.record.record import Record
 from steelyard.run import messages, session
-from steelyard.run.boundary import read_rank
+from steelyard.run.checked_request import check_request
 from steelyard.run.failure import find_failure
-from steelyard.run.parent import Run
-from steelyard.run.ready import ready
+from steelyard.run.parent import CaseRun
+from steelyard.run.worker_files import parse_rank_file
 
 pytestmark = pytest.mark.process
 
@@ -35,16 +35,16 @@ TRIED = 600
 class Ended:
     """A run of two ranks that has ended, and the text of their last files."""
 
-    run: Run
+    run: CaseRun
     texts: dict[int, str]
 
     def again(self, rank: int, text: str) -> Record:
         """The record that this run would have, had the rank left this."""
         session = self.run.session
-        files = {one: read_rank(said, one) for one, said in self.texts.items() if one != rank}
+        files = {one: parse_rank_file(said, one) for one, said in self.texts.items() if one != rank}
         session.results = replace(session.results, rank_files=files, unreadable={})
-        session._rank(messages.rank(session.token, rank, text))
-        return self.run._assembled(find_failure(session.results, len(self.texts)))
+        session._store_rank_file(messages.make_rank_file_message(session.token, rank, text))
+        return self.run._assemble_sound_record(find_failure(session.results, len(self.texts)))
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,11 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
     def keep(text: str, rank: int) -> Any:
         texts[rank] = text
-        return read_rank(text, rank)
+        return parse_rank_file(text, rank)
 
     out = tmp_path_factory.mktemp("records")
     asked = Request(
-        resolve.resolve(CASE, "smoke"),
+        resolve.resolve_case(CASE, "smoke"),
         accelerator="cpu",
         devices=2,
         passes=("val",),
@@ -65,9 +65,9 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         hang_s=120.0,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "read_rank", keep)
-        run = Run(ready(asked), None, None)
-        made, _ = run.to_record(None)
+        patch.setattr(session, "parse_rank_file", keep)
+        run = CaseRun(check_request(asked), None, None)
+        made, _ = run.run_and_record(None)
     assert (made.status, sorted(texts)) == ("valid", [0, 1])
     return Ended(run, texts)
 
@@ -88,8 +88,8 @@ def test_any_change_of_a_rank_file_ends_in_a_record(
     for number in range(TRIED // 2):
         change = changed_bytes if number % 3 == 0 else changed_value
         made = ended.again(rank, change(ended.texts[rank], draw))
-        path = record.write(made, tmp_path)
-        assert verify(path) == [], number
+        path = record.write_record(made, tmp_path)
+        assert verify_record(path) == [], number
         path.unlink()
         seen[made.reasons[0].code if made.reasons else made.status] += 1
     assert seen["malformed"] > TRIED // 10, seen
@@ -151,8 +151,8 @@ def test_the_file_of_another_rank(ended: Ended) -> None:
 
 
 def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
-    said = messages.rank(ended.run.session.token, 1, ended.texts[1])
-    ended.run.session._rank(said.model_copy(update={"text": said.text[:-1]}))
+    said = messages.make_rank_file_message(ended.run.session.token, 1, ended.texts[1])
+    ended.run.session._store_rank_file(said.model_copy(update={"text": said.text[:-1]}))
     assert ended.run.session.results.unreadable == {1: "it did not arrive as it was sent"}
 
 

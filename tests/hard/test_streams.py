@@ -18,7 +18,7 @@ import pytest
 from fixtures.attacks import Attacks
 from fixtures.commands import SMOKE, Shell, finish, wait_for
 from fixtures.golden import golden
-from steelyard.cli import out
+from steelyard.cli import printing
 
 RUN = (*SMOKE, "--engine", "faulty", "--passes", "val", "--set", "tune.parallel=DP")
 Stream = int | IO[Any]
@@ -141,7 +141,7 @@ def test_an_answer_that_is_all_there_is_must_arrive(
 
 def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell) -> None:
     told = {"é": "…", "a": "\U0001f600"}
-    program = f"from steelyard.cli import out\nwith out.settled(): out.dump({told!a})"
+    program = f"from steelyard.cli import printing\nwith printing.protect_streams(): printing.print_json({told!a})"
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(
         command,
@@ -191,15 +191,15 @@ def test_what_is_said_waits_for_nobody() -> None:
     """Pieces beyond a backlog are dropped, and the end does not wait for ever."""
     ended = threading.Event()
 
-    def say(stream: out.Stderr) -> None:
-        for _ in range(out.BACKLOG * 2):
+    def say(stream: printing.BackgroundStderr) -> None:
+        for _ in range(printing.MAX_WAITING * 2):
             stream.write("é")
         stream.finish(0.05)
         ended.set()
 
     with contextmanager(stopped)() as write:
         assert isinstance(write, int)
-        stream = out.Stderr(write, "utf-8")
+        stream = printing.BackgroundStderr(write, "utf-8")
         threading.Thread(target=say, args=(stream,), daemon=True).start()
         assert ended.wait(30)
-        assert stream._pieces.qsize() <= out.BACKLOG + 1
+        assert stream._pieces.qsize() <= printing.MAX_WAITING + 1

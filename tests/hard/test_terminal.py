@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from fixtures.commands import Shell
-from steelyard.cli import out
-from steelyard.cli.progress import Display
+from steelyard.cli import printing
+from steelyard.cli.progress import ProgressDisplay
 from steelyard.run.session import PhaseProgress
 
 HOSTILE = "a\x1b]0;owned\x07b\x9b31mc\x7f\u202ed\u2066e\ud800f\rg"
@@ -24,20 +24,20 @@ STEERING = re.compile(
 
 
 def test_answers_and_errors_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    out.answer(f"{HOSTILE}\n\tsecond line, é 中 ━")
-    out.say(HOSTILE)
+    printing.print_stdout(f"{HOSTILE}\n\tsecond line, é 中 ━")
+    printing.print_stderr(HOSTILE)
     got = capsys.readouterr()
     assert got.out == f"{ESCAPED}\n\tsecond line, é 中 ━\n"
     assert got.err == f"{ESCAPED}\n"
 
 
 def test_one_line_is_one_and_says_what_stood_there() -> None:
-    assert out.one_line("a\x1b[2J\n\tb\u202ec\u2028d") == "a\\u001b[2J b\\u202ec d"
+    assert printing.to_one_line("a\x1b[2J\n\tb\u202ec\u2028d") == "a\\u001b[2J b\\u202ec d"
 
 
 def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture[str]) -> None:
     value = {HOSTILE: [f'{HOSTILE}\n\t\U000e0041 中 \\ "']}
-    out.dump(value)
+    printing.print_json(value)
     text = capsys.readouterr().out
     assert not STEERING.search(text)
     assert json.loads(text) == value
@@ -47,7 +47,7 @@ def test_json_keeps_its_own_escaping_and_its_value(capsys: pytest.CaptureFixture
 def test_progress_is_escaped() -> None:
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=200, color_system=None)
-    with Display(console, HOSTILE) as display:
+    with ProgressDisplay(console, HOSTILE) as display:
         display.show(PhaseProgress(f"infer\n{HOSTILE}", 1, 2, 1.0))
     text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", seen.getvalue())  # what rich itself writes
     line = ESCAPED.replace("\\r", " ")

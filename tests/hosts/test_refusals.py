@@ -16,7 +16,7 @@ from fixtures.golden import golden
 from hosts.cluster import Cluster, make_key
 from hosts.runs import Runs
 from steelyard import __version__
-from steelyard.run.environment import package_hash
+from steelyard.run.environment import hash_package
 
 pytestmark = pytest.mark.process
 
@@ -188,7 +188,7 @@ def test_another_state_of_the_package(runs: Runs, tmp_path: Path) -> None:
     runs.write_site(with_path(there))
     assert (
         runs.refusal(*SCORE) == f"host node2 has another steelyard {__version__} (files"
-        f" {package_hash(there / 'steelyard')}, here {package_hash()}): copy this one: rsync -a"
+        f" {hash_package(there / 'steelyard')}, here {hash_package()}): copy this one: rsync -a"
         f" --delete {SRC}/steelyard/ node2:{there}/steelyard/"
     )
 

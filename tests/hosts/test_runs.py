@@ -157,12 +157,12 @@ def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
     )
     done = runs("run", *TRAIN, *small, "--engine", "slowed", "--nodes", "2", "--steps", "6", **path)
     assert done.code == 0, done.err
-    record = verify.read(next(runs.out.glob("*.json")))
+    record = verify.read_verified_record(next(runs.out.glob("*.json")))
     [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
     assert note.values["who"] == Message("slow.rank_at", {"rank": 1, "host": "node2"})
-    found = stragglers.find(record)
+    found = stragglers.find_stragglers(record)
     assert isinstance(found, stragglers.Stragglers)
-    assert (found.rank, found.slow) == (1, True)
+    assert (found.rank, found.is_slow) == (1, True)
     assert found.cost_s == pytest.approx(0.2, rel=0.1)
     assert found.share == pytest.approx(0.2 / 1.2, rel=0.1)
     assert "Slowest: rank 1 on host node2" in runs("report", runs.out, "--full").out

@@ -8,55 +8,61 @@ import pytest
 
 from fixtures.golden import golden
 from metrics.test_table import facts, made, resolved, value
-from steelyard.metrics import busy, evidence
-from steelyard.metrics.busy import Share, share
-from steelyard.record.facts import Environment, HostFacts, Load
+from steelyard.metrics import cpu_contention, evidence
+from steelyard.metrics.cpu_contention import ContentionShare, measure_contention
 from steelyard.record.record import Record
+from steelyard.record.run_facts import CpuLoad, Environment, HostFacts
 from steelyard.words import Message
 
 T_S = [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
 
-def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> Load:
+def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> CpuLoad:
     """Cores in use by others and by the run, throughout."""
     told = {
         "t_s": T_S,
         "busy_s": [(others + own) * t for t in T_S],
         "own_s": [own * t for t in T_S],
     }
-    return Load(**{"allowed": allowed, **told, **over})
+    return CpuLoad(**{"allowed": allowed, **told, **over})
 
 
 def test_the_share_of_others() -> None:
-    assert share(load(1.0), 20.0, 40.0) == Share(0.25, 20.0)
+    assert measure_contention(load(1.0), 20.0, 40.0) == ContentionShare(0.25, 20.0)
     # between two readings, those around it
-    assert share(load(1.0), 21.0, 29.0) == Share(0.25, 10.0)
-    assert share(load(0.0), 20.0, 40.0) == Share(0.0, 20.0)
+    assert measure_contention(load(1.0), 21.0, 29.0) == ContentionShare(0.25, 10.0)
+    assert measure_contention(load(0.0), 20.0, 40.0) == ContentionShare(0.0, 20.0)
 
 
 def test_load_that_comes_later_is_seen() -> None:
     # two cores of our own, and from 20 s on two of others
     late = [0.0, 20.0, 40.0, 80.0, 120.0, 160.0]
     found = load(0.0, busy_s=late)
-    assert share(found, 0.0, 20.0) == Share(0.0, 20.0)
-    assert share(found, 10.0, 30.0) == Share(0.25, 20.0)
-    assert share(found, 20.0, 40.0) == Share(0.5, 20.0)
+    assert measure_contention(found, 0.0, 20.0) == ContentionShare(0.0, 20.0)
+    assert measure_contention(found, 10.0, 30.0) == ContentionShare(0.25, 20.0)
+    assert measure_contention(found, 20.0, 40.0) == ContentionShare(0.5, 20.0)
 
 
 def test_under_a_quota_others_have_the_cores_that_it_keeps_from_the_run() -> None:
     two = {"allowed": 8, "quota": 2.0}
-    assert share(load(5.0, **two), 10.0, 40.0).value == 0.0  # six are theirs
-    assert share(load(7.0, **two), 10.0, 40.0).value == 0.5  # one of the two
+    assert measure_contention(load(5.0, **two), 10.0, 40.0).value == 0.0  # six are theirs
+    assert measure_contention(load(7.0, **two), 10.0, 40.0).value == 0.5  # one of the two
     group = [2.5 * t for t in T_S]  # half a core by others in the same group
-    assert share(load(5.0, **two, group_s=group), 10.0, 40.0).value == 0.25
-    assert share(load(5.0, **two, group_s=[None] * 6), 10.0, 40.0).value == 0.0
+    assert measure_contention(load(5.0, **two, group_s=group), 10.0, 40.0).value == 0.25
+    assert measure_contention(load(5.0, **two, group_s=[None] * 6), 10.0, 40.0).value == 0.0
 
 
 def test_what_is_not_known() -> None:
-    assert share(load(1.0), -5.0, 20.0) == Share(None, why=Message("busy.no_reading"))
-    assert share(load(1.0), 20.0, 60.0) == Share(None, why=Message("busy.no_reading"))
+    assert measure_contention(load(1.0), -5.0, 20.0) == ContentionShare(
+        None, why=Message("busy.no_reading")
+    )
+    assert measure_contention(load(1.0), 20.0, 60.0) == ContentionShare(
+        None, why=Message("busy.no_reading")
+    )
     zero = load(0.0, busy_s=[0.0] * 6)  # some sandboxes have an empty /proc/stat
-    assert share(zero, 10.0, 30.0) == Share(None, 20.0, Message("busy.not_counted"))
+    assert measure_contention(zero, 10.0, 30.0) == ContentionShare(
+        None, 20.0, Message("busy.not_counted")
+    )
 
 
 def run(others: float, accelerator: str, size: str | None = None) -> Record:
@@ -93,16 +99,20 @@ def test_bounds_of_full_runs(
     accelerator: str, others: float, share: float, noted: bool, valid: bool
 ) -> None:
     found = run(others, accelerator)
-    limits = busy.CORES_ARE_THE_DEVICE if accelerator == "cpu" else busy.CORES_SERVE_A_DEVICE
+    limits = (
+        cpu_contention.CPU_IS_DEVICE_LIMITS
+        if accelerator == "cpu"
+        else cpu_contention.CPU_SERVES_DEVICE_LIMITS
+    )
     (check,) = [one for one in found.checks if one.name == "quiet"]
     code = "check.quiet.ok" if valid else "check.quiet.bad"
     assert (check.ok, check.detail) == (
         valid,
-        Message(code, {"taken": taken(share), "most": limits.most}),
+        Message(code, {"taken": taken(share), "most": limits.invalid_above}),
     )
     assert ("busy" in codes(found)) is not valid
     assert (
-        Message("note.busy", {"taken": taken(share), "least": limits.note}) in found.notes
+        Message("note.busy", {"taken": taken(share), "least": limits.note_above}) in found.notes
     ) is noted
 
 
@@ -138,7 +148,7 @@ def test_what_is_unknown_is_said() -> None:
 def test_readings_out_of_order_contradict() -> None:
     host = HostFacts(name="here", ranks=[0], load=load(1.0, t_s=[0.0, 10.0, 5.0, 30.0, 40.0, 99.0]))
     found = made(facts=facts(hosts=[host]))
-    wrong = [text for text in evidence.contradictions(found) if "CPU time" in text]
+    wrong = [text for text in evidence.find_contradictions(found) if "CPU time" in text]
     assert wrong[0] == golden("host-here-readings-of-cpu-time")
     assert wrong[1].startswith(golden("host-here-reading-of-cpu-time"))
 

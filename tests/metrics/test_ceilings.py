@@ -8,14 +8,14 @@ import pytest
 from fixtures.golden import golden
 from fixtures.specs import LIMITS, bench, record, stretches
 from steelyard.errors import RequestError
-from steelyard.metrics import ceilings
-from steelyard.record import sealed, spec
-from steelyard.record.spec import Checked
+from steelyard.metrics import ceiling_rates
+from steelyard.record import ceilings_record, record_file
+from steelyard.record.ceilings_record import ErrorCheck
 from steelyard.words import Message
 
 
 def one(**over):
-    return ceilings.derive(record(bench(**over)))[0]
+    return ceiling_rates.derive_ceilings(record(bench(**over)))[0]
 
 
 def test_a_rate_with_all_that_belongs_to_it():
@@ -52,17 +52,25 @@ def test_what_is_not_steady_says_so():
 
 
 def test_the_border_of_steady():
-    assert ceilings.settled(stretches(1.0, 1.01, 1.0, 1.0, 1.0), LIMITS)[0]
-    assert not ceilings.settled(stretches(1.0, 1.0101, 1.0, 1.0, 1.0), LIMITS)[0]
-    assert not ceilings.settled(stretches(1.0, 1.0, 1.0, 1.0), LIMITS)[0]
+    assert ceiling_rates.select_settled_stretches(stretches(1.0, 1.01, 1.0, 1.0, 1.0), LIMITS)[0]
+    assert not ceiling_rates.select_settled_stretches(
+        stretches(1.0, 1.0101, 1.0, 1.0, 1.0), LIMITS
+    )[0]
+    assert not ceiling_rates.select_settled_stretches(stretches(1.0, 1.0, 1.0, 1.0), LIMITS)[0]
 
 
 @pytest.mark.parametrize(
     ("checked", "note"),
     [
-        (Checked(error=0.05, bound=0.04), Message("ceiling.wrong", {"error": 0.05, "bound": 0.04})),
-        (Checked(error=None, bound=0.04), Message("ceiling.not_finite")),
-        (Checked(error=-1.0, bound=0.04), Message("ceiling.wrong", {"error": -1.0, "bound": 0.04})),
+        (
+            ErrorCheck(error=0.05, bound=0.04),
+            Message("ceiling.wrong", {"error": 0.05, "bound": 0.04}),
+        ),
+        (ErrorCheck(error=None, bound=0.04), Message("ceiling.not_finite")),
+        (
+            ErrorCheck(error=-1.0, bound=0.04),
+            Message("ceiling.wrong", {"error": -1.0, "bound": 0.04}),
+        ),
     ],
 )
 def test_a_wrong_result_has_no_rate(checked, note):
@@ -103,18 +111,18 @@ def test_a_rank_without_readings_has_none():
 
 
 def test_a_record_verifies(tmp_path: Path):
-    path = spec.write(record(), tmp_path)
+    path = ceilings_record.write_spec_record(record(), tmp_path)
     assert path.name == "20261116T050000-spec-cuda-abababab.json"
-    assert ceilings.verify(path) == []
-    assert ceilings.read(path) == record()
+    assert ceiling_rates.verify_spec_record(path) == []
+    assert ceiling_rates.read_verified_spec_record(path) == record()
 
 
 def rewritten(path: Path, change, seal: bool) -> Path:
     table = json.loads(path.read_bytes())
     change(table)
     if seal:
-        table["hashes"] = sealed.hashes(table, spec.RAW)
-    path.write_bytes(sealed.canonical_bytes(table))
+        table["hashes"] = record_file.compute_hashes(table, ceilings_record.RAW_KEY)
+    path.write_bytes(record_file.to_canonical_bytes(table))
     return path
 
 
@@ -122,17 +130,19 @@ def test_a_number_that_does_not_follow_is_seen(tmp_path: Path):
     def faster(table):
         table["ceilings"][0]["value"] *= 2
 
-    path = rewritten(spec.write(record(), tmp_path), faster, seal=True)
-    assert ceilings.verify(path) == [golden("matmul-square-512-bf-16-on")]
+    path = rewritten(ceilings_record.write_spec_record(record(), tmp_path), faster, seal=True)
+    assert ceiling_rates.verify_spec_record(path) == [golden("matmul-square-512-bf-16-on")]
     with pytest.raises(RequestError, match="does not verify: matmul square 512"):
-        ceilings.read(path)
+        ceiling_rates.read_verified_spec_record(path)
 
 
 def test_a_changed_byte_is_seen(tmp_path: Path):
     def faster(table):
         table["benches"][0]["name"] = "square 513"
 
-    wrong = ceilings.verify(rewritten(spec.write(record(), tmp_path), faster, seal=False))
+    wrong = ceiling_rates.verify_spec_record(
+        rewritten(ceilings_record.write_spec_record(record(), tmp_path), faster, seal=False)
+    )
     assert wrong == [
         f"the hash of {name} does not match" for name in ("samples", "record", "bytes")
     ]
@@ -142,6 +152,6 @@ def test_a_failure_without_its_reason_is_seen(tmp_path: Path):
     def failed(table):
         table["status"] = "failed"
 
-    assert ceilings.verify(rewritten(spec.write(record(), tmp_path), failed, seal=True)) == [
-        golden("the-status-does-not-follow-from")
-    ]
+    assert ceiling_rates.verify_spec_record(
+        rewritten(ceilings_record.write_spec_record(record(), tmp_path), failed, seal=True)
+    ) == [golden("the-status-does-not-follow-from")]

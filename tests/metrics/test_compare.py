@@ -8,18 +8,18 @@ import pytest
 from fixtures.engines import scored
 from fixtures.golden import golden
 from fixtures.report import make, training
-from steelyard.case.precision import presets
+from steelyard.case.precision import load_presets
 from steelyard.errors import RequestError
-from steelyard.metrics import compare, fields, spans
-from steelyard.metrics.compare import Change, Comparison, Side, Why
-from steelyard.metrics.engines import Answers
-from steelyard.metrics.fields import Field
+from steelyard.metrics import passes, record_fields, side_comparison
+from steelyard.metrics.engine_groups import AnswerDifferences
+from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.ratio import Ratio
-from steelyard.metrics.runs import Estimate
+from steelyard.metrics.record_fields import FieldDifference
+from steelyard.metrics.side_comparison import Comparison, ComparisonSide, NoRatioReason, ValueChange
 from steelyard.record.record import Record
 from steelyard.tasks.task import Differences
 
-FP16 = presets()["score"]["fp16"].model_dump(mode="json")
+FP16 = load_presets()["score"]["fp16"].model_dump(mode="json")
 
 
 def runs(
@@ -34,7 +34,12 @@ def runs(
 def between(
     base: list[Record], new: list[Record], across: tuple[str, ...] = (), threshold: float = 0.01
 ) -> Comparison:
-    return compare.compare(compare.side("old", base), compare.side("new", new), across, threshold)
+    return side_comparison.compare_sides(
+        side_comparison.make_side("old", base),
+        side_comparison.make_side("new", new),
+        across,
+        threshold,
+    )
 
 
 def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None:
@@ -49,7 +54,7 @@ def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(exp(apart))
     assert found.ratio.interval == pytest.approx((exp(apart - half), exp(apart + half)))
-    assert (found.ratio.source, found.outcome, found.regressed) == (
+    assert (found.ratio.source, found.outcome, found.has_regressed) == (
         "runs",
         "not significant",
         False,
@@ -60,16 +65,16 @@ def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None
 
 def test_a_sure_loss_beyond_the_threshold_is_a_regression() -> None:
     base, new = runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9, letter="b")
-    assert (between(base, new).outcome, between(base, new).regressed) == ("slower", True)
-    assert (between(new, base).outcome, between(new, base).regressed) == ("faster", False)
+    assert (between(base, new).outcome, between(base, new).has_regressed) == ("slower", True)
+    assert (between(new, base).outcome, between(new, base).has_regressed) == ("faster", False)
     small = between(base, new, threshold=0.06)
-    assert (small.outcome, small.regressed) == ("below threshold", False)
+    assert (small.outcome, small.has_regressed) == ("below threshold", False)
 
 
 def test_one_run_is_not_tested() -> None:
     found = between(runs(100.0), runs(50.0, 51.0, letter="b"))
     assert found.ratio == Ratio(pytest.approx(sqrt(50 * 51) / 100), None, None, "not tested")
-    assert (found.outcome, found.regressed) == ("not tested", False)
+    assert (found.outcome, found.has_regressed) == ("not tested", False)
 
 
 def test_runs_that_are_not_valid_are_counted_and_in_no_mean() -> None:
@@ -77,19 +82,19 @@ def test_runs_that_are_not_valid_are_counted_and_in_no_mean() -> None:
     found = between(runs(100.0, 102.0), [*runs(100.0, 102.0, letter="b"), *bad])
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(1.0)
-    assert [record.id for record in found.new.left_out] == ["c00000000000"]
+    assert [record.id for record in found.new.not_valid] == ["c00000000000"]
     assert len(found.new.valid) == 2
     none = between(runs(100.0), bad)
-    why = Why("no_valid_run", ("new",))
-    assert (none.ratio, none.outcome, none.why, none.regressed) == (None, "no rate", why, True)
+    why = NoRatioReason("no_valid_run", ("new",))
+    assert (none.ratio, none.outcome, none.why, none.has_regressed) == (None, "no rate", why, True)
     none = between(bad, runs(100.0))
-    assert (none.why, none.regressed) == (Why("no_valid_run", ("old",)), True)
-    assert between(runs(100.0), runs(None, letter="b")).why == Why("no_rate", ("new",))
+    assert (none.why, none.has_regressed) == (NoRatioReason("no_valid_run", ("old",)), True)
+    assert between(runs(100.0), runs(None, letter="b")).why == NoRatioReason("no_rate", ("new",))
 
 
 def test_a_record_that_is_there_twice_counts_once() -> None:
     one = runs(100.0)
-    assert compare.side("old", [*one, *one]).records == tuple(one)
+    assert side_comparison.make_side("old", [*one, *one]).records == tuple(one)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +112,7 @@ def test_a_record_that_is_there_twice_counts_once() -> None:
 def test_a_side_is_one_thing(changes: dict[str, Any], said: str) -> None:
     mixed = [*runs(100.0), *runs(100.0, letter="b", **changes)]
     with pytest.raises(RequestError) as caught:
-        compare.side("old", mixed)
+        side_comparison.make_side("old", mixed)
     assert str(caught.value) == golden("old-these-records-are-not-repeats", said)
 
 
@@ -122,8 +127,13 @@ def test_different_questions_are_refused_with_the_fields_named() -> None:
     assert "question.precision.matmul: bf16 / fp16" in str(caught.value)
     assert str(caught.value).endswith(golden("name-what-differs-such-as-across"))
     found = between(runs(100.0), new, across=("question.precision",))
-    assert Field("question.precision.matmul", ("bf16",), ("fp16",)) in found.across
-    assert {one.name.rpartition(".")[0] for one in found.across} == {"question.precision"}
+    assert (
+        FieldDifference("question.precision.matmul", ("bf16",), ("fp16",))
+        in found.question_differences
+    )
+    assert {one.name.rpartition(".")[0] for one in found.question_differences} == {
+        "question.precision"
+    }
 
 
 def test_a_named_prefix_allows_what_is_under_it_and_no_more() -> None:
@@ -139,8 +149,8 @@ def test_a_named_prefix_allows_what_is_under_it_and_no_more() -> None:
 
 
 def test_a_prefix_ends_at_a_dot() -> None:
-    assert fields.covered("question.data.shots", ["question.data"])
-    assert not fields.covered("question.data.shots", ["question.dat"])
+    assert record_fields.is_covered("question.data.shots", ["question.data"])
+    assert not record_fields.is_covered("question.data.shots", ["question.dat"])
 
 
 def test_across_what_no_question_has_is_refused() -> None:
@@ -158,7 +168,7 @@ def test_other_data_are_another_question() -> None:
 def test_a_field_at_the_default_that_older_questions_lack_is_no_difference() -> None:
     question = dict(make().case.question)
     assert question.pop("train", None) is None
-    assert between(runs(100.0), other(case__question=question)).across == ()
+    assert between(runs(100.0), other(case__question=question)).question_differences == ()
 
 
 def test_across_divisions_samples_are_counted() -> None:
@@ -176,7 +186,9 @@ def test_across_divisions_samples_are_counted() -> None:
     assert found.unit == "questions/s"
     assert found.ratio is not None
     assert found.ratio.value == pytest.approx(2.0)
-    assert found.across == (Field("question.division", ("closed",), ("open",)),)
+    assert found.question_differences == (
+        FieldDifference("question.division", ("closed",), ("open",)),
+    )
 
 
 def test_rates_of_different_work_have_no_ratio() -> None:
@@ -186,7 +198,10 @@ def test_rates_of_different_work_have_no_ratio() -> None:
         [trained],
         across=("case",),
     )
-    assert (found.ratio, found.why) == (None, Why("different_work", ("questions/s", "tokens/s")))
+    assert (found.ratio, found.why) == (
+        None,
+        NoRatioReason("different_work", ("questions/s", "tokens/s")),
+    )
     assert found.answers == (None, None)
 
 
@@ -204,12 +219,14 @@ def test_metrics_stand_in_the_order_of_the_table_and_say_better_or_worse() -> No
     )
     half = Ratio(pytest.approx(0.5), None, None, "not tested")
     assert found.metrics == (
-        Change("tokens_per_device_s", "tokens/s/device", "higher", "number", 100.0, 50.0, half),
-        Change("acc", "fraction", "higher", "percent", 0.5, 0.25, half),
-        Change("mem", "GiB", "lower", "gib", 10.0, 5.0, half),
+        ValueChange(
+            "tokens_per_device_s", "tokens/s/device", "higher", "number", 100.0, 50.0, half
+        ),
+        ValueChange("acc", "fraction", "higher", "percent", 0.5, 0.25, half),
+        ValueChange("mem", "GiB", "lower", "gib", 10.0, 5.0, half),
     )
     assert [one.direction for one in found.metrics] == ["worse", "worse", "better"]
-    assert found.equal == 1
+    assert found.equal_metric_count == 1
 
 
 def test_answers_are_compared_first_run_with_first_run() -> None:
@@ -217,8 +234,8 @@ def test_answers_are_compared_first_run_with_first_run() -> None:
     new = [scored("torch", "ABCDABAA", acc=0.25, id="c" * 12)]
     found = between(base, new)
     assert found.answers == (
-        Answers(Differences(8, 1), None, None, 0.0),
-        Answers(Differences(8, 2), None, None, 0.25),
+        AnswerDifferences(Differences(8, 1), None, None, 0.0),
+        AnswerDifferences(Differences(8, 2), None, None, 0.25),
     )
 
 
@@ -226,7 +243,7 @@ def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
     """Steps of 1 s: an eighth waiting for data, three quarters computing; a checkpoint of 3 s after
     one of the three in the window, and an eighth of each step in no phase."""
     record = training(((2.0, 1.0, 1.0, 1.0),), aside={1: ("checkpoint", 3.0)})
-    assert spans.phases_per_step(record) == pytest.approx(
+    assert passes.phases_per_step(record) == pytest.approx(
         {"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125}
     )
     plain = training(((2.0, 2.0, 2.0, 2.0),), id="c" * 12)
@@ -247,9 +264,9 @@ def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
         for sample in other.samples
     ]
     found = between([one], [other.model_copy(update={"samples": half})])
-    assert found.steps == (100.0, 50.0)
+    assert found.tokens_per_step == (100.0, 50.0)
     assert {change.direction for change in found.phases} == {""}
-    assert between([one], [other]).steps == (100.0, 100.0)
+    assert between([one], [other]).tokens_per_step == (100.0, 100.0)
 
 
 def test_where_two_kinds_of_means_disagree_the_ratio_says_which_is_better() -> None:
@@ -273,32 +290,34 @@ def test_what_differs_is_named_with_both_values_and_nothing_else_is() -> None:
         },
         tune__compile=False,
     )
-    assert between(runs(100.0), new).differs == (
-        Field("tune.compile", (True,), (False,)),
-        Field("engine.name", ("torch",), ("transformers",)),
-        Field("environment.software.driver", ("570.86",), ("580.1",)),
-        Field("environment.software.packages.torch", ("2.11.0",), ("2.12.0",)),
+    assert between(runs(100.0), new).setting_differences == (
+        FieldDifference("tune.compile", (True,), (False,)),
+        FieldDifference("engine.name", ("torch",), ("transformers",)),
+        FieldDifference("environment.software.driver", ("570.86",), ("580.1",)),
+        FieldDifference("environment.software.packages.torch", ("2.11.0",), ("2.12.0",)),
     )
-    assert between(runs(100.0), other()).differs == ()
+    assert between(runs(100.0), other()).setting_differences == ()
 
 
 def test_metrics_by_different_formulas_are_told() -> None:
-    assert between(runs(100.0), other(formulas=2)).differs == (Field("formulas", (1,), (2,)),)
+    assert between(runs(100.0), other(formulas=2)).setting_differences == (
+        FieldDifference("formulas", (1,), (2,)),
+    )
 
 
 def test_devices_are_counted_by_kind() -> None:
     devices = [{"name": "B200", "uuid": f"GPU-{i}", "memory_bytes": 1} for i in range(2)]
-    found = between(runs(100.0), other(environment__hardware__devices=devices)).differs
+    found = between(runs(100.0), other(environment__hardware__devices=devices)).setting_differences
     assert found == (
-        Field("environment.hardware.devices", (["1x NVIDIA H200"],), (["2x B200"],)),
-        Field("environment.hardware.uuids", (["GPU-0"],), (["GPU-0", "GPU-1"],)),
+        FieldDifference("environment.hardware.devices", (["1x NVIDIA H200"],), (["2x B200"],)),
+        FieldDifference("environment.hardware.uuids", (["GPU-0"],), (["GPU-0", "GPU-1"],)),
     )
 
 
 def test_values_of_a_side_that_differ_among_themselves_are_all_there() -> None:
     mixed = [*runs(100.0), *runs(100.0, letter="c", environment__source__revision="def")]
-    assert between(mixed, other()).differs == (
-        Field("environment.source.revision", ("abc1234", "def"), ("abc1234",)),
+    assert between(mixed, other()).setting_differences == (
+        FieldDifference("environment.source.revision", ("abc1234", "def"), ("abc1234",)),
     )
 
 
@@ -309,14 +328,14 @@ def test_a_threshold_is_a_share() -> None:
 
 
 def test_long_lists_of_fields_are_cut() -> None:
-    many = [Field(f"question.{i}", (i,), (None,)) for i in range(10)]
-    assert fields.line(many).endswith("question.7: 7 / none; and 2 more")
+    many = [FieldDifference(f"question.{i}", (i,), (None,)) for i in range(10)]
+    assert record_fields.format_differences(many).endswith("question.7: 7 / none; and 2 more")
 
 
 def test_an_empty_side_is_refused() -> None:
     with pytest.raises(RequestError, match="no records"):
-        compare.side("old", [])
-    assert Side("x", ()).valid == ()
+        side_comparison.make_side("old", [])
+    assert ComparisonSide("x", ()).valid == ()
 
 
 def test_a_rate_has_the_interval_of_its_runs() -> None:

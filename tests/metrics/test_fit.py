@@ -8,12 +8,12 @@ import pytest
 from fixtures.golden import golden
 from metrics.test_table import facts, made
 from steelyard.accelerators import nvml
-from steelyard.metrics import fit
-from steelyard.metrics.busy import CORES_SERVE_A_DEVICE, Share
-from steelyard.metrics.fit import GIB, Level, Machine, judge
-from steelyard.record.facts import DeviceState, HostFacts, HostState
+from steelyard.metrics import fitness_rules
+from steelyard.metrics.cpu_contention import CPU_SERVES_DEVICE_LIMITS, ContentionShare
+from steelyard.metrics.fitness_rules import GIB, FitnessLevel, MachineFacts, judge_machine
 from steelyard.record.record import Record
-from steelyard.words import Message, text
+from steelyard.record.run_facts import DeviceState, HostFacts, HostState
+from steelyard.words import Message, render_text
 
 DEVICE = {
     "device": "cuda:0",
@@ -46,14 +46,14 @@ HOST = {
     "clock_source": "tsc",
     "numa_nodes": 2,
 }
-GOOD = Machine(
+GOOD = MachineFacts(
     accelerator="cuda",
     devices=("NVIDIA H200", "NVIDIA H200"),
     driver="570.86.15",
     needs_driver=True,
     host=HostState(**HOST, devices=[DeviceState(**DEVICE)]),
-    others=Share(0.01, 1.0),
-    bounds=CORES_SERVE_A_DEVICE,
+    others=ContentionShare(0.01, 1.0),
+    contention_limits=CPU_SERVES_DEVICE_LIMITS,
     free_bytes={"records": 50 * GIB, "temporary": 20 * GIB},
     versions={"Python": "3.11.7", "torch": "2.8.0", "transformers": "4.56.0"},
     torch_build="12.8",
@@ -61,22 +61,22 @@ GOOD = Machine(
 )
 
 
-def host(**changes: Any) -> Machine:
+def host(**changes: Any) -> MachineFacts:
     return replace(GOOD, host=HostState(**{**HOST, "devices": GOOD.host.devices, **changes}))
 
 
-def device(**changes: Any) -> Machine:
+def device(**changes: Any) -> MachineFacts:
     return replace(GOOD, host=HostState(**HOST, devices=[DeviceState(**{**DEVICE, **changes})]))
 
 
-def found(machine: Machine, name: str) -> tuple[str, Level]:
-    (row,) = [row for row in judge(machine) if text(row.name) == name]
-    return text(row.found), row.level
+def found(machine: MachineFacts, name: str) -> tuple[str, FitnessLevel]:
+    (row,) = [row for row in judge_machine(machine) if render_text(row.name) == name]
+    return render_text(row.found), row.level
 
 
 def test_a_machine_that_is_fit() -> None:
-    rows = judge(GOOD)
-    assert [(text(row.name), text(row.found)) for row in rows] == [
+    rows = judge_machine(GOOD)
+    assert [(render_text(row.name), render_text(row.found)) for row in rows] == [
         ("driver", "570.86.15"),
         ("devices", "2 cuda: NVIDIA H200"),
         ("persistence mode of cuda:0", "on"),
@@ -103,7 +103,7 @@ def test_a_machine_that_is_fit() -> None:
         ("clock source", "tsc"),
     ]
     assert {(row.level, row.step) for row in rows} == {("ok", None)}
-    assert fit.fit(rows)
+    assert fitness_rules.is_fit(rows)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,19 @@ def test_a_machine_that_is_fit() -> None:
         ({"application_clock_mhz": 990}, "clocks", None, "warn"),
     ],
 )
-def test_devices(change: dict[str, Any], name: str, said: str | None, level: Level) -> None:
+def test_devices(change: dict[str, Any], name: str, said: str | None, level: FitnessLevel) -> None:
     got = found(device(**change), f"{name} {'on' if name == 'processes' else 'of'} cuda:0")
     assert got[1] == level
     assert said is None or got[0] == said
-    assert fit.fit(judge(device(**change))) is (level != "bad")
+    assert fitness_rules.is_fit(judge_machine(device(**change))) is (level != "bad")
 
 
 def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> None:
-    rows = judge(replace(GOOD, host=HostState(**HOST, devices=[DeviceState(device="cuda:0")])))
-    assert {row.level for row in rows if text(row.name).endswith("of cuda:0")} == {"unknown"}
-    assert fit.fit(rows)
+    rows = judge_machine(
+        replace(GOOD, host=HostState(**HOST, devices=[DeviceState(device="cuda:0")]))
+    )
+    assert {row.level for row in rows if render_text(row.name).endswith("of cuda:0")} == {"unknown"}
+    assert fitness_rules.is_fit(rows)
 
 
 @pytest.mark.parametrize(
@@ -177,8 +179,8 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
         (host(clock_source="hpet"), "clock source", "hpet", "warn"),
         (host(clock_source="new"), "clock source", "new", "unknown"),
         (host(clock_source=None), "clock source", "unknown", "unknown"),
-        (replace(GOOD, others=Share(0.3, 1.0)), "host load", None, "warn"),
-        (replace(GOOD, others=Share(0.8, 1.0)), "host load", None, "bad"),
+        (replace(GOOD, others=ContentionShare(0.3, 1.0)), "host load", None, "warn"),
+        (replace(GOOD, others=ContentionShare(0.8, 1.0)), "host load", None, "bad"),
         (
             replace(GOOD, others=None),
             "host load",
@@ -186,7 +188,7 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
             "unknown",
         ),
         (
-            replace(GOOD, others=Share(None, why=Message("busy.not_counted"))),
+            replace(GOOD, others=ContentionShare(None, why=Message("busy.not_counted"))),
             "host load",
             "unknown: the host does not count what its cores do; load average 0.5",
             "unknown",
@@ -236,15 +238,15 @@ def test_what_a_device_does_not_tell_is_unknown_and_no_reason_against_it() -> No
         (replace(GOOD, devices=()), "devices", "no cuda device", "bad"),
     ],
 )
-def test_hosts(machine: Machine, name: str, said: str | None, level: Level) -> None:
+def test_hosts(machine: MachineFacts, name: str, said: str | None, level: FitnessLevel) -> None:
     got = found(machine, name)
     assert got[1] == level
     assert said is None or got[0] == said
-    assert fit.fit(judge(machine)) is (level != "bad")
+    assert fitness_rules.is_fit(judge_machine(machine)) is (level != "bad")
 
 
 def test_amx_that_is_advertised_and_does_not_work() -> None:
-    (row,) = [row for row in judge(replace(GOOD, amx=False)) if row.key == "amx"]
+    (row,) = [row for row in judge_machine(replace(GOOD, amx=False)) if row.key == "amx"]
     assert (row.level, row.step) == ("warn", Message("fit.amx.step"))
 
 
@@ -257,13 +259,13 @@ def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> Non
         mig=True,
         application_clock_mhz=1,
     )
-    plain = {row.key: row.step for row in judge(bad)}
+    plain = {row.key: row.step for row in judge_machine(bad)}
     assert plain["mig"] == Message("fit.step.off")
-    theirs = {row.key: row.step for row in judge(replace(bad, steps=nvml.STEPS))}
-    assert theirs["mig"] == nvml.STEPS["mig"]
+    theirs = {row.key: row.step for row in judge_machine(replace(bad, steps=nvml.ADVICE))}
+    assert theirs["mig"] == nvml.ADVICE["mig"]
     assert theirs["swap"] is None
-    assert set(nvml.STEPS) <= set(plain)
-    assert all(row.step for row in judge(bad) if row.level in ("warn", "bad"))
+    assert set(nvml.ADVICE) <= set(plain)
+    assert all(row.step for row in judge_machine(bad) if row.level in ("warn", "bad"))
 
 
 def settings(found: Record) -> list[Message | str]:

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from steelyard.metrics.formulas_1 import rate_interval, steady, steady_start
+from steelyard.metrics.formulas_1 import batch_means_interval, find_mser_cut, find_steady_start_v1
 
 
 def test_interval_by_hand() -> None:
     """Costs 1, 2, 3, 2, 2 s a token: center 2, variance (1 + 0 + 1 + 0 + 0) / 4, t of 4 degrees."""
     half = 2.776 * (0.5 / 5) ** 0.5
     assert half == pytest.approx(0.877848278, abs=1e-9)
-    low, high = rate_interval([1, 1, 1, 1, 1], [1, 2, 3, 2, 2]) or (0, 0)
+    low, high = batch_means_interval([1, 1, 1, 1, 1], [1, 2, 3, 2, 2]) or (0, 0)
     assert low == pytest.approx(1 / (2 + half), rel=1e-12)
     assert high == pytest.approx(1 / (2 - half), rel=1e-12)
 
@@ -23,7 +23,7 @@ def test_interval_is_about_total_over_total() -> None:
     1.2 only for the width.
     """
     half = 2.776 * (((2 - 1.2) ** 2 + 4 * (1 - 1.2) ** 2) / 4 / 5) ** 0.5
-    low, high = rate_interval([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) or (0, 0)
+    low, high = batch_means_interval([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) or (0, 0)
     assert low == pytest.approx(1 / (24 / 14 + half), rel=1e-12)
     assert high == pytest.approx(1 / (24 / 14 - half), rel=1e-12)
 
@@ -32,8 +32,8 @@ def test_forty_steps_are_twenty_batches_of_two() -> None:
     """Pairs of 1 s and 3 s are all alike, so nothing is uncertain; shifted by one step, they are
     not.
     """
-    assert rate_interval([1] * 40, [1, 3] * 20) == (0.5, 0.5)
-    low, high = rate_interval([1] * 40, [3, 3, *[1, 1, 3, 3] * 9, 1, 1]) or (0, 0)
+    assert batch_means_interval([1] * 40, [1, 3] * 20) == (0.5, 0.5)
+    low, high = batch_means_interval([1] * 40, [3, 3, *[1, 1, 3, 3] * 9, 1, 1]) or (0, 0)
     half = 2.093 * (20 / 19 / 20) ** 0.5
     assert low == pytest.approx(1 / (2 + half), rel=1e-12)
     assert high == pytest.approx(1 / (2 - half), rel=1e-12)
@@ -41,22 +41,22 @@ def test_forty_steps_are_twenty_batches_of_two() -> None:
 
 def test_every_step_is_in_a_batch() -> None:
     """41 steps: the last of 20 batches has three. Its last step alone is slow, and must be seen."""
-    assert rate_interval([1] * 41, [1.0] * 41) == (1.0, 1.0)
-    low, high = rate_interval([1] * 41, [1.0] * 40 + [4.0]) or (0, 0)
+    assert batch_means_interval([1] * 41, [1.0] * 41) == (1.0, 1.0)
+    low, high = batch_means_interval([1] * 41, [1.0] * 40 + [4.0]) or (0, 0)
     assert low < 41 / 44 < high
 
 
 def test_no_interval() -> None:
-    assert rate_interval([], []) is None
-    assert rate_interval([1] * 4, [1, 2, 1, 2]) is None
-    assert rate_interval([0] * 6, [1] * 6) is None
-    assert rate_interval([1] * 6, [0] * 6) is None
+    assert batch_means_interval([], []) is None
+    assert batch_means_interval([1] * 4, [1, 2, 1, 2]) is None
+    assert batch_means_interval([0] * 6, [1] * 6) is None
+    assert batch_means_interval([1] * 6, [0] * 6) is None
     # a batch without work has no cost
-    assert rate_interval([1, 1, 0, 1, 1], [1, 1, 1, 1, 1]) is None
+    assert batch_means_interval([1, 1, 0, 1, 1], [1, 1, 1, 1, 1]) is None
 
 
 def test_an_interval_without_upper_end() -> None:
-    low, high = rate_interval([1] * 5, [1, 1, 1, 1, 96]) or (0, 0)
+    low, high = batch_means_interval([1] * 5, [1, 1, 1, 1, 96]) or (0, 0)
     assert high == float("inf")
     assert 0 < low < 5 / 100
 
@@ -68,7 +68,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(steps: int) -> None:
     for _ in range(400):
         work = [rng.uniform(900, 1100) for _ in range(steps)]
         times = [one * 0.001 * rng.gauss(1.0, 0.1) for one in work]  # truth: 1000 a second
-        low, high = rate_interval(work, times) or (0, 0)
+        low, high = batch_means_interval(work, times) or (0, 0)
         held += low <= 1000 <= high
     assert 0.90 * 400 <= held <= 0.99 * 400
 
@@ -81,7 +81,7 @@ def test_batches_are_safe_against_correlated_steps() -> None:
     held = alone = 0
     for _ in range(400):
         times = [spell for _ in range(40) for spell in [rng.gauss(1.0, 0.1)] * 10]
-        low, high = rate_interval([1] * 400, times) or (0, 0)
+        low, high = batch_means_interval([1] * 400, times) or (0, 0)
         held += low <= 1.0 <= high
         mean = sum(times) / 400
         half = 1.966 * (sum((one - mean) ** 2 for one in times) / 399 / 400) ** 0.5
@@ -94,26 +94,26 @@ def test_batches_are_safe_against_correlated_steps() -> None:
 def test_a_planted_warm_up_is_found(slow: int) -> None:
     rng = random.Random(slow)
     times = [3.0] * slow + [rng.gauss(1.0, 0.001) for _ in range(150)]
-    found = steady_start(times)
+    found = find_mser_cut(times)
     assert slow <= found <= slow + 50
     assert found % 5 == 0
 
 
 def test_a_warm_up_is_cut_exactly_where_the_rest_is_flat() -> None:
-    assert steady_start([9.0, 4.0, 2.0] + [1.0] * 97) == 5
-    assert steady_start([2.0] * 10 + [1.0] * 90) == 10
-    assert steady_start([2.0] * 11 + [1.0] * 89) == 15
+    assert find_mser_cut([9.0, 4.0, 2.0] + [1.0] * 97) == 5
+    assert find_mser_cut([2.0] * 10 + [1.0] * 90) == 10
+    assert find_mser_cut([2.0] * 11 + [1.0] * 89) == 15
 
 
 def test_a_slow_end_is_no_warm_up() -> None:
-    assert steady_start([1.0] * 90 + [2.0] * 10) == 0
+    assert find_mser_cut([1.0] * 90 + [2.0] * 10) == 0
 
 
 @pytest.mark.parametrize("time_s", [0.1, 0.3, 0.7, 1.0, 1.1, 0.123, 1 / 3])
 def test_a_flat_run_is_steady_from_its_start(time_s: float) -> None:
-    assert [steady_start([time_s] * steps) for steps in range(0, 300, 3)] == [0] * 100
+    assert [find_mser_cut([time_s] * steps) for steps in range(0, 300, 3)] == [0] * 100
 
 
 @pytest.mark.parametrize(("steps", "first"), [(1, 0), (2, 0), (3, 1), (9, 1), (10, 0)])
 def test_short_runs(steps: int, first: int) -> None:
-    assert steady([5.0] + [1.0] * (steps - 1))[0] == first
+    assert find_steady_start_v1([5.0] + [1.0] * (steps - 1))[0] == first

@@ -8,17 +8,17 @@ import pytest
 from fixtures.engines import scored
 from fixtures.golden import golden
 from fixtures.series import series
-from steelyard.case.key import key_of
+from steelyard.case.key import compute_question_key
 from steelyard.errors import RequestError
-from steelyard.metrics import history, verify
-from steelyard.metrics.history import History, Trend
-from steelyard.metrics.runs import Estimate
-from steelyard.record.index import Entry
+from steelyard.metrics import rate_history, verify
+from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.rate_history import RateHistory, Trend
+from steelyard.record.index import RecordSummary
 
 
 def entry(
     day: int, rate: float | None, interval: tuple[float, float] | None = None, **changes: Any
-) -> Entry:
+) -> RecordSummary:
     base: dict[str, Any] = {
         "id": f"{day:012d}",
         "created": f"2026-01-{day:02d}",
@@ -34,36 +34,38 @@ def entry(
         "scope": "full",
         "unit": "tokens/s",
     }
-    return Entry(**(base | {"rate": rate, "interval": interval} | changes))
+    return RecordSummary(**(base | {"rate": rate, "interval": interval} | changes))
 
 
-def over(*entries: Entry, threshold: float = 0.01) -> History:
-    return history.history({Path(f"{i}.json"): one for i, one in enumerate(entries)}, threshold)
+def over(*entries: RecordSummary, threshold: float = 0.01) -> RateHistory:
+    return rate_history.build_history(
+        {Path(f"{i}.json"): one for i, one in enumerate(entries)}, threshold
+    )
 
 
-def trend(*entries: Entry, threshold: float = 0.01) -> Trend:
+def trend(*entries: RecordSummary, threshold: float = 0.01) -> Trend:
     [found] = over(*entries, threshold=threshold).trends
     return found
 
 
 def bad(found: Trend) -> str | None:
-    return None if found.bad is None else found.bad.record.entry.id.lstrip("0")
+    return None if found.first_bad is None else found.first_bad.record.entry.id.lstrip("0")
 
 
 def test_points_are_in_the_order_of_time_with_their_ratios() -> None:
     found = trend(entry(3, 90.0), entry(1, 100.0), entry(2, 120.0))
     assert [one.rate for one in found.points] == [Estimate(100.0), Estimate(120.0), Estimate(90.0)]
     first, second, third = found.points
-    assert (first.to_first, first.to_before) == (None, None)
+    assert (first.to_first, first.to_previous) == (None, None)
     assert second.to_first is not None
-    assert second.to_before is not None
-    assert (second.to_first.value, second.to_before.value) == (
+    assert second.to_previous is not None
+    assert (second.to_first.value, second.to_previous.value) == (
         pytest.approx(1.2),
         pytest.approx(1.2),
     )
     assert third.to_first is not None
-    assert third.to_before is not None
-    assert (third.to_first.value, third.to_before.value) == (
+    assert third.to_previous is not None
+    assert (third.to_first.value, third.to_previous.value) == (
         pytest.approx(0.9),
         pytest.approx(0.75),
     )
@@ -109,12 +111,12 @@ def test_with_repeats_the_first_bad_is_the_first_that_is_surely_below_the_best()
     slow = [entry(7, 105.0, setup="d"), entry(8, 105.2, setup="d")]
     found = trend(*good, *best, *loose, *slow)
     assert bad(found) == "7"
-    assert found.bad is not None
-    assert found.bad.ratio is not None
-    assert found.bad.best is not None
-    assert found.bad.ratio.verdict == "significant"
-    assert found.bad.ratio.value == pytest.approx((105 * 105.2 / 110 / 110.2) ** 0.5)
-    assert found.bad.best.entry.id.lstrip("0") == "3"
+    assert found.first_bad is not None
+    assert found.first_bad.ratio is not None
+    assert found.first_bad.best is not None
+    assert found.first_bad.ratio.verdict == "significant"
+    assert found.first_bad.ratio.value == pytest.approx((105 * 105.2 / 110 / 110.2) ** 0.5)
+    assert found.first_bad.best.entry.id.lstrip("0") == "3"
     assert bad(trend(*good, *best, *slow, threshold=0.1)) is None
 
 
@@ -160,22 +162,24 @@ def test_a_run_that_failed_before_it_read_its_data_stands_with_its_question() ->
 
 
 def test_copies_count_once_and_what_does_not_verify_is_named() -> None:
-    found = over(entry(1, 100.0), entry(1, 100.0), Entry(wrong="not a record"))
+    found = over(entry(1, 100.0), entry(1, 100.0), RecordSummary(wrong="not a record"))
     assert [len(one.points[0].runs) for one in found.trends] == [1]
-    assert [(one.path.name, one.entry.wrong) for one in found.wrong] == [("2.json", "not a record")]
+    assert [(one.path.name, one.entry.wrong) for one in found.not_verified] == [
+        ("2.json", "not a record")
+    ]
 
 
 def test_nothing_is_a_history_too() -> None:
-    assert over() == History((), (), 0.01)
+    assert over() == RateHistory((), (), 0.01)
     with pytest.raises(RequestError, match="--threshold 2"):
         over(threshold=2.0)
 
 
 def test_an_entry_says_what_its_record_does(tmp_path: Path) -> None:
     [path] = series(tmp_path, [1.0])
-    record, found = verify.read(path), history.summary(path)
+    record, found = verify.read_verified_record(path), rate_history.summarize_record(path)
     assert (found.id, found.status, found.key) == (record.id, "valid", record.case.key)
-    assert found.unread_key == key_of(record.case.question, "unknown")
+    assert found.unread_key == compute_question_key(record.case.question, "unknown")
     assert (found.name, found.size, found.scope, found.plan) == (
         "llama2-7b-mmlu",
         "smoke",
@@ -192,14 +196,16 @@ def test_repeats_have_one_setup_and_other_tunes_another() -> None:
         scored("torch", "A" * 8, id=c * 12, **k)
         for c, k in (("a", {}), ("b", {}), ("c", {"tune__pad_to": 8}))
     )
-    found = [history._entry(record) for record in (one, again, other)]
+    found = [rate_history._make_entry(record) for record in (one, again, other)]
     assert found[0].setup == found[1].setup != found[2].setup
 
 
 def test_a_file_that_does_not_verify_says_why(tmp_path: Path) -> None:
     [path] = series(tmp_path, [1.0])
     path.write_bytes(path.read_bytes().replace(b'"rank":0', b'"rank":1', 1))
-    found = history.summary(path)
+    found = rate_history.summarize_record(path)
     assert found.wrong is not None
     assert found.wrong.startswith("does not verify: ")
-    assert history.summary(tmp_path / "none.json").wrong == golden("cannot-be-read-no-such-file-2")
+    assert rate_history.summarize_record(tmp_path / "none.json").wrong == golden(
+        "cannot-be-read-no-such-file-2"
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from metrics.test_table import GIB, made, rank_file, resolved
-from steelyard.metrics import table as metrics
+from steelyard.metrics import metric_table as metrics
 from steelyard.plan import flops
 
 
@@ -20,7 +20,7 @@ def test_steps_of_unequal_attention_are_no_variation_of_the_machine():
             "pairs": pairs,
             "square": 2 * pairs,
         }
-        took_s = flops.causal(resolved().case.question.model, counts) / 1e6
+        took_s = flops.count_causal_flops(resolved().case.question.model, counts) / 1e6
         sample = {"pass": "infer", "rank": 0, "step": step, "start_s": at_s, "end_s": at_s + took_s}
         samples.append(
             sample
@@ -44,7 +44,7 @@ def test_steps_of_unequal_attention_are_no_variation_of_the_machine():
     ]
     found = made(rank_file(samples=samples, windows=windows))
     new, old = (
-        metrics.derive(found.model_copy(update={"formulas": number}))["tokens_per_device_s"]
+        metrics.derive_metrics(found.model_copy(update={"formulas": number}))["tokens_per_device_s"]
         for number in (3, 2)
     )
     assert new.value == old.value == pytest.approx(2000 / at_s)

@@ -8,11 +8,11 @@ import pytest
 from fixtures import report
 from fixtures.golden import golden
 from steelyard import words
-from steelyard.metrics import plausible, table, validity
-from steelyard.metrics.result import Judged
+from steelyard.metrics import metric_table, plausibility, validity
+from steelyard.metrics.result import CheckResult
 from steelyard.record import record as records
-from steelyard.record.facts import HostFacts, Load, MatmulRate, RankFacts
-from steelyard.record.record import Record, Window
+from steelyard.record.record import PassFacts, Record
+from steelyard.record.run_facts import CpuLoad, HostFacts, MatmulRate, RankFacts
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
 WALL_S = 40.0
@@ -25,11 +25,11 @@ def made(
     host's four cores."""
     base = report.make()
     told = {"pass": "infer", "rank": 0, "start_s": 5.0, "wall_s": WALL_S, "cpu_s": WALL_S}
-    window = Window.model_validate(told | {"allocated_bytes": 0, "reserved_bytes": 0})
+    window = PassFacts.model_validate(told | {"allocated_bytes": 0, "reserved_bytes": 0})
     device = {"accelerator": accelerator, "peak": None}
     hardware = base.environment.hardware.model_copy(update=device)
     times = [0.0, 50.0]
-    load = Load(t_s=times, allowed=4, own_s=times, busy_s=[(1 + 4 * others) * t for t in times])
+    load = CpuLoad(t_s=times, allowed=4, own_s=times, busy_s=[(1 + 4 * others) * t for t in times])
     changed: dict[str, Any] = {
         "environment": base.environment.model_copy(update={"hardware": hardware}),
         "passes": [window],
@@ -40,8 +40,8 @@ def made(
     return base.model_copy(update=changed)
 
 
-def judged(record: Record) -> Judged:
-    [found] = plausible.plausible(record, {})
+def judged(record: Record) -> CheckResult:
+    [found] = plausibility.check_plausible_rates(record, {})
     assert found.check is not None
     assert found.code == "implausible"
     return found.check
@@ -50,8 +50,8 @@ def judged(record: Record) -> Judged:
 def rate_on(accelerator: str) -> float:
     """Return the rate of the pass, over CPU time or over the device's own."""
     rank = RankFacts(rank=0, matmul_flops_per_s=1e15, matmul_flops_per_cpu_s=1e15)
-    [(share, _)] = plausible._claims(made(accelerator, [rank]), "infer")
-    return share * plausible.MARGIN * 1e15
+    [(share, _)] = plausibility._compare_with_limits(made(accelerator, [rank]), "infer")
+    return share * plausibility.MATMUL_MARGIN * 1e15
 
 
 RATE = rate_on("cpu")
@@ -108,9 +108,9 @@ def test_beside_others_the_margin_on_another_device_is_wider(others: float, ok: 
 
 
 def test_the_check_says_which_limit() -> None:
-    said = words.text(judged(made("cpu", timed(0.8, [0.8, 0.92], [0.9]))).said)
+    said = words.render_text(judged(made("cpu", timed(0.8, [0.8, 0.92], [0.9]))).message)
     assert said.endswith(golden("flop-1-1-times-the-fastest"))
-    busy = words.text(judged(made("cpu", timed(0.4, [0.41], [0.4]), others=0.5)).said)
+    busy = words.render_text(judged(made("cpu", timed(0.4, [0.41], [0.4]), others=0.5)).message)
     assert busy.endswith(golden("flop-2-5-times-the-fastest"))
 
 
@@ -126,8 +126,8 @@ COMMITTED = {
 def test_published_records_are_judged_as_they_were(name: str) -> None:
     """Their own version judges them; the one that is implausible stays so, with its limit."""
     [path] = RESULTS.rglob(f"{name}.json")
-    found = records.read(path)
-    checks, reasons, _, _ = validity.judge(found, table.derive(found))
+    found = records.read_record(path)
+    checks, reasons, _, _ = validity.judge_record(found, metric_table.derive_metrics(found))
     [then] = [one for one in found.checks if one.name == "plausible"]
     [now] = [one for one in checks if one.name == "plausible"]
     assert (found.formulas, now.ok, now.ok) == (*COMMITTED[name], then.ok)

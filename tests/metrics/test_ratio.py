@@ -8,8 +8,8 @@ from math import exp, sqrt
 import pytest
 
 from steelyard.metrics import ratio, stats
+from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.ratio import Ratio
-from steelyard.metrics.runs import Estimate
 
 DRAWS = 2000
 SPREAD = 0.01
@@ -23,7 +23,7 @@ def significant(runs: int, change: float, seed: int = 1) -> int:
         return [mean * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(runs)]
 
     pairs = ((series(1000.0), series(1000.0 * (1 + change))) for _ in range(DRAWS))
-    found = [ratio.of_values(base, new) for base, new in pairs]
+    found = [ratio.compare_values(base, new) for base, new in pairs]
     return sum(one is not None and one.verdict == "significant" for one in found)
 
 
@@ -45,7 +45,7 @@ def test_an_interval_covers_the_true_ratio() -> None:
         base, new = (
             [m * (1 + SPREAD * draw.gauss(0, 1)) for _ in range(4)] for m in (1000.0, 1030.0)
         )
-        found = ratio.of_values(base, new)
+        found = ratio.compare_values(base, new)
         assert found is not None
         assert found.interval is not None
         hits += found.interval[0] <= 1.03 <= found.interval[1]
@@ -56,19 +56,19 @@ def test_the_numbers_by_hand() -> None:
     """Logarithms 0 and 2, and 4 and 6: means 1 and 5, each with the variance 2 / 2; as spread out,
     two degrees of freedom.
     """
-    found = ratio.of_values([1.0, exp(2)], [exp(4), exp(6)])
+    found = ratio.compare_values([1.0, exp(2)], [exp(4), exp(6)])
     half = 4.303 * sqrt(2)
     assert found is not None
     assert found.value == pytest.approx(exp(4))
     assert found.interval == pytest.approx((exp(4 - half), exp(4 + half)))
     assert (found.source, found.verdict) == ("runs", "not significant")
-    sure = ratio.of_values([1.0, exp(0.2)], [exp(4), exp(4.2)])
+    sure = ratio.compare_values([1.0, exp(0.2)], [exp(4), exp(4.2)])
     assert sure is not None
     assert sure.verdict == "significant"
 
 
 def test_one_steady_side_has_the_freedom_of_the_other() -> None:
-    found = ratio.of_values([1.0, 1.0, 1.0], [exp(0.1), exp(0.3)])
+    found = ratio.compare_values([1.0, 1.0, 1.0], [exp(0.1), exp(0.3)])
     half = 12.706 * sqrt(0.02 / 2)
     assert found is not None
     assert found.interval == pytest.approx((exp(0.2 - half), exp(0.2 + half)))
@@ -76,7 +76,7 @@ def test_one_steady_side_has_the_freedom_of_the_other() -> None:
 
 def test_the_ratio_does_not_depend_on_the_base() -> None:
     one, other = [100.0, 104.0, 99.0], [90.0, 95.0]
-    there, back = ratio.of_values(one, other), ratio.of_values(other, one)
+    there, back = ratio.compare_values(one, other), ratio.compare_values(other, one)
     assert there is not None
     assert back is not None
     assert there.value == pytest.approx(1 / back.value)
@@ -87,7 +87,7 @@ def test_the_ratio_does_not_depend_on_the_base() -> None:
 
 @pytest.mark.parametrize("freedom", [1.0, 2.0, 8.0, 119.0])
 def test_students_t_of_whole_numbers_is_the_tables(freedom: float) -> None:
-    assert stats.t_95_between(freedom) == stats.T_95[int(freedom)]
+    assert stats.interpolate_student_t_95(freedom) == stats.T_95[int(freedom)]
 
 
 # Between the rows: the exact quantiles by numerical integration of the density.
@@ -97,41 +97,41 @@ def test_students_t_of_whole_numbers_is_the_tables(freedom: float) -> None:
 def test_between_rows_students_t_is_never_too_small(
     freedom: float, exact: float, most: float
 ) -> None:
-    assert exact <= stats.t_95_between(freedom) <= most
+    assert exact <= stats.interpolate_student_t_95(freedom) <= most
 
 
 def test_beyond_the_table_the_last_row_holds() -> None:
-    assert stats.t_95_between(10_000.0) == 1.98
-    assert stats.t_95_between(0.5) == 12.706
+    assert stats.interpolate_student_t_95(10_000.0) == 1.98
+    assert stats.interpolate_student_t_95(0.5) == 12.706
 
 
 def test_one_run_is_not_tested_and_its_steps_interval_is_named_so() -> None:
-    found = ratio.of_rates([Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))])
+    found = ratio.compare_rates([Estimate(100.0, (97.0, 103.0))], [Estimate(110.0, (105.6, 114.4))])
     assert found is not None
     assert found.interval is not None
     assert (found.value, found.source, found.verdict) == (pytest.approx(1.1), "steps", "not tested")
     assert found.interval == pytest.approx((1.1 * (1 - 0.05), 1.1 * (1 + 0.05)))
-    bare = ratio.of_rates([Estimate(100.0)], [Estimate(50.0)])
+    bare = ratio.compare_rates([Estimate(100.0)], [Estimate(50.0)])
     assert bare is not None
     assert (bare.interval, bare.source, bare.verdict) == (None, None, "not tested")
     assert bare.value == pytest.approx(0.5)
 
 
 def test_copies_of_a_run_test_nothing() -> None:
-    assert ratio.of_values([2.0, 2.0], [4.0, 4.0]) == Ratio(
+    assert ratio.compare_values([2.0, 2.0], [4.0, 4.0]) == Ratio(
         pytest.approx(2.0), None, None, "not tested"
     )
-    found = ratio.of_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
+    found = ratio.compare_rates([Estimate(2.0, (1.0, 3.0))] * 2, [Estimate(4.0, (3.0, 5.0))] * 2)
     assert found == Ratio(pytest.approx(2.0), None, None, "not tested")
 
 
 def test_what_has_no_logarithm_has_no_ratio() -> None:
-    assert ratio.of_values([0.0, 1.0], [1.0, 1.0]) is None
-    assert ratio.of_values([], [1.0]) is None
-    assert ratio.of_rates([], [Estimate(1.0)]) is None
+    assert ratio.compare_values([0.0, 1.0], [1.0, 1.0]) is None
+    assert ratio.compare_values([], [1.0]) is None
+    assert ratio.compare_rates([], [Estimate(1.0)]) is None
 
 
 def test_absurd_numbers_overflow_nothing() -> None:
-    found = ratio.of_values([1e-29, 1e29], [1e-29, 1e29])
+    found = ratio.compare_values([1e-29, 1e29], [1e-29, 1e29])
     assert found is not None
     assert found.verdict == "not significant"

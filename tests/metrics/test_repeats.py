@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from fixtures.report import make, training
-from steelyard.metrics import repeats
-from steelyard.metrics.repeats import Repeats, Spread
-from steelyard.metrics.runs import Estimate
+from steelyard.metrics import repeat_groups
+from steelyard.metrics.estimates import Estimate
+from steelyard.metrics.repeat_groups import MetricSpread, RepeatGroup
 from steelyard.record.record import Record, Restart
 
 INTERVAL = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
@@ -37,12 +37,12 @@ def run(
     return make(**({"metrics": metrics} | changes))
 
 
-def group(*records: Record) -> Repeats:
-    [found] = repeats.groups(records)
+def group(*records: Record) -> RepeatGroup:
+    [found] = repeat_groups.find_repeat_groups(records)
     return found
 
 
-def by_name(found: Repeats) -> dict[str, Spread]:
+def by_name(found: RepeatGroup) -> dict[str, MetricSpread]:
     return {one.name: one for one in found.metrics}
 
 
@@ -62,7 +62,7 @@ def test_mean_spread_and_interval_between_runs() -> None:
     assert (rate.deviation, rate.lowest, rate.highest) == (pytest.approx(0.02), 98.0, 102.0)
     assert told["mfu"].mean.value == pytest.approx(0.25)
     assert told["mfu"].deviation == pytest.approx(0.02)
-    assert told["mem"] == Spread(
+    assert told["mem"] == MetricSpread(
         "mem", "GiB", 3, Estimate(10.0, (10.0, 10.0)), "runs", 0.0, 10.0, 10.0
     )
     assert told["acc"].mean.value == pytest.approx(0.5)
@@ -79,10 +79,10 @@ def test_the_rate_is_that_of_all_devices() -> None:
 def test_one_valid_run_has_its_own_interval() -> None:
     found = group(run(100.0, 0.5, (95.0, 105.0)), run(50.0, 0.1, **QUALITY))
     told = by_name(found)
-    assert told["rate"] == Spread(
+    assert told["rate"] == MetricSpread(
         "rate", "tokens/s", 1, Estimate(100.0, (95.0, 105.0)), "steps", None, 100.0, 100.0
     )
-    assert told["acc"] == Spread("acc", "fraction", 1, Estimate(0.5), None, None, 0.5, 0.5)
+    assert told["acc"] == MetricSpread("acc", "fraction", 1, Estimate(0.5), None, None, 0.5, 0.5)
 
 
 def test_runs_that_are_not_valid_are_counted_and_not_averaged() -> None:
@@ -172,10 +172,12 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_runs_that_were_asked_something_else_are_no_repeats(what: str) -> None:
-    assert repeats.groups([run(1.0), run(1.0, **OTHERS[what])]) == []
+    assert repeat_groups.find_repeat_groups([run(1.0), run(1.0, **OTHERS[what])]) == []
     assert [
         len(one.records)
-        for one in repeats.groups([run(1.0, **OTHERS[what]), run(1.0), run(1.0, **OTHERS[what])])
+        for one in repeat_groups.find_repeat_groups(
+            [run(1.0, **OTHERS[what]), run(1.0), run(1.0, **OTHERS[what])]
+        )
     ] == [2]
 
 
@@ -188,9 +190,9 @@ def test_groups_come_in_the_order_of_their_first_runs() -> None:
         run(1.0, **one),
         run(1.0),
     ]
-    found = repeats.groups(records)
+    found = repeat_groups.find_repeat_groups(records)
     assert [[record.tune.batch_tokens for record in group.records] for group in found] == [
         [16, 16],
         [8, 8],
     ]
-    assert repeats.groups([]) == []
+    assert repeat_groups.find_repeat_groups([]) == []

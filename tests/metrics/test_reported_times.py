@@ -9,7 +9,7 @@ import pytest
 from fixtures.golden import golden
 from fixtures.report import GIB, rank_samples, training
 from fixtures.training import ONE, TWO, codes, value
-from steelyard.record.record import Record, to_table
+from steelyard.record.record import Record, record_to_json
 
 
 def reported(told: list[float], seen: list[float], **changes: Any) -> Record:
@@ -98,5 +98,5 @@ def test_energy_of_a_program_is_that_of_all_its_devices():
 def test_records_without_a_clock_stay_as_they_were():
     found = training(ONE)
     assert found.clock is None
-    assert "clock" not in to_table(found)
-    assert to_table(reported(SEEN, SEEN))["clock"] == "reported"
+    assert "clock" not in record_to_json(found)
+    assert record_to_json(reported(SEEN, SEEN))["clock"] == "reported"

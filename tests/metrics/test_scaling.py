@@ -7,8 +7,8 @@ import pytest
 
 from fixtures.report import ENVIRONMENT, make, question
 from steelyard.case import resolve
-from steelyard.metrics import runs, scaling
-from steelyard.metrics.runs import Estimate
+from steelyard.metrics import estimates, scaling_groups
+from steelyard.metrics.estimates import Estimate
 from steelyard.record.record import Record
 
 Ends = tuple[float, float] | None
@@ -38,7 +38,7 @@ def run(
 
 
 def table(*records: Record) -> list[tuple[str, str, int, float, float, float]]:
-    [group] = scaling.groups(records)
+    [group] = scaling_groups.find_scaling_groups(records)
     return [
         (
             row.plan.config,
@@ -61,11 +61,11 @@ def test_speed_up_and_efficiency_are_against_the_fewest_devices() -> None:
 
 
 def test_rate_is_that_of_all_devices_with_its_interval() -> None:
-    assert runs.rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
-    assert runs.rate(run(1, 1, 10.0)) == Estimate(10.0, None)
-    assert runs.rate(run(1, 1, None)) is None
-    assert runs.rate(run(1, 1, 0.0)) is None
-    assert runs.rate(make(metrics={})) is None
+    assert estimates.estimate_rate(run(2, 4, 10.0, (9.0, 12.0))) == Estimate(80.0, (72.0, 96.0))
+    assert estimates.estimate_rate(run(1, 1, 10.0)) == Estimate(10.0, None)
+    assert estimates.estimate_rate(run(1, 1, None)) is None
+    assert estimates.estimate_rate(run(1, 1, 0.0)) is None
+    assert estimates.estimate_rate(make(metrics={})) is None
 
 
 def test_division_open_counts_samples() -> None:
@@ -75,11 +75,11 @@ def test_division_open_counts_samples() -> None:
     }
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
     found = make(case__division="open", metrics=metrics, plan=plan)
-    assert runs.rate(found) == Estimate(30.0, (29.0, 31.0))
+    assert estimates.estimate_rate(found) == Estimate(30.0, (29.0, 31.0))
     other = make(
         case__division="open", metrics={"samples_per_s": {"value": 20.0, "unit": "questions/s"}}
     )
-    [group] = scaling.groups([found, other])
+    [group] = scaling_groups.find_scaling_groups([found, other])
     assert (group.unit, group.base.plan.config, group.rows[1].speedup) == (
         "questions/s",
         "1x1",
@@ -88,9 +88,11 @@ def test_division_open_counts_samples() -> None:
 
 
 def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
-    [group] = scaling.groups([run(1, 1, 100.0, (97.0, 104.0)), run(1, 2, 80.0, (77.6, 84.0))])
+    [group] = scaling_groups.find_scaling_groups(
+        [run(1, 1, 100.0, (97.0, 104.0)), run(1, 2, 80.0, (77.6, 84.0))]
+    )
     base, row = group.rows
-    assert (base.source, base.rate, base.speedup, base.efficiency, base.base) == (
+    assert (base.source, base.rate, base.speedup, base.efficiency, base.is_base) == (
         "steps",
         Estimate(100.0, (97.0, 104.0)),
         Estimate(1.0),
@@ -99,7 +101,7 @@ def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
     )
     # 0.95 and 1.0583 of it
     low, high = 1.6 * (1 - hypot(0.03, 0.04)), 1.6 * (1 + hypot(0.05, 0.03))
-    assert (row.source, row.base, row.speedup.value) == ("steps", False, 1.6)
+    assert (row.source, row.is_base, row.speedup.value) == ("steps", False, 1.6)
     assert row.speedup.interval == pytest.approx((low, high), rel=1e-12)
     assert low == pytest.approx(1.52)
     assert row.efficiency.value == 0.8
@@ -107,7 +109,7 @@ def test_interval_of_a_ratio_adds_relative_errors_as_squares() -> None:
 
 
 def test_interval_is_unknown_where_one_of_the_rates_has_none() -> None:
-    [group] = scaling.groups([run(1, 1, 100.0), run(1, 2, 80.0, (77.6, 84.0))])
+    [group] = scaling_groups.find_scaling_groups([run(1, 1, 100.0), run(1, 2, 80.0, (77.6, 84.0))])
     assert [row.source for row in group.rows] == [None, "steps"]
     assert [row.speedup.interval for row in group.rows] == [None, None]
     assert group.rows[1].rate.interval == (155.2, 168.0)
@@ -115,7 +117,7 @@ def test_interval_is_unknown_where_one_of_the_rates_has_none() -> None:
 
 def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
     three = [run(1, 1, value, (1.0, 1000.0)) for value in (98.0, 100.0, 102.0)]
-    [group] = scaling.groups([*three, run(1, 2, 90.0, (90.0, 90.0))])
+    [group] = scaling_groups.find_scaling_groups([*three, run(1, 2, 90.0, (90.0, 90.0))])
     base, row = group.rows
     # Student's t of two degrees of freedom, standard error of three runs
     half = 4.303 * sqrt(4.0 / 3)
@@ -128,7 +130,9 @@ def test_several_runs_are_one_mean_with_the_spread_between_them() -> None:
 
 
 def test_two_runs_far_apart_have_an_interval_that_ends_at_zero() -> None:
-    [group] = scaling.groups([run(1, 1, 50.0), run(1, 1, 150.0), run(1, 2, 60.0), run(1, 2, 60.0)])
+    [group] = scaling_groups.find_scaling_groups(
+        [run(1, 1, 50.0), run(1, 1, 150.0), run(1, 2, 60.0), run(1, 2, 60.0)]
+    )
     base, row = group.rows
     half = 12.706 * sqrt(5000.0 / 2)
     assert base.rate.interval == pytest.approx((0.0, 100 + half))
@@ -147,7 +151,7 @@ def test_plans_of_one_number_of_devices_are_rows_of_their_own() -> None:
     ]
     # Of several plans on the fewest devices the fastest is the base, and the others are below it.
     assert [row[4] for row in table(tp2, dp2, run(1, 4, 90.0))] == [1.0, 140 / 180, 2.0]
-    assert scaling.groups([spread, tp2, dp2]) == []
+    assert scaling_groups.find_scaling_groups([spread, tp2, dp2]) == []
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -176,18 +180,20 @@ def test_what_cannot_be_compared_is_in_no_group(what: str) -> None:
             plan=other.plan.model_dump(),
             metrics={"samples_per_s": {"value": 1.0, "unit": "questions/s"}},
         )
-    assert scaling.groups([run(1, 1, 100.0), run(1, 2, 90.0)]) != []
-    assert scaling.groups([run(1, 1, 100.0), other]) == []
+    assert scaling_groups.find_scaling_groups([run(1, 1, 100.0), run(1, 2, 90.0)]) != []
+    assert scaling_groups.find_scaling_groups([run(1, 1, 100.0), other]) == []
 
 
 def test_samples_of_different_size_are_apart_and_numbers_of_steps_are_not() -> None:
     def window(devices: int, **scope: int) -> Record:
         return run(1, devices, 10.0, scope={"kind": "window"} | scope)
 
-    assert scaling.groups([window(1, sample=8), window(2, sample=16)]) == []
+    assert scaling_groups.find_scaling_groups([window(1, sample=8), window(2, sample=16)]) == []
     assert [
         len(group.rows)
-        for group in scaling.groups([window(1, sample=8, steps=4), window(2, sample=8, steps=9)])
+        for group in scaling_groups.find_scaling_groups(
+            [window(1, sample=8, steps=4), window(2, sample=8, steps=9)]
+        )
     ] == [2]
 
 
@@ -199,7 +205,7 @@ def test_groups_come_in_the_order_of_their_records() -> None:
         run(1, 2, 1.0, **small),
         run(1, 2, 2.0, **large),
     ]
-    found = scaling.groups(records)
+    found = scaling_groups.find_scaling_groups(records)
     assert [group.records[0].tune.batch_tokens for group in found] == [16, 8]
     assert [[row.speedup.value for row in group.rows] for group in found] == [
         [1.0, 2.0],
@@ -212,11 +218,13 @@ def test_training_counts_tokens_and_a_cloze_counts_samples() -> None:
         "tokens_per_device_s": {"value": 7.0, "unit": "tokens/s/device"},
         "samples_per_s": {"value": 3.0, "unit": "x"},
     }
-    cloze = resolve.resolve("glm-large-record").case.question.model_dump(mode="json")
-    assert runs.rate(make(case__question=question(), metrics=metrics)) == Estimate(7.0)
-    assert runs.rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
+    cloze = resolve.resolve_case("glm-large-record").case.question.model_dump(mode="json")
+    assert estimates.estimate_rate(make(case__question=question(), metrics=metrics)) == Estimate(
+        7.0
+    )
+    assert estimates.estimate_rate(make(case__question=cloze, metrics=metrics)) == Estimate(3.0)
 
 
 @pytest.mark.parametrize("value", [1e300, 1e-300])
 def test_absurd_rates_are_unknown(value: float) -> None:
-    assert scaling.groups([run(1, 1, value), run(1, 2, value)]) == []
+    assert scaling_groups.find_scaling_groups([run(1, 1, value), run(1, 2, value)]) == []

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from steelyard.metrics import stats
-from steelyard.metrics.stats import TERMS, WIDEST, rate_interval, t_95
+from steelyard.metrics.stats import (
+    COSINE_TERMS,
+    MAX_LOG_HALF_WIDTH,
+    estimate_rate_interval,
+    student_t_95,
+)
 from steelyard.words import Message
 
 # of a coverage of 95 %, the estimate has a standard error of 0.5 %: it is within 1 % in 19 of 20
@@ -31,18 +36,18 @@ TRIALS = 2000
     ],
 )
 def test_students_t(freedom: int, t: float) -> None:
-    assert t_95(freedom) == t
+    assert student_t_95(freedom) == t
 
 
 def test_students_t_falls_with_freedom() -> None:
-    values = [t_95(freedom) for freedom in range(1, 130)]
+    values = [student_t_95(freedom) for freedom in range(1, 130)]
     assert values == sorted(values, reverse=True)
     assert min(values) > 1.96
 
 
 def half(work: list[float], times: list[float]) -> float:
     """Half of the interval, of the rate's logarithm; both ends are as far away."""
-    low, high = rate_interval(1.0, work, times) or (0, 0)
+    low, high = estimate_rate_interval(1.0, work, times) or (0, 0)
     assert low * high == pytest.approx(1.0, rel=1e-12)
     return log(high)
 
@@ -88,22 +93,22 @@ def test_work_explains_time() -> None:
 @pytest.mark.parametrize("time_s", [0.1, 0.3, 1.0, 1 / 3])
 @pytest.mark.parametrize("steps", [5, 20, 300])
 def test_equal_steps_have_no_width(time_s: float, steps: int) -> None:
-    assert rate_interval(7.0, [1] * steps, [time_s] * steps) == (7.0, 7.0)
+    assert estimate_rate_interval(7.0, [1] * steps, [time_s] * steps) == (7.0, 7.0)
 
 
 def test_the_interval_is_around_the_rate_that_is_asked_for() -> None:
-    low, high = rate_interval(1.0, [1] * 6, [1, 2, 3, 2, 2, 1]) or (0, 0)
-    assert rate_interval(50.0, [1] * 6, [1, 2, 3, 2, 2, 1]) == (50 * low, 50 * high)
+    low, high = estimate_rate_interval(1.0, [1] * 6, [1, 2, 3, 2, 2, 1]) or (0, 0)
+    assert estimate_rate_interval(50.0, [1] * 6, [1, 2, 3, 2, 2, 1]) == (50 * low, 50 * high)
     assert 0 < low < 1 < high
 
 
 def test_no_interval() -> None:
-    assert rate_interval(1.0, [], []) is None
-    assert rate_interval(1.0, [1] * 4, [1, 2, 1, 2]) is None
-    assert rate_interval(1.0, [0] * 6, [1] * 6) is None
-    assert rate_interval(1.0, [1] * 6, [0] * 6) is None
+    assert estimate_rate_interval(1.0, [], []) is None
+    assert estimate_rate_interval(1.0, [1] * 4, [1, 2, 1, 2]) is None
+    assert estimate_rate_interval(1.0, [0] * 6, [1] * 6) is None
+    assert estimate_rate_interval(1.0, [1] * 6, [0] * 6) is None
     # no clock runs so
-    assert rate_interval(1.0, [1] * 6, [1e6, -1e6, 1e6, -1e6, 1e6, 1 - 1e6]) is None
+    assert estimate_rate_interval(1.0, [1] * 6, [1e6, -1e6, 1e6, -1e6, 1e6, 1 - 1e6]) is None
 
 
 @pytest.mark.parametrize("steps", [5, 6, 10, 20, 60, 2000])
@@ -116,8 +121,15 @@ def test_ends_are_finite_and_hold_the_rate_however_wild_the_steps(steps: int) ->
     ]
     for times in wild:
         for work in ([1.0] * steps, [10 ** rng.uniform(0, 9) for _ in range(steps)]):
-            low, high = rate_interval(3.0, work, times) or (0, 0)
-            assert 0 < low < 3.0 < high < 3.0 * exp(sqrt(8) * t_95(TERMS[0])) < 3.0 * exp(WIDEST)
+            low, high = estimate_rate_interval(3.0, work, times) or (0, 0)
+            assert (
+                0
+                < low
+                < 3.0
+                < high
+                < 3.0 * exp(sqrt(8) * student_t_95(COSINE_TERMS[0]))
+                < 3.0 * exp(MAX_LOG_HALF_WIDTH)
+            )
 
 
 def autocorrelated(rng: np.random.Generator, phi: float, steps: int) -> np.ndarray:
@@ -132,7 +144,7 @@ def coverage(times: np.ndarray, work: np.ndarray, truth: float) -> float:
     held = 0
     for own_work, own in zip(work, times, strict=True):
         rate = own_work.sum() / own.sum()
-        low, high = rate_interval(rate, own_work.tolist(), own.tolist()) or (0, 0)
+        low, high = estimate_rate_interval(rate, own_work.tolist(), own.tolist()) or (0, 0)
         held += low <= truth <= high
     return held / len(times)
 
@@ -168,7 +180,7 @@ def test_few_steps(steps: int, phi: float, least: float) -> None:
 
 def steady(times: list[float]) -> tuple[int, Message]:
     """Of steps with equal work."""
-    return stats.steady(times, [1.0] * len(times))
+    return stats.find_steady_start(times, [1.0] * len(times))
 
 
 def noisy(seed: int, steps: int, level: Callable[[int], float], share: float = 0.01) -> list[float]:
@@ -294,7 +306,7 @@ def test_work_that_differs_is_no_warm_up_and_hides_none() -> None:
         one * 0.001 * rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005)
         for step, one in enumerate(work)
     ]
-    assert stats.steady(times, work)[0] == 6
+    assert stats.find_steady_start(times, work)[0] == 6
     assert steady(times)[0] == 0
 
 
@@ -305,8 +317,8 @@ def test_tokens_that_change_nothing_are_left_aside() -> None:
     rng = random.Random("padded")
     work = [rng.uniform(1000, 2000) for _ in range(60)]
     times = [rng.gauss(1.2 if step in (0, 1, 5) else 1.0, 0.005) for step in range(60)]
-    assert stats.steady(times, work)[0] == 6
-    assert stats.steady(times, [0.0] * 60)[0] == 6
+    assert stats.find_steady_start(times, work)[0] == 6
+    assert stats.find_steady_start(times, [0.0] * 60)[0] == 6
 
 
 @pytest.mark.parametrize("steps", [60, 300])
@@ -321,6 +333,6 @@ def test_looking_for_the_window_leaves_the_interval_sound(phi: float, steps: int
     held = 0
     for own in times[:1000].tolist():
         kept = own[steady(own)[0] :]
-        low, high = rate_interval(len(kept) / sum(kept), [1] * len(kept), kept) or (0, 0)
+        low, high = estimate_rate_interval(len(kept) / sum(kept), [1] * len(kept), kept) or (0, 0)
         held += low <= 1.0 <= high
     assert 0.92 <= held / 1000 <= 0.97

@@ -12,11 +12,11 @@ from fixtures.golden import golden
 from fixtures.report import COUNTS, make, training
 from steelyard.accelerators.events import HostEvent
 from steelyard.engine.work import Phase, Work
-from steelyard.metrics import stragglers, table, validity
-from steelyard.metrics.stragglers import RankTime, Stragglers, Unknown
-from steelyard.record.record import Record, to_table
+from steelyard.metrics import metric_table, stragglers, validity
+from steelyard.metrics.stragglers import RankTime, Stragglers, UnknownStragglers
+from steelyard.record.record import Record, record_to_json
 from steelyard.run.measure import measure
-from steelyard.words import Message, text
+from steelyard.words import Message, render_text
 
 INSIDE = {"name": "torch", "details": {"exchange": "inside"}}
 HOSTS = ("fh1", "fh1", "fh2", "fh2")
@@ -63,7 +63,9 @@ def measured(*ranks: Sequence[float], **changes: Any) -> Record:
     samples = []
     for rank, own in enumerate(ranks):
         host = Host()
-        samples += measure(replica(host, own, slowest), host, clock=host).samples("train", rank)
+        samples += measure(replica(host, own, slowest), host, clock=host).make_samples(
+            "train", rank
+        )
     return trained(
         [one.model_dump(mode="json", by_alias=True) for one in samples], len(ranks), **changes
     )
@@ -117,7 +119,7 @@ def owning(
 
 
 def found(record: Record) -> Stragglers:
-    out = stragglers.find(record)
+    out = stragglers.find_stragglers(record)
     assert isinstance(out, Stragglers), out
     return out
 
@@ -158,14 +160,14 @@ def test_the_slow_rank_of_four_is_named_with_its_host_and_cost():
 
 def test_the_same_follows_from_the_record_as_it_is_read():
     record = measured((1.0,) * 4, (1.5,) * 4)
-    again = Record.model_validate(json.loads(json.dumps(to_table(record))))
-    assert validity.judge(again, table.derive(again))[2] == record.notes
+    again = Record.model_validate(json.loads(json.dumps(record_to_json(record))))
+    assert validity.judge_record(again, metric_table.derive_metrics(again))[2] == record.notes
 
 
 def test_what_is_exchanged_is_compute_time_of_a_rate():
     record = measured((1.0,) * 4, (1.5,) * 4)
     assert record.metrics["p_core"].value == 600 / (3 * 1.75)  # all but the 0.25 s of data
-    samples = to_table(record)["samples"]
+    samples = record_to_json(record)["samples"]
     for one in samples:
         one["phases"]["compute"] += one["phases"].pop("exchange")
     older = training(((2.0,) * 4,) * 2, samples=samples)
@@ -217,13 +219,13 @@ def test_steps_that_differ_by_themselves_name_nobody():
     """On average 4 of 16 s are lost to rank 1, and three steps cannot tell that from nothing."""
     record = owning([4.0] * 4, [0.0, 4.0, 4.0, 16.0])
     out = found(record)
-    assert (out.rank, out.share, out.slow, slow_notes(record)) == (1, 0.25, False, [])
+    assert (out.rank, out.share, out.is_slow, slow_notes(record)) == (1, 0.25, False, [])
     assert record.metrics["straggler_share"].value == 0.25
 
 
 def test_one_step_is_judged_by_what_it_costs():
     out = found(owning([1.0], [3.0]))
-    assert (out.rank, out.slowest.spread_s, out.slow) == (1, None, True)
+    assert (out.rank, out.slowest.spread_s, out.is_slow) == (1, None, True)
 
 
 def test_nothing_is_saved_where_everyone_is_fast_in_turn():
@@ -231,7 +233,7 @@ def test_nothing_is_saved_where_everyone_is_fast_in_turn():
     ranks = [[0.0 if number == rank else 10.0 for number in range(4)] for rank in range(4)]
     record = owning(*[[10.0, *own] for own in ranks])  # the first step is warm-up
     out = found(record)
-    assert (out.rank, out.cost_s, out.share, out.slow) == (0, -2.5, 0.0, False)
+    assert (out.rank, out.cost_s, out.share, out.is_slow) == (0, -2.5, 0.0, False)
 
 
 def test_more_work_is_said():
@@ -279,9 +281,9 @@ UNKNOWN: dict[str, tuple[Record, Message]] = {
 @pytest.mark.parametrize("what", UNKNOWN)
 def test_what_cannot_be_told_has_a_reason(what):
     record, reason = UNKNOWN[what]
-    assert stragglers.find(record) == Unknown(reason)
+    assert stragglers.find_stragglers(record) == UnknownStragglers(reason)
     metric = record.metrics["straggler_share"]
-    assert (metric.value, metric.note, slow_notes(record)) == (None, text(reason), [])
+    assert (metric.value, metric.note, slow_notes(record)) == (None, render_text(reason), [])
 
 
 def scored(walls: Sequence[float], tp: int = 1, tokens: Sequence[int] | None = None) -> Record:
@@ -320,8 +322,13 @@ def test_replicas_that_score_are_compared_by_their_pass():
         ((0,), 10.0, 12.0),
     ]
     said = "rank 3 on host fh2 is slow: it costs 31.2 % of the pass"
-    assert text(stragglers.note(record)) == f"{said} (own time 16.00 s, the others 11.00 s)"
-    assert text(stragglers.note(record), wording=1) == golden("own-16-00-against-11-00", said)
+    assert (
+        render_text(stragglers.make_straggler_note(record))
+        == f"{said} (own time 16.00 s, the others 11.00 s)"
+    )
+    assert render_text(stragglers.make_straggler_note(record), wording=1) == golden(
+        "own-16-00-against-11-00", said
+    )
 
 
 def test_ranks_of_one_tensor_parallel_group_are_one_replica():
@@ -335,20 +342,22 @@ def test_ranks_of_one_tensor_parallel_group_are_one_replica():
     )
     said = "ranks 2 to 3 on host fh2 are slow: they cost 25.0 % of the pass"
     own = "own time 14.00 s, the others 10.50 s, with 1.10 times their tokens"
-    assert text(stragglers.note(record)) == f"{said} ({own})"
+    assert render_text(stragglers.make_straggler_note(record)) == f"{said} ({own})"
     before = "own 14.00 s against 10.50 s of the others, with 1.10 times their tokens"
-    assert text(stragglers.note(record), wording=1) == f"{said} ({before})"
+    assert render_text(stragglers.make_straggler_note(record), wording=1) == f"{said} ({before})"
 
 
 def test_one_replica_has_nobody_to_be_compared_with():
-    assert stragglers.find(scored([10.0, 11.0], tp=2)) == Unknown(stragglers.ONE_REPLICA)
+    assert stragglers.find_stragglers(scored([10.0, 11.0], tp=2)) == UnknownStragglers(
+        stragglers.ONE_REPLICA
+    )
 
 
 def test_a_replica_that_did_not_finish():
     record = scored([10.0, 11.0, 12.0])
-    assert stragglers.find(record.model_copy(update={"passes": record.passes[:2]})) == Unknown(
-        stragglers.UNFINISHED
-    )
+    assert stragglers.find_stragglers(
+        record.model_copy(update={"passes": record.passes[:2]})
+    ) == UnknownStragglers(stragglers.UNFINISHED)
 
 
 @pytest.mark.parametrize("count", range(2, 8))

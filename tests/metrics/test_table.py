@@ -7,14 +7,14 @@ import pytest
 
 from steelyard import words
 from steelyard.case import resolve
-from steelyard.metrics import table as metrics
+from steelyard.metrics import metric_table as metrics
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import EngineDetails, Environment, Series
 from steelyard.record.record import EngineFacts, Record, Scope
+from steelyard.record.run_facts import EngineDetails, Environment, TelemetrySeries
 from steelyard.run import assemble
-from steelyard.run.boundary import RankFile
 from steelyard.run.failure import Failure, RankResults
+from steelyard.run.worker_files import RankFile
 from steelyard.words import Message
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
 PEAK = {"name": "chip", "flops_per_s": {"bf16": 4e6}, "source": "datasheet"}
 
 
-def resolved(**changes: Any) -> resolve.Resolved:
+def resolved(**changes: Any) -> resolve.ResolvedCase:
     """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary
     32.
     """
@@ -37,7 +37,7 @@ def resolved(**changes: Any) -> resolve.Resolved:
     ]
     settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
     # as if a file said so
-    return replace(resolve.resolve("llama2-7b-mmlu", settings=settings, **changes), origins={})
+    return replace(resolve.resolve_case("llama2-7b-mmlu", settings=settings, **changes), origins={})
 
 
 def rank_file(
@@ -118,7 +118,7 @@ def rank_file(
     return out | over
 
 
-def series(device: str = "cuda:0", **columns: Any) -> Series:
+def series(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
     base = {
         "t_s": [0.0, 31.0, 33.0, 35.0, 50.0],
         "memory_bytes": [1 * GIB, 5 * GIB, 7 * GIB, 6 * GIB, 90 * GIB],
@@ -127,7 +127,7 @@ def series(device: str = "cuda:0", **columns: Any) -> Series:
         "reasons": [[], ["sw_power_cap"], ["sw_power_cap"], [], []],
     }
     table = {"device": device, "period_s": 2.0, "baseline_processes": 0, "columns": base | columns}
-    return Series.model_validate(table)
+    return TelemetrySeries.model_validate(table)
 
 
 def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> dict[str, Any]:
@@ -161,11 +161,13 @@ def made(*ranks: dict[str, Any], **options: Any) -> Record:
 
 
 def assembled(
-    one: resolve.Resolved, known: dict[str, Any], ended: tuple[RankResults, Failure | None]
+    one: resolve.ResolvedCase, known: dict[str, Any], ended: tuple[RankResults, Failure | None]
 ) -> Record:
-    draft = assemble.draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
-    times = assemble.Times(origin_s=1000.0, spawned_s=1000.25, started_s=1000.5, ended_s=1025.0)
-    return assemble.assemble(draft, one.case, times, *ended, clock=lambda: 1025.5)
+    draft = assemble.make_draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
+    times = assemble.RunTimes(
+        origin_s=1000.0, agents_started_s=1000.25, workers_started_s=1000.5, ended_s=1025.0
+    )
+    return assemble.assemble_record(draft, one.case, times, *ended, clock=lambda: 1025.5)
 
 
 def value(found: Record, name: str) -> float | None:
@@ -268,7 +270,7 @@ def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
     assert value(found, "mfu_achievable") == pytest.approx(
         value(found, "flops_causal") / 6.0 / 8e5, rel=1e-12
     )
-    older = metrics.derive(found.model_copy(update={"formulas": None}))
+    older = metrics.derive_metrics(found.model_copy(update={"formulas": None}))
     assert older["matmul_rate"].value == 2e6
 
 
@@ -330,7 +332,7 @@ def test_quality_is_worked_out_from_the_answers():
     assert value(found, "acc_se") == pytest.approx((0.25 * 0.75 / 12) ** 0.5)
     assert value(found, "agreement") == 1.0
     assert (found.quality.evaluated, found.quality.value) == (False, 0.25)
-    assert found.quality.note == words.both(
+    assert found.quality.note == words.join_messages(
         Message("quality.random"), Message("quality.other_data")
     )
 
@@ -347,7 +349,7 @@ def real(**answers: Any) -> Record:
 
 
 def test_a_changed_question_is_not_judged_and_says_so():
-    one = resolve.resolve(
+    one = resolve.resolve_case(
         "llama2-7b-mmlu", settings=["question.data.shots=0", "max_interval=9", "gate.within=0.5"]
     )
     rank = rank_file()
@@ -495,5 +497,5 @@ def test_every_unknown_has_a_reason_and_every_record_is_sealed():
     found = made()
     assert all(one.note for one in found.metrics.values() if one.value is None)
     assert set(found.hashes) == {"samples", "record", "bytes"}
-    assert found.metrics == metrics.derive(found)
-    assert record.seal(found).hashes == found.hashes
+    assert found.metrics == metrics.derive_metrics(found)
+    assert record.seal_record(found).hashes == found.hashes

@@ -6,8 +6,8 @@ from fixtures.golden import golden
 from fixtures.report import GIB, rank_samples, training
 from fixtures.training import ONE, TWO, value
 from steelyard import tasks
-from steelyard.metrics import formulas_1, rates, spans, stats
-from steelyard.metrics import table as metrics
+from steelyard.metrics import formulas_1, passes, rates, stats
+from steelyard.metrics import metric_table as metrics
 
 STEADY = "steady window: steps 1 to 3 (fewer than 10 steps: the first counts as warm-up)"
 SCORING = (
@@ -25,7 +25,7 @@ PP2 = {"plan": (1, 2, 1)}
 
 def test_rates_of_one_rank():
     found = training(ONE)
-    assert spans.headline(found) == "train"
+    assert passes.find_headline_pass(found) == "train"
     assert value(found, "p_whole") == value(found, "p_train") == 400 / 5.0
     assert value(found, "p_core") == 300 / (0.75 * 3)
     assert value(found, "tokens_per_device_s") == 300 / 3.0
@@ -119,7 +119,7 @@ def test_memory_is_that_of_the_train_pass():
     found = training(TWO, **PP2)
     assert value(found, "mem") == 40.0
     assert (value(found, "mem_allocated"), value(found, "mem_reserved")) == (3.0, 4.0)
-    assert (rates.rank_mem(found, 0), rates.rank_mem(found, 1)) == (40.0, 39.0)
+    assert (rates.rank_memory_gib(found, 0), rates.rank_memory_gib(found, 1)) == (40.0, 39.0)
 
 
 def test_mem_predicted_says_what_it_holds():
@@ -161,12 +161,14 @@ def test_older_records_keep_their_window_and_interval():
         training((noisy,), formulas=number).metrics["tokens_per_device_s"].interval
         for number in (None, 2)
     )
-    kept = noisy[formulas_1.steady_start(noisy) :]
+    kept = noisy[formulas_1.find_mser_cut(noisy) :]
     assert len(kept) < 100
     assert old == pytest.approx(
-        tuple(100 * end for end in formulas_1.rate_interval([1.0] * len(kept), kept))
+        tuple(100 * end for end in formulas_1.batch_means_interval([1.0] * len(kept), kept))
     )
-    assert new == pytest.approx(stats.rate_interval(100 * 100 / sum(noisy), [1.0] * 100, noisy))
+    assert new == pytest.approx(
+        stats.estimate_rate_interval(100 * 100 / sum(noisy), [1.0] * 100, noisy)
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,6 @@ def test_kinds_have_their_own_metrics():
         "mem_predicted",
         "padded_share",
     } <= found
-    for task in tasks.table().values():
-        rows = [metric.name for metric in metrics.of_task(task)]
+    for task in tasks.load_tasks().values():
+        rows = [metric.name for metric in metrics.list_task_metrics(task)]
         assert len(rows) == len(set(rows))

@@ -11,7 +11,7 @@ from fixtures.report import COUNTS, question, rank_samples, training
 from fixtures.training import ONE, TWO, codes, value
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
-from steelyard.record.record import Scope, canonical_bytes
+from steelyard.record.record import Scope, to_canonical_bytes
 
 OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": False}
 
@@ -205,7 +205,7 @@ def test_odd_tables_are_refused_in_one_line(place, odd, tmp_path: Path):
         node = node[part]
     node[place[-1]] = odd
     path = tmp_path / "record.json"
-    path.write_bytes(canonical_bytes(table))
+    path.write_bytes(to_canonical_bytes(table))
     with pytest.raises(RequestError, match="not a record: ") as caught:
-        verify.verify(path)
+        verify.verify_record(path)
     assert "\n" not in str(caught.value)

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from steelyard.errors import RequestError
-from steelyard.models.attention import KERNELS, WINDOWED, attend, known, layout, with_window
+from steelyard.models.attention import (
+    ATTENTION_KERNELS,
+    WINDOW_KERNELS,
+    attend_packed_rows,
+    check_attention_kernel,
+    choose_windowed_kernel,
+    make_packed_layout,
+)
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
 def test_scoring_may_have_every_kernel(kernel: str) -> None:
-    assert known(kernel, False) == kernel
+    assert check_attention_kernel(kernel, False) == kernel
 
 
 @pytest.mark.parametrize(
@@ -42,33 +49,33 @@ def test_training_may_not_have_one_with_wrong_gradients(
     kernel: str, others: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        known(kernel, True, *others)
+        check_attention_kernel(kernel, True, *others)
     assert str(caught.value) == says
 
 
 def test_an_engine_may_have_more() -> None:
-    assert known("sdpa", True, "sdpa") == "sdpa"
+    assert check_attention_kernel("sdpa", True, "sdpa") == "sdpa"
 
 
 def test_a_window_no_shorter_than_the_longest_row_is_none() -> None:
-    for kernel in KERNELS:
-        assert with_window(kernel, 4096, 4096, kernel) == kernel
-        assert with_window(kernel, None, 10**6, "auto") == kernel
+    for kernel in ATTENTION_KERNELS:
+        assert choose_windowed_kernel(kernel, 4096, 4096, kernel) == kernel
+        assert choose_windowed_kernel(kernel, None, 10**6, "auto") == kernel
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
 def test_kernels_without_a_window(kernel: str) -> None:
     """Where one is needed they are refused, and `auto` takes the plain one."""
-    if kernel in WINDOWED:
+    if kernel in WINDOW_KERNELS:
         assert (
-            with_window(kernel, 4096, 4097, "auto")
-            == with_window(kernel, 4096, 4097, kernel)
+            choose_windowed_kernel(kernel, 4096, 4097, "auto")
+            == choose_windowed_kernel(kernel, 4096, 4097, kernel)
             == kernel
         )
         return
-    assert with_window(kernel, 4096, 4097, "auto") == "rows"
+    assert choose_windowed_kernel(kernel, 4096, 4097, "auto") == "rows"
     with pytest.raises(RequestError) as caught:
-        with_window(kernel, 4096, 4097, kernel)
+        choose_windowed_kernel(kernel, 4096, 4097, kernel)
     assert (
         str(caught.value)
         == f"tune.attention={kernel!r} has no window, and rows of 4097 tokens need the model's of"
@@ -76,7 +83,9 @@ def test_kernels_without_a_window(kernel: str) -> None:
     )
     q = torch.randn(3, 1, 2)
     with pytest.raises(ValueError, match="has no window"):
-        attend(q, q, q, layout([3], None, torch.device("cpu")), kernel, window=2)
+        attend_packed_rows(
+            q, q, q, make_packed_layout([3], None, torch.device("cpu")), kernel, window=2
+        )
 
 
 @pytest.mark.parametrize("window", [1, 4, 9, 10])
@@ -87,14 +96,16 @@ def test_a_query_sees_its_window_and_nothing_else(window: int) -> None:
     device, own, seen = torch.device("cpu"), [6, 2], [9, 7]
     torch.manual_seed(1)
     q, k, v = torch.randn(8, 2, 4), torch.randn(16, 1, 4), torch.randn(16, 1, 4)
-    rows = layout(own, seen, device)
-    out = attend(q, k, v, rows, "rows", window=window)
+    rows = make_packed_layout(own, seen, device)
+    out = attend_packed_rows(q, k, v, rows, "rows", window=window)
     for query, (first, last) in enumerate([*((0, 3 + i) for i in range(6)), (9, 14), (9, 15)]):
         begin = max(first, last - window + 1)
         for key in range(16):
             changed = v.clone()
             changed[key] += 5.0
             moved = not torch.allclose(
-                attend(q, k, changed, rows, "rows", window=window)[query], out[query], atol=1e-6
+                attend_packed_rows(q, k, changed, rows, "rows", window=window)[query],
+                out[query],
+                atol=1e-6,
             )
             assert moved == (begin <= key <= last)

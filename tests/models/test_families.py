@@ -11,10 +11,10 @@ from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.models.auto_shape import AutoModel
-from steelyard.models.shapes import GlmModel, LlamaModel, padded_vocab_rows, vocab_rows
+from steelyard.models.shapes import GlmModel, LlamaModel, count_padded_vocab_rows, count_vocab_rows
 from steelyard.plan import flops
 
-FAMILIES = families.table()
+FAMILIES = families.load_families()
 SHAPES = {
     "llama": LlamaModel(
         family="llama",
@@ -46,10 +46,10 @@ def test_every_family_is_here() -> None:
 
 def test_a_counted_model_costs_what_was_counted() -> None:
     counts = {"tokens": 10, "pairs": 55, "square": 100, "logits": 3}
-    assert flops.causal(COUNTED, counts) == 10 * 50_000 + 55 * 256 + 3 * 3904
-    assert flops.counted(COUNTED, counts) == 10 * 50_000 + 100 * 256 + 3 * 3904
-    assert flops.parameters(COUNTED) == 99_000
-    assert flops.nominal(COUNTED, counts) is None
+    assert flops.count_causal_flops(COUNTED, counts) == 10 * 50_000 + 55 * 256 + 3 * 3904
+    assert flops.count_profiled_flops(COUNTED, counts) == 10 * 50_000 + 100 * 256 + 3 * 3904
+    assert flops.count_model_parameters(COUNTED) == 99_000
+    assert flops.count_nominal_flops(COUNTED, counts) is None
 
 
 @pytest.mark.parametrize(
@@ -73,32 +73,33 @@ def test_a_counted_model_has_no_key_that_names_code(key: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_build_and_random_init(name: str) -> None:
-    row, shape = families.row(name), SHAPES[name]
+    row, shape = families.find_family(name), SHAPES[name]
     assert row.build is not None
     assert row.random_init is not None
     model, again = (
-        plugins.load(row.build)(shape, torch.device("cpu"), torch.float32) for _ in range(2)
+        plugins.load_reference(row.build)(shape, torch.device("cpu"), torch.float32)
+        for _ in range(2)
     )
     for made in (model, again):
-        plugins.load(row.random_init)(made, 3)
+        plugins.load_reference(row.random_init)(made, 3)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
     )
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == shape.layers * row.layer_parameters(shape) + row.other_parameters(shape)
+    assert count == shape.layers * row.count_layer_parameters(shape) + row.other_parameters(shape)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_references(name: str) -> None:
     for field in REFERENCES:
         reference = getattr(FAMILIES[name], field)
-        assert reference is None or plugins.load(reference) is not None
+        assert reference is None or plugins.load_reference(reference) is not None
     assert (FAMILIES[name].placements is None) == (name in ("glm", "auto"))
 
 
 def test_unknown() -> None:
     with pytest.raises(RequestError, match="no family 'bert'; known: llama, glm, auto"):
-        families.row("bert")
+        families.find_family("bert")
 
 
 @pytest.mark.process
@@ -117,4 +118,4 @@ def test_no_torch() -> None:
     [(61, 1, 61, 64), (61, 2, 64, 64), (129, 2, 128, 128), (32000, 8, 4032, 4032)],
 )
 def test_rows_of_a_vocabulary(vocab: int, tp: int, rows: int, padded: int) -> None:
-    assert (vocab_rows(vocab, tp), padded_vocab_rows(vocab, tp)) == (rows, padded)
+    assert (count_vocab_rows(vocab, tp), count_padded_vocab_rows(vocab, tp)) == (rows, padded)

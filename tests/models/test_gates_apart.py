@@ -5,37 +5,37 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from steelyard.models import llama_init, placements
-from steelyard.models.attention import layout
-from steelyard.models.llama import GatesApart, LlamaShape
-from steelyard.models.placements import WHOLE
+from steelyard.models import llama_init, llama_placements
+from steelyard.models.attention import make_packed_layout
+from steelyard.models.llama import GateFirstShape, LlamaShape
+from steelyard.models.llama_placements import WHOLE
 
 SHAPE = LlamaShape(
     layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=48, vocab=64, positions=32
 )
-APART = GatesApart(**asdict(SHAPE))
+APART = GateFirstShape(**asdict(SHAPE))
 LENS = [5, 9, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_halves_have_the_same_weights_and_answers(dtype: torch.dtype) -> None:
-    assert (SHAPE.ffn_block, APART.ffn_block) == (8, 48)
+    assert (SHAPE.gate_up_chunk, APART.gate_up_chunk) == (8, 48)
     models = []
     for shape in (SHAPE, APART):
-        made = llama_init.build(shape, torch.device("cpu"), dtype)
-        llama_init.fill_random(made, 3, shape)
+        made = llama_init.build_llama(shape, torch.device("cpu"), dtype)
+        llama_init.fill_random_llama_weights(made, 3, shape)
         models.append(made)
     name = "layers.1.gate_up.weight"
     weights = [dict(one.named_parameters())[name] for one in models]
     logical = [
-        placements.logical_view(name, weight, one.shape, WHOLE).reshape(2, 48, 16)
+        llama_placements.view_logically(name, weight, one.shape, WHOLE).reshape(2, 48, 16)
         for weight, one in zip(weights, models, strict=True)
     ]
     assert not torch.equal(*weights)
     assert torch.equal(*logical)
     tokens = torch.arange(sum(LENS)) * 7 % 64
     positions = torch.cat([torch.arange(n) for n in LENS])
-    rows = layout(LENS, None, torch.device("cpu"))
+    rows = make_packed_layout(LENS, None, torch.device("cpu"))
     with torch.inference_mode():
         apart, mixed = (
             one(tokens, positions, rows, "rows", torch.arange(sum(LENS)))

@@ -10,10 +10,17 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import CPU, SHAPE, build, dense, literal, literal_scores, packed, samples
-from steelyard.data.cloze import Cloze
+from steelyard.data.cloze_samples import ClozeSample
 from steelyard.models import glm
-from steelyard.models.glm_attention import Blocks, Merged, RowBorders, attend, layout, merge
-from steelyard.training.glm import ClozeMicroBatch, scores_of, to_device
+from steelyard.models.cloze_attention import (
+    AttentionCalls,
+    MergedClozeAttention,
+    RowOffsets,
+    attend_cloze,
+    make_cloze_layout,
+    merge_softmax_parts,
+)
+from steelyard.training.glm_trainer import ClozeMicroBatch, compute_scores, send_cloze_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DIVISIONS = ["closed", "open"]
@@ -25,14 +32,14 @@ LENGTHS = {
 
 def scores(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
     logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "padded")
-    return scores_of(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
+    return compute_scores(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_scores_are_those_of_the_literal_implementation(division: str) -> None:
     model, some = build(), samples(4)
     expected = literal_scores(model, some)
-    found = scores(model, to_device(packed(division, some), CPU))
+    found = scores(model, send_cloze_batch(packed(division, some), CPU))
     assert found.shape == (4, 4)
     for row, wanted in zip(found.tolist(), expected, strict=True):
         assert row[: len(wanted)] == pytest.approx(
@@ -49,7 +56,7 @@ def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
     some, found = samples(4), {}
     for division in DIVISIONS:
         model = build(dtype)
-        got = scores(model, to_device(packed(division, some), CPU))
+        got = scores(model, send_cloze_batch(packed(division, some), CPU))
         (torch.logsumexp(got, 1) - got[:, 0]).sum().backward()
         found[division] = got.detach(), {name: p.grad for name, p in model.named_parameters()}
     both = found["closed"][0].isfinite()
@@ -66,18 +73,21 @@ def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
 def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
     model, some = build(), samples(4)
     last = some[2].candidates[-1]
-    other = Cloze(
+    other = ClozeSample(
         **{**vars(some[2]), "candidates": (*some[2].candidates[:-1], (*last[:-1], last[-1] + 1))}
     )
     before, after = (
-        to_device(packed(division, every), CPU) for every in (some, [*some[:2], other, some[3]])
+        send_cloze_batch(packed(division, every), CPU)
+        for every in (some, [*some[:2], other, some[3]])
     )
     moved = (scores(model, before) - scores(model, after)).abs() > 1e-9
     assert moved.nonzero().tolist() == [[2, len(some[2].candidates) - 1]]
     with torch.no_grad():
         streams = [
             sum(
-                model.streams(model.embed(m.tokens, m.positions, m.blocks), m.layout, "padded", 0.0)
+                model.run_layers(
+                    model.embed(m.tokens, m.positions, m.blocks), m.layout, "padded", 0.0
+                )
             )
             for m in (before, after)
         ]
@@ -92,9 +102,9 @@ def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
 
 def test_a_span_sees_its_past() -> None:
     model, some = build(), samples(4)
-    first = Cloze(**{**vars(some[1]), "candidates": (some[1].candidates[0], (2, 3, 4))})
-    other = Cloze(**{**vars(some[1]), "candidates": (some[1].candidates[0], (7, 3, 4))})
-    one, two = (to_device(packed("open", [every]), CPU) for every in (first, other))
+    first = ClozeSample(**{**vars(some[1]), "candidates": (some[1].candidates[0], (2, 3, 4))})
+    other = ClozeSample(**{**vars(some[1]), "candidates": (some[1].candidates[0], (7, 3, 4))})
+    one, two = (send_cloze_batch(packed("open", [every]), CPU) for every in (first, other))
     said = [model(m.tokens, m.positions, m.blocks, m.layout, "padded") for m in (one, two)]
     moved = (said[0] - said[1]).abs().amax(1) > 1e-9
     own = len(some[1].candidates[0]) + 1
@@ -124,10 +134,10 @@ def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_padded_attention_is_the_dense_one(division: str) -> None:
-    qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
+    qkv, rows = made_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
     wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division]), qkv)
     for found, expected in zip(
-        seen_and_grad(lambda x: attend(x, rows, "padded", 0.0), qkv), wanted, strict=True
+        seen_and_grad(lambda x: attend_cloze(x, rows, "padded", 0.0), qkv), wanted, strict=True
     ):
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
@@ -141,11 +151,11 @@ class Plain:
         self.keep, self.offsets = keep, [(0, 0), (n, 0), (n, n)]
         self.calls = 0
 
-    def blocks(self) -> Blocks:
-        return Blocks(self.forward, self.backward)
+    def blocks(self) -> AttentionCalls:
+        return AttentionCalls(self.forward, self.backward)
 
-    def rows(self, queries: RowBorders, keys: RowBorders):
-        q, k = queries.cu.tolist(), keys.cu.tolist()
+    def rows(self, queries: RowOffsets, keys: RowOffsets):
+        q, k = queries.cu_lengths.tolist(), keys.cu_lengths.tolist()
         return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
 
     def probabilities(self, q, k, lse, rows, causal, state):
@@ -194,7 +204,7 @@ def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) 
     """Value and gradients, with what flash attention computes written out: in the second case a
     fixed quarter is dropped.
     """
-    qkv, rows = made_qkv(division), layout(*LENGTHS[division], CPU)
+    qkv, rows = made_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
     total = len(qkv)
     keep = (
         (torch.arange(total * total).view(total, total) % 7 > 1).double() / 0.75
@@ -203,42 +213,47 @@ def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) 
     )
     wanted = seen_and_grad(lambda x: dense(x, *LENGTHS[division], keep), qkv)
     plain = Plain(keep, rows.context_tokens)
-    found = seen_and_grad(lambda x: Merged.apply(x, rows, 0.25, plain.blocks(), merge), qkv)
+    found = seen_and_grad(
+        lambda x: MergedClozeAttention.apply(x, rows, 0.25, plain.blocks(), merge_softmax_parts),
+        qkv,
+    )
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
 def test_dropout_of_padded_attention_drops() -> None:
-    qkv, rows = made_qkv("open"), layout(*LENGTHS["open"], CPU)
-    still, dropped = (attend(qkv, rows, "padded", rate) for rate in (0.0, 0.5))
+    qkv, rows = made_qkv("open"), make_cloze_layout(*LENGTHS["open"], CPU)
+    still, dropped = (attend_cloze(qkv, rows, "padded", rate) for rate in (0.0, 0.5))
     assert not torch.allclose(still, dropped)
 
 
 def test_rows_of_a_layout() -> None:
-    rows = layout(*LENGTHS["open"], CPU)
-    assert rows.contexts.cu.tolist() == [0, 6, 9, 18]
-    assert rows.groups.cu.tolist() == [0, 6, 12, 17]
-    assert rows.spans.cu.tolist() == [0, 2, 6, 7, 10, 12, 17]
+    rows = make_cloze_layout(*LENGTHS["open"], CPU)
+    assert rows.contexts.cu_lengths.tolist() == [0, 6, 9, 18]
+    assert rows.groups.cu_lengths.tolist() == [0, 6, 12, 17]
+    assert rows.spans.cu_lengths.tolist() == [0, 2, 6, 7, 10, 12, 17]
     assert [
-        rows.contexts.longest,
-        rows.groups.longest,
-        rows.spans.longest,
+        rows.contexts.max_length,
+        rows.groups.max_length,
+        rows.spans.max_length,
         rows.context_tokens,
     ] == [9, 6, 5, 18]
-    assert rows.contexts.cu.dtype == torch.int32
+    assert rows.contexts.cu_lengths.dtype == torch.int32
     with pytest.raises(ValueError, match="every context"):
-        layout([3], [1, 1], [1], CPU)
+        make_cloze_layout([3], [1, 1], [1], CPU)
 
 
 def test_dropout_is_on_embeddings_and_outputs() -> None:
     model = build()
-    micro = to_device(packed("open"), CPU)
+    micro = send_cloze_batch(packed("open"), CPU)
     ids = micro.tokens, micro.positions, micro.blocks
     with torch.no_grad():
         still = model(*ids, micro.layout, "padded")
         assert torch.equal(still, model(*ids, micro.layout, "padded", 0.0))
         assert not torch.allclose(still, model(*ids, micro.layout, "padded", 0.1), atol=1e-3)
-        x = glm.joined(torch.zeros(4000, 32), torch.ones(4000, 32), torch.nn.LayerNorm(32), 0.1)[0]
+        x = glm.dropout_add_norm(
+            torch.zeros(4000, 32), torch.ones(4000, 32), torch.nn.LayerNorm(32), 0.1
+        )[0]
     assert x.unique().tolist() == pytest.approx([0.0, 1 / 0.9])
     assert float(x.mean()) == pytest.approx(1, abs=0.01)
 
@@ -267,9 +282,9 @@ def test_names_and_sizes_are_those_of_the_checkpoints() -> None:
 
 
 def test_random_weights_depend_on_seed_and_name() -> None:
-    one, same, other = (glm.build(SHAPE, CPU, torch.float32) for _ in range(3))
+    one, same, other = (glm.build_glm(SHAPE, CPU, torch.float32) for _ in range(3))
     for model, seed in ((one, 1), (same, 1), (other, 2)):
-        glm.fill_random(model, seed)
+        glm.fill_random_glm_weights(model, seed)
     first = dict(one.named_parameters())
     assert all(torch.equal(p, first[name]) for name, p in same.named_parameters())
     assert not torch.equal(other.word_embeddings.weight, one.word_embeddings.weight)
@@ -290,8 +305,8 @@ def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(
     nothing else.
     """
     shape = SHAPE.model_copy(update={"layers": layers})
-    model = glm.build(shape, CPU, torch.float32)
-    glm.fill_random(model, 1)
+    model = glm.build_glm(shape, CPU, torch.float32)
+    glm.fill_random_glm_weights(model, 1)
     found = {name: p for name, p in model.named_parameters() if p.dim() == 2}
     ends = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
     outputs, others = (
@@ -307,8 +322,8 @@ def test_random_weights_are_these_numbers() -> None:
     """A seed's: the draw of each parameter is its own, and a scaled one is the same draw with
     another deviation.
     """
-    model = glm.build(SHAPE, CPU, torch.float32)
-    glm.fill_random(model, 1)
+    model = glm.build_glm(SHAPE, CPU, torch.float32)
+    glm.fill_random_glm_weights(model, 1)
     name = "transformer.layers.1.mlp.dense_4h_to_h.weight"
     digest = hashlib.sha256(f"1:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

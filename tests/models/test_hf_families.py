@@ -15,14 +15,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fixtures.hf_families import MODELS, ours, theirs
 from models.test_llama import shared_batch
-from steelyard.data import batches
+from steelyard.data import prompt_batches
 from steelyard.errors import RequestError
-from steelyard.models.attention import layout
+from steelyard.models.attention import make_packed_layout
 from steelyard.models.llama import Llama
-from steelyard.models.llama_fused import BlockKernels, FusedBlock, Scoring
+from steelyard.models.llama_fused import BlockKernels, FusedBlock, ScoringLinears
 from steelyard.models.shapes import LinearRope
 from steelyard.plan import flops
-from steelyard.weights import convert, hf_config, hf_families, load
+from steelyard.weights import convert, hf_config, hf_families, llama_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,15 +55,15 @@ def rows_of(lengths: list[int], vocab: int) -> list[Tensor]:
 
 
 def loaded(name: str, folder: Path) -> Llama:
-    made = load.build(ours(name), CPU, torch.float32)
-    load.load(made, folder, load.shape_of(ours(name)))
+    made = llama_weights.build_llama(ours(name), CPU, torch.float32)
+    llama_weights.load_llama(made, folder, llama_weights.get_llama_shape(ours(name)))
     return made
 
 
 def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
     tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     blocks = (
-        [FusedBlock(block, Scoring(), BlockKernels(False)) for block in model.layers]
+        [FusedBlock(block, ScoringLinears(), BlockKernels(False)) for block in model.layers]
         if fused
         else None
     )
@@ -72,7 +72,7 @@ def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
         out: Tensor = model(
             tokens,
             positions,
-            layout([len(row) for row in rows], None, CPU),
+            make_packed_layout([len(row) for row in rows], None, CPU),
             "rows",
             every,
             blocks=blocks,
@@ -91,13 +91,15 @@ def gap(one: Tensor, other: Tensor) -> float:
 
 def test_every_type_is_tried() -> None:
     # the same as llama, by name
-    assert {like.model_type for like in MODELS.values()} == set(hf_families.ROWS) - {"aquila"}
+    assert {like.model_type for like in MODELS.values()} == set(hf_families.HF_FAMILIES) - {
+        "aquila"
+    }
 
 
 def test_its_configuration_tells_the_model(saved: tuple[str, Path, Any]) -> None:
     name, folder, _ = saved
     path = folder / "config.json"
-    assert hf_config.model_of(path, json.loads(path.read_text())) == ours(name)
+    assert hf_config.parse_hf_model(path, json.loads(path.read_text())) == ours(name)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -121,7 +123,7 @@ def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     right = loaded(name, tmp_path)
     less = ours(name).model_copy(update={field: type(ours(name)).model_fields[field].default})
-    wrong = load.build(less, CPU, torch.float32)
+    wrong = llama_weights.build_llama(less, CPU, torch.float32)
     wrong.load_state_dict(right.state_dict(), strict=False)
     rows = rows_of([40], 131)
     assert gap(packed(wrong, rows), answered(model, rows)) > 1e-2
@@ -131,13 +133,13 @@ def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> Non
 def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
     """Of every tensor the name and the bits; the library answers the same from it, and so do we."""
     name, folder, _ = saved
-    convert.convert(folder, tmp_path / "again", "hf", 1)
+    convert.convert_checkpoint(folder, tmp_path / "again", "hf", 1)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     path = tmp_path / "again" / "config.json"
     config = json.loads(path.read_text())
-    assert hf_config.model_of(path, config) == ours(name)
+    assert hf_config.parse_hf_model(path, config) == ours(name)
     # the same without a window
     assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)
 
@@ -148,7 +150,7 @@ def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
     """
     name, folder, _ = saved
     model, made = ours(name), loaded(name, folder)
-    batch = batches.closed_batch([list(range(n)) for n in LENGTHS], [0, 1, 2, 3])
+    batch = prompt_batches.make_closed_batch([list(range(n)) for n in LENGTHS], [0, 1, 2, 3])
     for backward in (False, True):
         made.requires_grad_(backward)
         with (
@@ -159,15 +161,15 @@ def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
             given = (
                 torch.from_numpy(batch.tokens),
                 torch.from_numpy(batch.positions),
-                layout(batch.q_lens, None, CPU),
+                make_packed_layout(batch.q_lens, None, CPU),
             )
             logits = made(*given, "rows", torch.from_numpy(batch.pick))
             if backward:
                 logits.square().sum().backward()
-        assert counter.get_total_flops() == flops.counted(model, batch.counts) * (
+        assert counter.get_total_flops() == flops.count_profiled_flops(model, batch.counts) * (
             3 if backward else 1
         )
-    assert flops.parameters(model) == sum(one.numel() for one in made.parameters())
+    assert flops.count_model_parameters(model) == sum(one.numel() for one in made.parameters())
 
 
 def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None:
@@ -175,7 +177,7 @@ def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None
     name, folder, model = saved
     made = loaded(name, folder)
     prefix, *tails = rows_of([23, 5, 1, 9, 14], 131)
-    room = made.empty_prefix(len(prefix) + 2)
+    room = made.make_empty_prefix(len(prefix) + 2)
     found = shared_batch(made, room, prefix, tails[:2], with_prefix=True)
     found += shared_batch(made, room, prefix, tails[2:], with_prefix=False)
     for tail, logits in zip(tails, found, strict=True):
@@ -243,7 +245,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_configurations_that_are_refused(name: str) -> None:
     changes, said = REFUSED[name]
     with pytest.raises(RequestError) as caught:
-        hf_config.model_of(Path("config.json"), PLAIN | changes)
+        hf_config.parse_hf_model(Path("config.json"), PLAIN | changes)
     line = str(caught.value)
     assert line.startswith("config.json: ")
     assert "\n" not in line
@@ -291,7 +293,7 @@ def test_what_is_not_told_is_what_transformers_takes(
     }
     if "num_key_value_heads" in changes:
         config["num_key_value_heads"] = None
-    model = hf_config.model_of(Path("config.json"), config)
+    model = hf_config.parse_hf_model(Path("config.json"), config)
     assert {name: getattr(model, name) for name in fields} == fields
 
 
@@ -301,4 +303,6 @@ def test_pairs_of_a_window_are_those_of_its_mask(window: int | None) -> None:
     for queries, keys in ((40, 40), (1, 1), (3, 40), (40, 52), (12, 12)):
         mask = torch.ones(queries, keys).tril(keys - queries)
         mask = mask if window is None else mask.triu(keys - queries - window + 1)
-        assert batches.counts([queries], [keys], 1, window=window)["pairs"] == int(mask.sum())
+        assert prompt_batches.count_batch([queries], [keys], 1, window=window)["pairs"] == int(
+            mask.sum()
+        )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from steelyard.models.tensors import without_values
+from steelyard.models.tensors import skip_initialization
 
 LOADED = "print(json.dumps(sorted(m for m in {names} if m in sys.modules)))"
 HEAVY = (
@@ -20,15 +20,15 @@ HEAVY = (
     "transformers",
 )
 ENGINE = (
-    "from steelyard.engine import rows; rows.load('torch', 'score_choices');"
-    " rows.load_framework('torch')"
+    "from steelyard.engine import engine_rows; engine_rows.load_engine('torch', 'score_choices');"
+    " engine_rows.load_framework('torch')"
 )
 BUILD = """
 import torch
 from steelyard.models import llama_init
 from steelyard.models.llama import LlamaShape
 shape = LlamaShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, ffn=12, vocab=32, positions=16)
-llama_init.fill_random(llama_init.build(shape, torch.device("cpu"), torch.float32), 0, shape)
+llama_init.fill_random_llama_weights(llama_init.build_llama(shape, torch.device("cpu"), torch.float32), 0, shape)
 """
 
 
@@ -53,14 +53,14 @@ def test_the_rule_can_fail() -> None:
 
 def test_modules_without_values_have_their_place_and_type() -> None:
     before = torch.get_default_dtype()
-    with without_values(torch.device("meta"), torch.bfloat16):
+    with skip_initialization(torch.device("meta"), torch.bfloat16):
         made = nn.Linear(2, 3)
     assert (made.weight.device.type, made.weight.dtype, made.bias.dtype) == (
         "meta",
         torch.bfloat16,
         torch.bfloat16,
     )
-    with pytest.raises(ZeroDivisionError), without_values(torch.device("cpu"), torch.float16):
+    with pytest.raises(ZeroDivisionError), skip_initialization(torch.device("cpu"), torch.float16):
         raise ZeroDivisionError
     assert torch.get_default_dtype() == before
     assert nn.Linear(2, 3).weight.abs().sum() > 0

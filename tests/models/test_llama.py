@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from steelyard.models.attention import Prefix, layout
+from steelyard.models.attention import PrefixCache, make_packed_layout
 from steelyard.models.llama import Llama, LlamaShape
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
 CPU = torch.device("cpu")
 BASE = LlamaShape(
@@ -65,8 +65,8 @@ def reference(shape: LlamaShape) -> Any:
 
 def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
     model.save_pretrained(folder)
-    ours = load.build(shape, CPU, torch.float32)
-    load.load(ours, folder, ours.shape)
+    ours = llama_weights.build_llama(shape, CPU, torch.float32)
+    llama_weights.load_llama(ours, folder, ours.shape)
     return ours
 
 
@@ -85,7 +85,11 @@ def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tens
     every = torch.arange(len(tokens)) if pick is None else pick
     with torch.no_grad():
         out: Tensor = model(
-            tokens, positions, layout([len(row) for row in rows], None, CPU), "rows", every
+            tokens,
+            positions,
+            make_packed_layout([len(row) for row in rows], None, CPU),
+            "rows",
+            every,
         )
     return out
 
@@ -152,7 +156,7 @@ def test_bf16_differs_from_transformers_only_in_norms(name: str, tmp_path: Path)
 def test_the_comparison_sees_a_wrong_constant(name: str, tmp_path: Path) -> None:
     theirs = reference(SHAPES[name])
     ours = loaded(SHAPES[name], tmp_path, theirs)
-    wrong = load.build(BASE, CPU, torch.float32)
+    wrong = llama_weights.build_llama(BASE, CPU, torch.float32)
     wrong.load_state_dict(ours.state_dict())
     row = rows_of([19], BASE.vocab)[0]
     assert gap(packed(wrong, [row]), alone(theirs, row)) > 1e-2
@@ -172,8 +176,8 @@ def test_the_comparison_sees_permuted_rows(tmp_path: Path) -> None:
 
 def test_rows_do_not_see_each_other() -> None:
     shape = SHAPES["gqa"]
-    model = load.build(shape, CPU, torch.float32)
-    load.fill_random(model, 3)
+    model = llama_weights.build_llama(shape, CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(model, 3)
     rows = rows_of(LENGTHS, shape.vocab)
     before = packed(model, rows)
     start, end = sum(LENGTHS[:2]), sum(LENGTHS[:3])
@@ -185,8 +189,8 @@ def test_rows_do_not_see_each_other() -> None:
 
 
 def test_a_token_does_not_see_the_ones_after_it() -> None:
-    model = load.build(BASE, CPU, torch.float32)
-    load.fill_random(model, 3)
+    model = llama_weights.build_llama(BASE, CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(model, 3)
     row = rows_of([19], BASE.vocab)[0]
     changed = torch.cat((row[:10], (row[10:] + 1) % BASE.vocab))
     before, after = packed(model, [row]), packed(model, [changed])
@@ -195,7 +199,7 @@ def test_a_token_does_not_see_the_ones_after_it() -> None:
 
 
 def shared_batch(
-    model: Llama, room: list[Prefix], prefix: Tensor, tails: list[Tensor], with_prefix: bool
+    model: Llama, room: list[PrefixCache], prefix: Tensor, tails: list[Tensor], with_prefix: bool
 ) -> list[Tensor]:
     """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what
     was kept.
@@ -214,7 +218,7 @@ def shared_batch(
     positions = torch.cat([torch.arange(n) + start for n, start in zip(lens, starts, strict=True)])
     keep = slice(0, size) if with_prefix else None
     with torch.no_grad():
-        rows_layout = layout(lens, keys, CPU, torch.cat(gather))
+        rows_layout = make_packed_layout(lens, keys, CPU, torch.cat(gather))
         every = torch.arange(sum(lens))
         out = model(torch.cat(rows), positions, rows_layout, "rows", every, room, keep)
     return list(out.split(lens))[len(head) :]
@@ -226,7 +230,7 @@ def test_shared_prefix_equals_closed(name: str, tmp_path: Path) -> None:
     theirs = reference(shape)
     model = loaded(shape, tmp_path, theirs)
     prefix, *tails = rows_of([23, 5, 1, 9, 14, 3], shape.vocab)
-    room = model.empty_prefix(len(prefix) + 2)  # more room than is used
+    room = model.make_empty_prefix(len(prefix) + 2)  # more room than is used
     first = shared_batch(model, room, prefix, tails[:3], with_prefix=True)
     second = shared_batch(model, room, prefix, tails[3:], with_prefix=False)
     for tail, found in zip(tails, first + second, strict=True):
@@ -236,21 +240,21 @@ def test_shared_prefix_equals_closed(name: str, tmp_path: Path) -> None:
 
 
 def test_the_comparison_sees_a_prefix_that_was_not_kept() -> None:
-    model = load.build(BASE, CPU, torch.float32)
-    load.fill_random(model, 3)
+    model = llama_weights.build_llama(BASE, CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(model, 3)
     prefix, tail = rows_of([23, 5], BASE.vocab)
-    found = shared_batch(model, model.empty_prefix(len(prefix)), prefix, [tail], with_prefix=False)[
-        0
-    ]
+    found = shared_batch(
+        model, model.make_empty_prefix(len(prefix)), prefix, [tail], with_prefix=False
+    )[0]
     whole = packed(model, [torch.cat((prefix, tail))])[len(prefix) :]
     assert gap(found, whole) > 1e-3
 
 
 def test_shared_rows_need_their_prefix() -> None:
-    model = load.build(BASE, CPU, torch.float32)
-    rows = layout([2], [2], CPU, torch.arange(2))
+    model = llama_weights.build_llama(BASE, CPU, torch.float32)
+    rows = make_packed_layout([2], [2], CPU, torch.arange(2))
     with pytest.raises(ValueError, match="needs their cached keys"):
-        model.hidden(torch.tensor([1, 2]), torch.arange(2), rows, "rows")
+        model.run_layers(torch.tensor([1, 2]), torch.arange(2), rows, "rows")
 
 
 @pytest.mark.full
@@ -269,8 +273,8 @@ def test_real_smollm2_equals_transformers(smollm2: Path) -> None:
         rope_base=100000.0,
         tied=True,
     )
-    ours = load.build(shape, CPU, torch.float32)
-    source = load.load(ours, smollm2, ours.shape)
+    ours = llama_weights.build_llama(shape, CPU, torch.float32)
+    source = llama_weights.load_llama(ours, smollm2, ours.shape)
     assert source["parameters"] == 134_515_008
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     texts = [

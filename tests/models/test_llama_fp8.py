@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from steelyard.engines.torch.llama import recomputed
+from steelyard.engines.torch.llama_stage import recompute_block
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8
-from steelyard.kernels.fp8 import Fp8
+from steelyard.kernels.fp8 import Fp8Matrix
 from steelyard.models import llama_fp8
-from steelyard.models.attention import layout
-from steelyard.models.llama import Block, Llama, LlamaShape
-from steelyard.models.llama import rotary as angles
-from steelyard.models.llama_fp8 import Fp8Block, Fp8Kernels, Fp8ScoreBlock, Learning
+from steelyard.models.attention import make_packed_layout
+from steelyard.models.llama import Llama, LlamaBlock, LlamaShape
+from steelyard.models.llama import compute_rotary_cos_sin as angles
+from steelyard.models.llama_fp8 import Fp8Kernels, Fp8ScoreBlock, Fp8TrainBlock, Fp8Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,32 +43,32 @@ def test_rows_are_within_half_a_step(dtype, largest, bits):
     the smallest numbers.
     """
     x = torch.randn(50, 96) * torch.logspace(-20, 8, 50)[:, None]
-    made = fp8.rows(x, dtype)
+    made = fp8.quantize_rows(x, dtype)
     most = x.abs().amax(1, keepdim=True)
     assert torch.equal(made.values.float().abs().amax(1), torch.full((50,), float(largest)))
     step = x.abs() * 2.0 ** -(bits + 1) * (1 + 1e-5) + most / largest * torch.finfo(
         dtype
     ).smallest_normal * 2.0 ** -(bits + 1)
-    assert ((made.wide() - x).abs() <= step).all()
+    assert ((made.to_fp32() - x).abs() <= step).all()
 
 
 def test_rows_of_zeros_stay_zeros():
-    made = fp8.rows(torch.zeros(3, 16))
-    assert torch.equal(made.wide(), torch.zeros(3, 16))
+    made = fp8.quantize_rows(torch.zeros(3, 16))
+    assert torch.equal(made.to_fp32(), torch.zeros(3, 16))
     assert torch.isfinite(made.scale).all()
 
 
 def test_what_is_not_finite_is_not_hidden():
     x = torch.ones(2, 16)
     x[0, 3], x[1, 5] = torch.inf, torch.nan
-    wide = fp8.rows(x).wide()
+    wide = fp8.quantize_rows(x).to_fp32()
     assert wide[0].isnan().any()
     assert wide[1].isnan().any()
 
 
 def test_columns_are_rows_of_the_transposed():
     x = torch.randn(21, 48)
-    made, plain = fp8.columns(x), fp8.rows(x.t())
+    made, plain = fp8.quantize_columns(x), fp8.quantize_rows(x.t())
     assert made.values.shape == (48, 32)
     assert torch.equal(made.values.float()[:, :21], plain.values.float())
     assert not made.values.float()[:, 21:].any()
@@ -78,7 +78,10 @@ def test_columns_are_rows_of_the_transposed():
 @pytest.mark.parametrize("tokens", [32, 21])  # a multiple of 16 needs no padding, which would copy
 def test_operands_are_row_major_whatever_they_are_made_of(tokens: int):
     """cuBLASLt multiplies a row-major by a column-major matrix and refuses every other pair."""
-    for made in (fp8.columns(torch.randn(tokens, 48)), fp8.rows(torch.randn(48, tokens).t())):
+    for made in (
+        fp8.quantize_columns(torch.randn(tokens, 48)),
+        fp8.quantize_rows(torch.randn(48, tokens).t()),
+    ):
         assert made.values.is_contiguous()
         assert made.scale.is_contiguous()
 
@@ -86,11 +89,11 @@ def test_operands_are_row_major_whatever_they_are_made_of(tokens: int):
 def test_a_product_is_that_of_the_fp8_numbers():
     """Against fp64 of the same numbers: bf16's rounding of the result, and fp32's of the sums."""
     a, b = (
-        fp8.rows(torch.randn(33, 512)),
-        fp8.rows(torch.randn(48, 512) * torch.logspace(-3, 3, 48)[:, None]),
+        fp8.quantize_rows(torch.randn(33, 512)),
+        fp8.quantize_rows(torch.randn(48, 512) * torch.logspace(-3, 3, 48)[:, None]),
     )
     right = (a.values.double() * a.scale.double()) @ (b.values.double() * b.scale.double()).t()
-    found = fp8.product(a, b)
+    found = fp8.multiply_fp8(a, b)
     assert found.dtype == torch.bfloat16
     size = right.norm(dim=0) / len(right) ** 0.5  # a column's: its scale is its own
     assert ((found.double() - right).abs() <= right.abs() * 2**-8 + 1e-5 * size).all()
@@ -99,12 +102,19 @@ def test_a_product_is_that_of_the_fp8_numbers():
 def test_a_product_is_near_that_of_what_was_scaled():
     """Two operands rounded to three bits: 2.6 % each by the mean square, so 3.8 % together."""
     x, y = torch.randn(64, 1024), torch.randn(80, 1024)
-    assert 0.03 < apart(fp8.product(fp8.rows(x), fp8.rows(y)), x.double() @ y.double().t()) < 0.042
+    assert (
+        0.03
+        < apart(
+            fp8.multiply_fp8(fp8.quantize_rows(x), fp8.quantize_rows(y)),
+            x.double() @ y.double().t(),
+        )
+        < 0.042
+    )
 
 
-def block_of(shape: LlamaShape) -> Block:
+def block_of(shape: LlamaShape) -> LlamaBlock:
     torch.manual_seed(3)
-    block = Block(shape)
+    block = LlamaBlock(shape)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
             parameter.normal_(
@@ -123,7 +133,7 @@ def streams(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def gradients(run, given: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    out = run(*given, layout(LENGTHS, None, CPU), "rows", None)
+    out = run(*given, make_packed_layout(LENGTHS, None, CPU), "rows", None)
     torch.manual_seed(7)
     (out[0] * torch.randn_like(out[0]) + out[1] * torch.randn_like(out[1])).sum().backward()
     return {"x": given[0].grad, "delta": given[1].grad, "out": out[1].detach()}
@@ -138,10 +148,12 @@ def learned(
     for name, parameter in block.named_parameters():
         matrix = parameter.dim() > 1
         parameter.data = parameter.data.to(kept if matrix else torch.bfloat16)
-        assert matrix == (name.split(".")[0] in llama_fp8.MATRICES and name.endswith("weight"))
+        assert matrix == (name.split(".")[0] in llama_fp8.FP8_MATRICES and name.endswith("weight"))
     sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in block.parameters()}
-    code = Learning(lambda p: sums[id(p)], Fp8Kernels(False))
-    found = gradients(recomputed(Fp8Block(block, code), recompute), streams(torch.bfloat16))
+    code = Fp8Training(lambda p: sums[id(p)], Fp8Kernels(False))
+    found = gradients(
+        recompute_block(Fp8TrainBlock(block, code), recompute), streams(torch.bfloat16)
+    )
     for name, parameter in block.named_parameters():
         assert (parameter.grad is None) == (parameter.dim() > 1)
         found[name] = sums[id(parameter)] if parameter.grad is None else parameter.grad
@@ -182,30 +194,36 @@ def test_recomputation_changes_nothing(monkeypatch, kind, recompute):
 def test_copies_of_a_weight_follow_it():
     made = []
 
-    def make(weight: Tensor) -> Fp8:
+    def make(weight: Tensor) -> Fp8Matrix:
         made.append(weight.clone())
-        return fp8.rows(weight)
+        return fp8.quantize_rows(weight)
 
-    copies, weight = llama_fp8.Copies(make, kept=True), torch.nn.Parameter(torch.ones(16, 16))
-    first = copies.of(weight)
-    assert copies.of(weight) is first
+    copies, weight = (
+        llama_fp8.Fp8WeightCache(make, cached=True),
+        torch.nn.Parameter(torch.ones(16, 16)),
+    )
+    first = copies.get_copy(weight)
+    assert copies.get_copy(weight) is first
     with torch.no_grad():
         weight.mul_(3)
-    assert torch.equal(copies.of(weight).wide(), torch.full((16, 16), 3.0))
+    assert torch.equal(copies.get_copy(weight).to_fp32(), torch.full((16, 16), 3.0))
     assert len(made) == 2
 
 
 def test_copies_are_not_kept_where_weights_are_not():
     made = []
 
-    def make(weight: Tensor) -> Fp8:
+    def make(weight: Tensor) -> Fp8Matrix:
         made.append(weight.dtype)
-        return fp8.rows(weight)
+        return fp8.quantize_rows(weight)
 
-    copies, weight = llama_fp8.Copies(make, kept=False), torch.nn.Parameter(torch.ones(16, 16))
-    assert copies.of(weight) is not copies.of(weight)
+    copies, weight = (
+        llama_fp8.Fp8WeightCache(make, cached=False),
+        torch.nn.Parameter(torch.ones(16, 16)),
+    )
+    assert copies.get_copy(weight) is not copies.get_copy(weight)
     assert made == [torch.bfloat16, torch.bfloat16]  # whatever the weight is kept in
-    assert not copies.made
+    assert not copies.copies
 
 
 @pytest.mark.parametrize(
@@ -219,16 +237,16 @@ def test_scoring_by_kernels_is_scoring_as_written(changes):
     model = Llama(replace(SHAPE, **changes)).to(torch.bfloat16)
     for block in model.layers:
         block.down.register_forward_hook(lambda module, inputs, out: 2 * out)
-    llama_fp8.keep_fp8(model)
+    llama_fp8.convert_to_fp8(model)
     tokens = torch.randint(0, SHAPE.vocab, (sum(LENGTHS),))
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    rows, pick = layout(LENGTHS, None, CPU), torch.arange(0, len(tokens), 3)
+    rows, pick = make_packed_layout(LENGTHS, None, CPU), torch.arange(0, len(tokens), 3)
     with torch.inference_mode():
         blocks = [Fp8ScoreBlock(block, Fp8Kernels(False)) for block in model.layers]
         found = model(tokens, positions, rows, "rows", pick, blocks=blocks)
         expected = model(tokens, positions, rows, "rows", pick)
     assert apart(found, expected) <= 0.005  # the plain norm and SwiGLU round twice
-    kept = sum(one.numel() for one in llama_fp8.kept(model))
+    kept = sum(one.numel() for one in llama_fp8.list_fp8_values(model))
     assert kept == 2 * (128 * 256 + 128 * 128 + 128 * 704 + 352 * 128)
     assert not any(
         name.startswith("layers") and p.dim() > 1 for name, p in model.named_parameters()
@@ -236,8 +254,8 @@ def test_scoring_by_kernels_is_scoring_as_written(changes):
 
 
 def test_sizes_that_devices_do_not_multiply_are_refused():
-    llama_fp8.check_sizes(SHAPE)
+    llama_fp8.check_fp8_sizes(SHAPE)
     with pytest.raises(
         RequestError, match="fp8 takes sizes that 16 divides, and ffn is 168 on a device"
     ):
-        llama_fp8.check_sizes(replace(SHAPE, ffn=168))
+        llama_fp8.check_fp8_sizes(replace(SHAPE, ffn=168))

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.engines.torch.llama import recomputed
+from steelyard.engines.torch.llama_stage import recompute_block
 from steelyard.kernels import add_norm, rotary, swiglu
 from steelyard.models import llama_fused
-from steelyard.models.attention import layout
-from steelyard.models.llama import Block, LlamaShape, heads
-from steelyard.models.llama import rotary as angles
-from steelyard.models.llama_fused import Accumulating, BlockKernels, FusedBlock, Scoring
+from steelyard.models.attention import make_packed_layout
+from steelyard.models.llama import LlamaBlock, LlamaShape, split_qkv
+from steelyard.models.llama import compute_rotary_cos_sin as angles
+from steelyard.models.llama_fused import (
+    AccumulatingLinears,
+    BlockKernels,
+    FusedBlock,
+    ScoringLinears,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,9 +38,9 @@ SHAPES = {
 LENGTHS = [7, 1, 19, 12]
 
 
-def block_of(shape: LlamaShape, dtype: torch.dtype) -> Block:
+def block_of(shape: LlamaShape, dtype: torch.dtype) -> LlamaBlock:
     torch.manual_seed(3)
-    block = Block(shape).to(dtype)
+    block = LlamaBlock(shape).to(dtype)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
@@ -53,7 +58,9 @@ def streams(shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def gradients(run, given: tuple[Tensor, ...], weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Of a fixed sum over both streams, for both inputs and all weights."""
     x, delta, cos, sin = given
-    out = run(x, delta, cos, sin, layout(LENGTHS, None, torch.device("cpu")), "rows", None)
+    out = run(
+        x, delta, cos, sin, make_packed_layout(LENGTHS, None, torch.device("cpu")), "rows", None
+    )
     scale = torch.linspace(-1, 1, out[0].numel(), dtype=x.dtype).view_as(out[0])
     (out[0] * scale + out[1] * scale.flip(0)).sum().backward()
     return {"x": x.grad, "delta": delta.grad} | {
@@ -76,7 +83,9 @@ def both(
         asked.append(id(parameter))
         return kept[id(parameter)]
 
-    run = recomputed(FusedBlock(own, Accumulating(gradient), BlockKernels(compiled)), recompute)
+    run = recompute_block(
+        FusedBlock(own, AccumulatingLinears(gradient), BlockKernels(compiled)), recompute
+    )
     found = gradients(run, again, {})
     for name, parameter in own.named_parameters():
         by_autograd = parameter.grad is not None
@@ -132,9 +141,17 @@ def test_less_is_kept_than_by_the_plain_block():
             )
         return one
 
-    run = FusedBlock(block, Accumulating(torch.zeros_like), BlockKernels(False))
+    run = FusedBlock(block, AccumulatingLinears(torch.zeros_like), BlockKernels(False))
     with torch.autograd.graph.saved_tensors_hooks(note, lambda one: one):
-        run(x, delta, cos, sin, layout([len(x)], None, torch.device("cpu")), "rows", None)
+        run(
+            x,
+            delta,
+            cos,
+            sin,
+            make_packed_layout([len(x)], None, torch.device("cpu")),
+            "rows",
+            None,
+        )
     assert shape.ffn not in widths.values()
     assert 2 * shape.ffn in widths.values()
     assert 3 * shape.hidden not in widths.values()  # the output of qkv
@@ -146,12 +163,12 @@ def test_the_written_gradients_are_those_of_autograd():
     )
     shape = SHAPES["gqa"]
     cos, sin = angles(torch.arange(9), shape, torch.float64)
-    out = heads(qkv, cos, sin, shape)
-    for one, plain in zip(rotary.split_heads(qkv, cos, sin, 2), out, strict=True):
+    out = split_qkv(qkv, cos, sin, shape)
+    for one, plain in zip(rotary.split_rotated_heads(qkv, cos, sin, 2), out, strict=True):
         assert torch.equal(one, plain)
     grads = [torch.randn_like(one) for one in out]
     [expected] = torch.autograd.grad(out, qkv, grads)
-    torch.testing.assert_close(rotary.join_heads(*grads, cos, sin), expected)
+    torch.testing.assert_close(rotary.split_rotated_heads_backward(*grads, cos, sin), expected)
     x, delta = (torch.randn(9, 24, dtype=torch.float64, requires_grad=True) for _ in range(2))
     weight = torch.randn(24, dtype=torch.float64, requires_grad=True)
     total, normed, scale = add_norm.add_norm(x, delta, weight, 1e-5)
@@ -161,9 +178,9 @@ def test_the_written_gradients_are_those_of_autograd():
     expected = torch.autograd.grad((total, normed), (x, weight), (more, grad))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
-    wide = swiglu.gated(gate_up, 8)
+    wide = swiglu.swiglu_interleaved(gate_up, 8)
     grad = torch.randn_like(wide)
-    back, again = swiglu.gated_backward(gate_up, grad, 8)
+    back, again = swiglu.swiglu_interleaved_backward(gate_up, grad, 8)
     torch.testing.assert_close(back, torch.autograd.grad(wide, gate_up, grad)[0])
     torch.testing.assert_close(again, wide)
 
@@ -174,9 +191,9 @@ def test_scoring_answers_as_the_plain_block(name):
     block, given = block_of(SHAPES[name], torch.float64), streams(SHAPES[name], torch.float64)
     for module in (block.out, block.down):
         module.register_forward_hook(lambda module, inputs, out: 2 * out)
-    rows = layout(LENGTHS, None, torch.device("cpu"))
+    rows = make_packed_layout(LENGTHS, None, torch.device("cpu"))
     with torch.inference_mode():
-        found = FusedBlock(block, Scoring(), BlockKernels(False))(*given, rows, "rows", None)
+        found = FusedBlock(block, ScoringLinears(), BlockKernels(False))(*given, rows, "rows", None)
         expected = block(*given, rows, "rows", None)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

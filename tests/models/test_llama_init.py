@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fixtures.huggingface import CPU, SHAPE, TIED, unfused
-from steelyard.models import llama_init, placements
+from steelyard.models import llama_init, llama_placements
 from steelyard.models.llama import LlamaShape
 from steelyard.models.shapes import LlamaModel
 
@@ -19,26 +19,26 @@ def test_shape_of_a_case() -> None:
     fields = asdict(replace(SHAPE, rope_base=5e5, norm_eps=1e-6, tied=True))
     dims = {key: value for key, value in fields.items() if key != "head_dim"}
     model = LlamaModel(family="llama", nominal_parameters=7e9, **dims)
-    assert asdict(llama_init.shape_of(model)) == fields
+    assert asdict(llama_init.get_llama_shape(model)) == fields
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED])
 def test_build(shape: LlamaShape) -> None:
-    model = llama_init.build(shape, CPU, torch.bfloat16)
+    model = llama_init.build_llama(shape, CPU, torch.bfloat16)
     assert not model.training
     assert {(p.device.type, p.dtype, p.requires_grad) for p in model.parameters()} == {
         ("cpu", torch.bfloat16, False)
     }
     assert (model.output.weight is model.embed.weight) == shape.tied
     layer = 32 * 64 + 64 + 32 * 32 + 3 * 32 * 48 + 2 * 32
-    assert llama_init.parameters(model) == 2 * layer + 32 + 61 * 32 * (1 if shape.tied else 2)
+    assert llama_init.count_parameters(model) == 2 * layer + 32 + 61 * 32 * (1 if shape.tied else 2)
 
 
 def test_random_weights_are_the_seeds() -> None:
-    first, again, other = (llama_init.build(SHAPE, CPU, torch.float32) for _ in range(3))
-    llama_init.fill_random(first, 1)
-    llama_init.fill_random(again, 1)
-    llama_init.fill_random(other, 2)
+    first, again, other = (llama_init.build_llama(SHAPE, CPU, torch.float32) for _ in range(3))
+    llama_init.fill_random_llama_weights(first, 1)
+    llama_init.fill_random_llama_weights(again, 1)
+    llama_init.fill_random_llama_weights(other, 2)
     for (name, a), b, c in zip(
         first.named_parameters(), again.parameters(), other.parameters(), strict=True
     ):
@@ -47,8 +47,8 @@ def test_random_weights_are_the_seeds() -> None:
 
 
 def test_random_weights_depend_on_the_name_not_the_order() -> None:
-    model = llama_init.build(SHAPE, CPU, torch.float32)
-    llama_init.fill_random(model, 1)
+    model = llama_init.build_llama(SHAPE, CPU, torch.float32)
+    llama_init.fill_random_llama_weights(model, 1)
     a, b = model.get_parameter("layers.0.qkv.weight"), model.get_parameter("layers.1.qkv.weight")
     assert not torch.equal(a, b)
     # Built in another order, with other parameters before it and without some: each is what it was.
@@ -56,7 +56,7 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
         {"other": torch.nn.Linear(3, 3), "output": torch.nn.Linear(32, 61, bias=False)}
     )
     part["embed"] = torch.nn.Embedding(61, 32)
-    llama_init.fill_random(part, 1)
+    llama_init.fill_random_llama_weights(part, 1)
     for name in ("embed.weight", "output.weight"):
         assert torch.equal(part.get_parameter(name), model.get_parameter(name))
     seed = int.from_bytes(sha256(b"1:embed.weight").digest()[:8], "big") >> 1
@@ -74,20 +74,24 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
     all of up.
     """
     model, made, normal = (
-        llama_init.build(SHAPE, CPU, torch.float32),
+        llama_init.build_llama(SHAPE, CPU, torch.float32),
         list[Tensor](),
-        llama_init._normal,
+        llama_init._fill_normal,
     )
     monkeypatch.setattr(
         llama_init,
-        "_normal",
+        "_fill_normal",
         lambda tensor, name, seed: made.append(tensor) or normal(tensor, name, seed),
     )
-    llama_init.fill_random(model, 1, *((SHAPE, placements.Shard()) if given else ()))
+    llama_init.fill_random_llama_weights(
+        model, 1, *((SHAPE, llama_placements.Shard()) if given else ())
+    )
     name = "layers.1.gate_up.weight"
     seed = int.from_bytes(sha256(f"1:{name}".encode()).digest()[:8], "big") >> 1
     flat = torch.empty(96, 32).normal_(0.0, 32**-0.5, generator=torch.Generator().manual_seed(seed))
-    view = placements.logical_view(name, model.get_parameter(name), SHAPE, placements.Shard())
+    view = llama_placements.view_logically(
+        name, model.get_parameter(name), SHAPE, llama_placements.Shard()
+    )
     assert torch.equal(view.reshape(96, 32), flat)
     found = unfused(model)
     assert torch.equal(found["model.layers.1.mlp.gate_proj.weight"], flat[:48])
@@ -100,10 +104,10 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
 
 
 def test_random_weights_by_kind() -> None:
-    model = llama_init.build(
+    model = llama_init.build_llama(
         replace(SHAPE, hidden=256, head_dim=64, ffn=512, vocab=2000), CPU, torch.float32
     )
-    llama_init.fill_random(model, 0)
+    llama_init.fill_random_llama_weights(model, 0)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             assert bool((parameter == 1).all()), name
@@ -119,5 +123,5 @@ def test_random_weights_leave_the_global_generator_alone() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    llama_init.fill_random(llama_init.build(SHAPE, CPU, torch.float32), 1)
+    llama_init.fill_random_llama_weights(llama_init.build_llama(SHAPE, CPU, torch.float32), 1)
     assert torch.equal(torch.rand(3), expected)

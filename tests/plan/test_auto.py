@@ -10,10 +10,10 @@ import pytest
 
 from fixtures.cases import refusal
 from fixtures.golden import golden
-from steelyard.case.resolve import Resolved, resolve
-from steelyard.engine import rows as engine_rows
-from steelyard.plan import auto, degrees, memory
-from steelyard.plan.auto import Devices
+from steelyard.case.resolve import ResolvedCase, resolve_case
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.plan import auto_sizes, degrees, memory
+from steelyard.plan.auto_sizes import DeviceLimits
 
 H200 = 150754820096  # bytes, as its driver tells
 GIB = 1 << 30
@@ -25,13 +25,13 @@ MMLU, LAMBADA, LLAMA, GLM = (
 )
 
 
-def chosen(found: Resolved) -> dict[str, int]:
+def chosen(found: ResolvedCase) -> dict[str, int]:
     return {name: getattr(found.case.tune, name) for name in found.auto}
 
 
 def on(
     name: str, memory_bytes: int | None, count: int = 1, **told: object
-) -> tuple[Resolved, Devices]:
+) -> tuple[ResolvedCase, DeviceLimits]:
     """A case as asked for, and so many devices; fused blocks on one, as engine torch has them."""
     asked = {
         "precision": None,
@@ -42,9 +42,9 @@ def on(
         "even": False,
         **told,
     }
-    found = resolve(name, None, asked["precision"], asked["division"], asked["settings"])  # type: ignore[arg-type]
-    plan = degrees.make(found.case, 1, count, asked["sample"])  # type: ignore[arg-type]
-    return found, Devices(
+    found = resolve_case(name, None, asked["precision"], asked["division"], asked["settings"])  # type: ignore[arg-type]
+    plan = degrees.make_plan(found.case, 1, count, asked["sample"])  # type: ignore[arg-type]
+    return found, DeviceLimits(
         plan, memory_bytes, count == 1, asked["even"], asked["factor"], asked["sample"]
     )  # type: ignore[arg-type]
 
@@ -66,19 +66,19 @@ def on(
     ],
 )
 def test_sizes_on_an_h200(name: str, asked: Mapping[str, object], wanted: dict[str, int]) -> None:
-    assert chosen(auto.choose(*on(name, H200, **asked))) == wanted
+    assert chosen(auto_sizes.choose_sizes(*on(name, H200, **asked))) == wanted
 
 
 def test_a_size_more_would_have_no_room() -> None:
     found, devices = on(LLAMA, 80 * GIB, precision="bf16-pure")
-    rows = chosen(auto.choose(found, devices))["micro_batch"]
+    rows = chosen(auto_sizes.choose_sizes(found, devices))["micro_batch"]
     tunes = [found.case.tune.model_copy(update={"micro_batch": n}) for n in (rows, rows + 1)]
     fits, more = (
-        memory.expected_bytes(found.case.model_copy(update={"tune": t}), devices.plan, True)
+        memory.estimate_bytes(found.case.model_copy(update={"tune": t}), devices.plan, True)
         for t in tunes
     )
     assert rows == 3
-    assert fits <= auto.ROOM * 80 * GIB < more
+    assert fits <= auto_sizes.MAX_MEMORY_SHARE * 80 * GIB < more
 
 
 @pytest.mark.parametrize(
@@ -95,45 +95,52 @@ def test_a_size_more_would_have_no_room() -> None:
 def test_smaller_devices(
     gib: int, name: str, asked: Mapping[str, object], wanted: dict[str, int]
 ) -> None:
-    assert chosen(auto.choose(*on(name, gib * GIB, **asked))) == wanted
+    assert chosen(auto_sizes.choose_sizes(*on(name, gib * GIB, **asked))) == wanted
 
 
 def test_unknown_memory_has_the_documented_sizes() -> None:
-    assert chosen(auto.choose(*on(MMLU, None))) == {"batch_tokens": 8192}
-    assert chosen(auto.choose(*on(GLM, None))) == {"micro_batch": 1, "batch_tokens": 8192}
+    assert chosen(auto_sizes.choose_sizes(*on(MMLU, None))) == {"batch_tokens": 8192}
+    assert chosen(auto_sizes.choose_sizes(*on(GLM, None))) == {
+        "micro_batch": 1,
+        "batch_tokens": 8192,
+    }
 
 
 def test_micro_batches_are_equal_where_that_costs_nothing() -> None:
     """11 rows fit; 2,048 do not divide by 9 to 11, and 8 cost 0.1 % more. 47 divide by
     nothing: six micro-batches of 8 compute one row in vain, five of 10 three."""
-    vast = 126 * GIB / auto.ROOM + GIB
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure"))) == {"micro_batch": 8}
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47))) == {
+    vast = 126 * GIB / auto_sizes.MAX_MEMORY_SHARE + GIB
+    assert chosen(auto_sizes.choose_sizes(*on(LLAMA, int(vast), precision="bf16-pure"))) == {
         "micro_batch": 8
     }
-    assert chosen(auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=5))) == {
-        "micro_batch": 5
-    }
     assert chosen(
-        auto.choose(*on(LLAMA, int(vast), precision="bf16-pure", sample=47, even=True))
+        auto_sizes.choose_sizes(*on(LLAMA, int(vast), precision="bf16-pure", sample=47))
+    ) == {"micro_batch": 8}
+    assert chosen(
+        auto_sizes.choose_sizes(*on(LLAMA, int(vast), precision="bf16-pure", sample=5))
+    ) == {"micro_batch": 5}
+    assert chosen(
+        auto_sizes.choose_sizes(*on(LLAMA, int(vast), precision="bf16-pure", sample=47, even=True))
     ) == {"micro_batch": 1}
 
 
 def test_plans_have_their_own_sizes() -> None:
     eight = {"settings": ["tune.sharding=3"], "precision": "bf16"}
-    assert chosen(auto.choose(*on(LLAMA, 80 * GIB, 8, **eight))) == {"micro_batch": 4}
+    assert chosen(auto_sizes.choose_sizes(*on(LLAMA, 80 * GIB, 8, **eight))) == {"micro_batch": 4}
     piped = {"settings": ["tune.parallel=PP8DP"], "precision": "bf16", "sample": 64}
     found, devices = on(LLAMA, H200, 8, **piped)
-    rows = chosen(auto.choose(found, devices))["micro_batch"]
+    rows = chosen(auto_sizes.choose_sizes(found, devices))["micro_batch"]
     assert 64 // rows >= 8  # as many micro-batches as stages, at least
     assert rows == 1  # and of those that fit, the one with the smallest bubble
 
 
 def test_engines_that_need_more_get_less() -> None:
     asked = {"precision": "bf16-pure", "sample": 64}
-    assert chosen(auto.choose(*on(LLAMA, 112 * GIB, **asked))) == {"micro_batch": 8}
-    assert chosen(auto.choose(*on(LLAMA, 112 * GIB, factor=1.25, **asked))) == {"micro_batch": 4}
-    assert {row.name: row.memory_factor for row in engine_rows.table().values() if row.memory_factor != 1} == {
+    assert chosen(auto_sizes.choose_sizes(*on(LLAMA, 112 * GIB, **asked))) == {"micro_batch": 8}
+    assert chosen(auto_sizes.choose_sizes(*on(LLAMA, 112 * GIB, factor=1.25, **asked))) == {
+        "micro_batch": 4
+    }
+    assert {row.name: row.memory_factor for row in engine_rows.load_engine_rows().values() if row.memory_factor != 1} == {
         "megatron": 1.04, "paddle": 1.25, "flagscale": 1.25,
     }  # fmt: skip
 
@@ -146,7 +153,7 @@ def test_the_next_smaller_size() -> None:
         (GLM, {}, {"micro_batch": 16, "batch_tokens": 32768}),
     ):
         found, devices = on(name, H200, **asked)
-        less = auto.smaller(auto.choose(found, devices), devices)
+        less = auto_sizes.choose_smaller_sizes(auto_sizes.choose_sizes(found, devices), devices)
         assert less is not None
         assert chosen(less) == wanted
         assert less.origins == found.origins
@@ -154,22 +161,22 @@ def test_the_next_smaller_size() -> None:
 
 def test_nothing_is_smaller_than_one_row() -> None:
     found, devices = on(LLAMA, None)
-    assert auto.smaller(found, devices) is None
+    assert auto_sizes.choose_smaller_sizes(found, devices) is None
 
 
 def test_a_number_that_was_given_stays() -> None:
     found, devices = on(LLAMA, H200, settings=["tune.micro_batch=2"])
     assert found.auto == ()
-    assert auto.choose(found, devices) is found
-    assert auto.smaller(found, devices) is None
+    assert auto_sizes.choose_sizes(found, devices) is found
+    assert auto_sizes.choose_smaller_sizes(found, devices) is None
 
 
 def test_auto_is_a_value_of_a_setting() -> None:
-    found = resolve(LLAMA, "smoke", settings=["tune.micro_batch=auto"])
+    found = resolve_case(LLAMA, "smoke", settings=["tune.micro_batch=auto"])
     assert found.auto == ("micro_batch",)
     assert found.origins["tune.micro_batch"] == "auto (command line)"
-    assert resolve(LLAMA).origins["tune.micro_batch"] == "auto (case)"
-    assert resolve(LLAMA, "smoke").auto == ()
+    assert resolve_case(LLAMA).origins["tune.micro_batch"] == "auto (case)"
+    assert resolve_case(LLAMA, "smoke").auto == ()
 
 
 @pytest.mark.process

@@ -3,7 +3,7 @@
 import pytest
 
 from steelyard.case import resolve
-from steelyard.plan import ceilings, flops, matmuls
+from steelyard.plan import ceiling_shapes, flops, matmuls
 
 
 @pytest.mark.parametrize(
@@ -17,45 +17,51 @@ from steelyard.plan import ceilings, flops, matmuls
     ],
 )
 def test_bus_factors_are_those_of_nccl_tests(name, world, factor):
-    assert ceilings.bus_factor(name, world) == factor
+    assert ceiling_shapes.get_bus_factor(name, world) == factor
 
 
 def test_every_case_has_its_shapes():
-    found = ceilings.case_matmuls(quick=False)
-    assert {one.case for one in found} == set(resolve.names())
+    found = ceiling_shapes.list_shipped_matmuls(quick=False)
+    assert {one.case for one in found} == set(resolve.list_shipped_cases())
     names = [(one.case, one.matmul.name, one.matmul.layout) for one in found]
     assert len(names) == len(set(names))
     mmlu = {one.matmul.name: one.matmul for one in found if one.case == "llama2-7b-mmlu"}
     first = next(
         one
-        for one in matmuls.of_case(resolve.resolve("llama2-7b-mmlu").case, 1)
+        for one in matmuls.list_case_matmuls(resolve.resolve_case("llama2-7b-mmlu").case, 1)
         if one.name == "qkv"
     )
     assert (mmlu["qkv"], mmlu["qkv"].n, mmlu["qkv"].k) == (first, 12288, 4096)
 
 
 def test_quick_has_forwards_alone():
-    quick, full = ceilings.case_matmuls(quick=True), ceilings.case_matmuls(quick=False)
+    quick, full = (
+        ceiling_shapes.list_shipped_matmuls(quick=True),
+        ceiling_shapes.list_shipped_matmuls(quick=False),
+    )
     assert quick == [one for one in full if one.matmul.layout == "nt"]
     assert len(quick) < len(full)
 
 
 def test_heads_are_those_of_the_cases():
     full = {
-        (one.heads, one.kv_heads, one.dim, one.length) for one in ceilings.case_heads(quick=False)
+        (one.heads, one.kv_heads, one.dim, one.length)
+        for one in ceiling_shapes.list_shipped_attention(quick=False)
     }
     assert full == {(32, 32, 128, 2048), (40, 40, 128, 2048), (48, 8, 128, 2048), (16, 16, 64, 512)}
-    assert {one.dim for one in ceilings.case_heads(quick=True)} == {64, 128}
-    assert len(ceilings.case_heads(quick=True)) == 2
+    assert {one.dim for one in ceiling_shapes.list_shipped_attention(quick=True)} == {64, 128}
+    assert len(ceiling_shapes.list_shipped_attention(quick=True)) == 2
 
 
 def test_flops_of_attention_are_causal():
     """As `flops.causal` counts them: 4·hidden FLOPs a pair of one layer."""
-    one = next(one for one in ceilings.case_heads(quick=False) if one.heads == 40)
+    one = next(one for one in ceiling_shapes.list_shipped_attention(quick=False) if one.heads == 40)
     pairs = 3 * (100 * 101 // 2)
-    model = resolve.resolve("llama1-13b-openwebtext").case.question.model.model_copy(
+    model = resolve.resolve_case("llama1-13b-openwebtext").case.question.model.model_copy(
         update={"layers": 1}
     )
-    attention = flops.causal(model, {"tokens": 0, "logits": 0, "pairs": pairs, "square": 0})
-    assert one.flops(3, 100) == attention == 4 * 5120 * pairs
-    assert ceilings.BACKWARD == 2
+    attention = flops.count_causal_flops(
+        model, {"tokens": 0, "logits": 0, "pairs": pairs, "square": 0}
+    )
+    assert one.count_flops(3, 100) == attention == 4 * 5120 * pairs
+    assert ceiling_shapes.BACKWARD_FACTOR == 2

@@ -6,8 +6,8 @@ import pytest
 
 from fixtures.cases import fixed
 from fixtures.golden import golden
-from steelyard.case.resolve import resolve
-from steelyard.engine import rows as engine_rows
+from steelyard.case.resolve import resolve_case
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.errors import RequestError
 from steelyard.plan import degrees as plan
 from steelyard.plan import memory
@@ -29,7 +29,7 @@ from steelyard.plan.degrees import Plan
     ],
 )
 def test_degrees(text, world, degrees):
-    assert plan.degrees(text, world) == degrees
+    assert plan.parse_degrees(text, world) == degrees
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def test_degrees(text, world, degrees):
 )
 def test_degrees_that_do_not_fit(text, world, says):
     with pytest.raises(RequestError, match=says) as error:
-        plan.degrees(text, world)
+        plan.parse_degrees(text, world)
     assert "\n" not in str(error.value)
 
 
 def lambada(parallel: str):
-    return resolve("aquila2-34b-lambada", settings=[f"tune.parallel={parallel}"]).case
+    return resolve_case("aquila2-34b-lambada", settings=[f"tune.parallel={parallel}"]).case
 
 
 def test_the_default_of_each_case():
-    assert plan.make(resolve("aquila2-34b-lambada").case, 1, 8).tp == 8
-    assert plan.make(resolve("llama2-7b-mmlu").case, 1, 8).dp == 8
+    assert plan.make_plan(resolve_case("aquila2-34b-lambada").case, 1, 8).tp == 8
+    assert plan.make_plan(resolve_case("llama2-7b-mmlu").case, 1, 8).dp == 8
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_default_of_each_case():
 )
 def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
     with pytest.raises(RequestError, match=says):
-        plan.make(lambada(parallel), 1, devices)
+        plan.make_plan(lambada(parallel), 1, devices)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_divided_so(parallel, devices, says):
 )
 def test_degrees_of_other_programs_are_refused_by_name(text: str, says: str) -> None:
     with pytest.raises(RequestError) as caught:
-        plan.degrees(text, 8)
+        plan.parse_degrees(text, 8)
     assert str(caught.value) == says
 
 
@@ -107,23 +107,23 @@ def test_degrees_of_other_programs_are_refused_by_name(text: str, says: str) -> 
 )
 def test_texts_that_are_no_plan(text):
     with pytest.raises(RequestError, match="not degrees; give them as TP2"):
-        plan.degrees(text, 8)
+        plan.parse_degrees(text, 8)
 
 
 def test_places_of_ranks():
     layout = Plan(nodes=2, devices=8, tp=2, pp=4, dp=2, launcher="local")
-    places = [plan.place(layout, rank) for rank in range(16)]
-    assert places[0] == plan.Place(tp=0, pp=0, dp=0)
-    assert places[1] == plan.Place(tp=1, pp=0, dp=0)
-    assert places[2] == plan.Place(tp=0, pp=1, dp=0)
-    assert places[8] == plan.Place(tp=0, pp=0, dp=1)
-    assert places[15] == plan.Place(tp=1, pp=3, dp=1)
+    places = [plan.find_position(layout, rank) for rank in range(16)]
+    assert places[0] == plan.RankPosition(tp=0, pp=0, dp=0)
+    assert places[1] == plan.RankPosition(tp=1, pp=0, dp=0)
+    assert places[2] == plan.RankPosition(tp=0, pp=1, dp=0)
+    assert places[8] == plan.RankPosition(tp=0, pp=0, dp=1)
+    assert places[15] == plan.RankPosition(tp=1, pp=3, dp=1)
     assert len(set(places)) == 16
 
 
 def test_weights_must_fit_a_device_in_shares():
     case = fixed("aquila2-34b-lambada").case
-    one = plan.make(case, 1, 1)
+    one = plan.make_plan(case, 1, 1)
     gib = 1 << 30
     says = (
         r"^aquila2-34b-lambada in bf16 takes 66.6 GiB a device by its shapes \(parameters 62.8,"
@@ -132,10 +132,10 @@ def test_weights_must_fit_a_device_in_shares():
         r"more devices with --parallel TP, .*, or --size smoke$"
     )
     with pytest.raises(RequestError, match=says):
-        memory.check_fits(case, one, 40 * gib)
-    assert memory.check_fits(case, plan.make(case, 1, 8), 40 * gib) is None
-    assert memory.check_fits(case, one, 139 * gib) is None
-    assert memory.check_fits(case, one, None) is None
+        memory.check_memory(case, one, 40 * gib)
+    assert memory.check_memory(case, plan.make_plan(case, 1, 8), 40 * gib) is None
+    assert memory.check_memory(case, one, 139 * gib) is None
+    assert memory.check_memory(case, one, None) is None
 
 
 @pytest.mark.parametrize(
@@ -179,38 +179,38 @@ def test_weights_must_fit_a_device_in_shares():
 def test_what_is_set_already_is_not_advised(
     name: str, precision: str, settings: list[str], advice: str
 ):
-    case = resolve(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
+    case = resolve_case(name, "full", precision, settings=[*settings, "tune.parallel=DP"]).case
     with pytest.raises(RequestError, match=rf"; choose {re.escape(advice)}, or --size smoke$"):
-        memory.check_fits(case, plan.make(case, 1, 1), 1 << 30)
+        memory.check_memory(case, plan.make_plan(case, 1, 1), 1 << 30)
 
 
 def test_what_is_close_is_warned_of_and_not_refused():
     case = fixed("aquila2-34b-lambada").case
-    one = plan.make(case, 1, 1)
-    needed = memory.need(case, one).total
+    one = plan.make_plan(case, 1, 1)
+    needed = memory.predict_minimum(case, one).total
     for size, warned in (
         (needed / 1.099, True),
         (needed, True),
         (needed / 0.951, True),
         (needed / 0.949, False),
     ):
-        said = memory.check_fits(case, one, int(size))
+        said = memory.check_memory(case, one, int(size))
         assert (said is not None) == warned
         assert said is None or re.search(golden("takes-66-6-gib-device-it"), said)
     with pytest.raises(RequestError, match=r"takes 66\.6 GiB"):
-        memory.check_fits(case, one, int(needed / 1.101))
+        memory.check_memory(case, one, int(needed / 1.101))
 
 
 def training(
     parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"
 ):
-    return resolve(name, size, settings=[f"tune.parallel={parallel}", *settings]).case
+    return resolve_case(name, size, settings=[f"tune.parallel={parallel}", *settings]).case
 
 
 @pytest.mark.parametrize("parallel", ["DP8", "TP2DP4", "TP2PP4DP1", "PP8", "TP8", "TP2PP2DP2"])
 def test_plans_that_train(parallel):
     for sharding in range(4):
-        made = plan.make(training(parallel, f"tune.sharding={sharding}"), 1, 8)
+        made = plan.make_plan(training(parallel, f"tune.sharding={sharding}"), 1, 8)
         assert made.tp * made.pp * made.dp == 8
 
 
@@ -262,38 +262,46 @@ def test_plans_that_train(parallel):
 )
 def test_plans_that_cannot_train(parallel, settings, devices, says):
     with pytest.raises(RequestError, match=says) as error:
-        plan.make(training(parallel, *settings), 1, devices)
+        plan.make_plan(training(parallel, *settings), 1, devices)
     assert "\n" not in str(error.value)
 
 
 def test_a_sample_makes_fewer_micro_batches():
     case = training("PP4", "tune.micro_batch=2")
-    plan.make(case, 1, 4, sample=8)
+    plan.make_plan(case, 1, 4, sample_size=8)
     with pytest.raises(RequestError, match="6 rows over DP1 in micro-batches of 2 make 3"):
-        plan.make(case, 1, 4, sample=6)
+        plan.make_plan(case, 1, 4, sample_size=6)
     conversations = training("PP4", "question.train.batch=1", name="aquila2-7b-alpaca")
-    assert plan.make(conversations, 1, 4).pp == 4  # how many rows they fill, the data tell
+    assert plan.make_plan(conversations, 1, 4).pp == 4  # how many rows they fill, the data tell
 
 
 def test_what_does_nothing_is_allowed():
-    assert plan.make(training("DP1", "tune.sharding=3"), 1, 1).dp == 1
-    assert plan.shard_degree(training("DP1", "tune.sharding=3"), 1) == 1
-    assert plan.make(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # of nothing
-    scoring = resolve("llama2-7b-mmlu", settings=["tune.sharding=3", "tune.sharding_degree=3"]).case
-    assert plan.make(scoring, 1, 8).dp == 8
+    assert plan.make_plan(training("DP1", "tune.sharding=3"), 1, 1).dp == 1
+    assert plan.get_shard_degree(training("DP1", "tune.sharding=3"), 1) == 1
+    assert plan.make_plan(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # of nothing
+    scoring = resolve_case(
+        "llama2-7b-mmlu", settings=["tune.sharding=3", "tune.sharding_degree=3"]
+    ).case
+    assert plan.make_plan(scoring, 1, 8).dp == 8
 
 
 def test_the_degree_of_sharding():
-    assert plan.shard_degree(training("DP8", "tune.sharding=0"), 8) == 1
-    assert plan.shard_degree(training("DP8", "tune.sharding=1"), 8) == 8
-    assert plan.shard_degree(training("DP8", "tune.sharding=3", "tune.sharding_degree=2"), 8) == 2
+    assert plan.get_shard_degree(training("DP8", "tune.sharding=0"), 8) == 1
+    assert plan.get_shard_degree(training("DP8", "tune.sharding=1"), 8) == 8
+    assert (
+        plan.get_shard_degree(training("DP8", "tune.sharding=3", "tune.sharding_degree=2"), 8) == 2
+    )
 
 
 def test_engines_that_hold_a_whole_model_train_on_replicas():
-    assert engine_rows.row("transformers").divides(plan.make(training("DP"), 1, 8))
-    assert not engine_rows.row("transformers").divides(plan.make(training("TP2"), 1, 8))
-    assert not engine_rows.row("transformers").divides(plan.make(training("PP2"), 1, 8))
-    assert engine_rows.row("torch").divides(plan.make(training("TP2PP2"), 1, 8))
+    assert engine_rows.find_engine("transformers").can_divide(plan.make_plan(training("DP"), 1, 8))
+    assert not engine_rows.find_engine("transformers").can_divide(
+        plan.make_plan(training("TP2"), 1, 8)
+    )
+    assert not engine_rows.find_engine("transformers").can_divide(
+        plan.make_plan(training("PP2"), 1, 8)
+    )
+    assert engine_rows.find_engine("torch").can_divide(plan.make_plan(training("TP2PP2"), 1, 8))
 
 
 @pytest.mark.parametrize(
@@ -310,9 +318,11 @@ def test_engines_that_hold_a_whole_model_train_on_replicas():
 )
 def test_what_training_holds(parallel, settings, bytes_each):
     case = training(parallel, *settings)
-    made = plan.make(case, 1, 1 if parallel == "DP1" else 8)
+    made = plan.make_plan(case, 1, 1 if parallel == "DP1" else 8)
     question = case.question
-    [parts] = memory.predict(question.model, question.precision, case.tune, made, question.train)
+    [parts] = memory.predict_stages(
+        question.model, question.precision, case.tune, made, question.train
+    )
     assert state(parts) / 6_738_415_616 == pytest.approx(bytes_each, rel=1e-6)
 
 
@@ -322,12 +332,16 @@ def state(parts):
 
 def test_what_the_fullest_stage_holds():
     case = training("TP2PP4DP1")
-    made = plan.make(case, 1, 8)
+    made = plan.make_plan(case, 1, 8)
     question = case.question
-    stages = memory.predict(
-        question.model, question.precision, case.tune, made, question.train, lean=True
+    stages = memory.predict_stages(
+        question.model, question.precision, case.tune, made, question.train, fused_blocks=True
     )
-    assert memory.need(case, made) == max(stages, key=lambda stage: stage.total) == stages[0]
+    assert (
+        memory.predict_minimum(case, made)
+        == max(stages, key=lambda stage: stage.total)
+        == stages[0]
+    )
     norms = 65 * 4096  # every rank of a team has them whole
     assert 2 * sum(map(state, stages)) == 18 * (6_738_415_616 + norms)
 
@@ -339,5 +353,5 @@ def test_training_must_fit_a_device():
         r" choose .* or PP, --set"
     )
     with pytest.raises(RequestError, match=says):
-        memory.check_fits(case, plan.make(case, 1, 1), 80 << 30)
-    assert memory.check_fits(case, plan.make(case, 1, 1), 139 << 30) is None
+        memory.check_memory(case, plan.make_plan(case, 1, 1), 80 << 30)
+    assert memory.check_memory(case, plan.make_plan(case, 1, 1), 139 << 30) is None

@@ -10,14 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from steelyard.case import resolve
-from steelyard.data import batches
-from steelyard.data.batches import Batch, PromptPiece
-from steelyard.models.attention import layout
+from steelyard.data import prompt_batches
+from steelyard.data.prompt_batches import PromptBatch, PromptPiece
+from steelyard.models.attention import make_packed_layout
 from steelyard.models.llama import Llama, LlamaShape
 from steelyard.models.shapes import LlamaModel as Model
 from steelyard.plan import flops
 from steelyard.tasks import kind
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
 CPU = torch.device("cpu")
 BASE = Model(
@@ -38,8 +38,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(model: Model) -> Llama:
-    made = load.build(load.shape_of(model), CPU, torch.float32)
-    load.fill_random(made, 1)
+    made = llama_weights.build_llama(llama_weights.get_llama_shape(model), CPU, torch.float32)
+    llama_weights.fill_random_llama_weights(made, 1)
     return made
 
 
@@ -47,16 +47,16 @@ def rows_of(lengths: list[int], vocab: int) -> list[list[int]]:
     return [[(3 * i + 5 * j) % vocab for j in range(n)] for i, n in enumerate(lengths)]
 
 
-def seen(model: Llama, batch: Batch, backward: bool = False) -> int:
+def seen(model: Llama, batch: PromptBatch, backward: bool = False) -> int:
     """What torch counts. Its fused CPU attention counts as nothing, so attention goes through plain
     matmuls.
     """
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
-    rows = layout(batch.q_lens, batch.k_lens, CPU, gather)
+    rows = make_packed_layout(batch.q_lens, batch.k_lens, CPU, gather)
     tokens, positions, pick = (
         torch.from_numpy(array) for array in (batch.tokens, batch.positions, batch.pick)
     )
-    prefix = None if gather is None else model.empty_prefix(8)
+    prefix = None if gather is None else model.make_empty_prefix(8)
     with (
         sdpa_kernel(SDPBackend.MATH),
         FlopCounterMode(display=False) as counter,
@@ -72,8 +72,10 @@ def seen(model: Llama, batch: Batch, backward: bool = False) -> int:
 @pytest.mark.parametrize("lengths", [[16], LENGTHS, [1]])
 def test_counted_equals_the_profiler(name: str, lengths: list[int]) -> None:
     model = MODELS[name]
-    batch = batches.closed_batch(rows_of(lengths, model.vocab), list(range(len(lengths))))
-    assert flops.counted(model, batch.counts) == seen(build(model), batch)
+    batch = prompt_batches.make_closed_batch(
+        rows_of(lengths, model.vocab), list(range(len(lengths)))
+    )
+    assert flops.count_profiled_flops(model, batch.counts) == seen(build(model), batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,20 +86,20 @@ def test_counted_equals_the_profiler_with_a_shared_prefix(name: str) -> None:
     after = [PromptPiece(0, 2, 4)]
     made = build(model)
     for pieces, following in ((first, after), (after, None)):
-        batch = batches.open_batch(rows, pieces, following, [3], 8)
-        assert flops.counted(model, batch.counts) == seen(made, batch)
+        batch = prompt_batches.make_open_batch(rows, pieces, following, [3], 8)
+        assert flops.count_profiled_flops(model, batch.counts) == seen(made, batch)
 
 
 def test_logits_are_counted_where_they_are_needed() -> None:
     """The same rows with every token's logits: a vocabulary projection more for each."""
-    batch = batches.closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
+    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
     every = replace(
         batch,
         pick=torch.arange(39).numpy(),
-        counts=batches.counts(batch.q_lens, batch.q_lens, 4) | {"logits": 39},
+        counts=prompt_batches.count_batch(batch.q_lens, batch.q_lens, 4) | {"logits": 39},
     )
     made = build(BASE)
-    assert flops.counted(BASE, every.counts) == seen(made, every)
+    assert flops.count_profiled_flops(BASE, every.counts) == seen(made, every)
     assert seen(made, every) - seen(made, batch) == 2 * 71 * 32 * (39 - 4)
 
 
@@ -105,17 +107,20 @@ def test_on_the_meta_device_the_count_is_the_same() -> None:
     """Where a model is too large to run. One row: the kernel that goes row by row reads the rows'
     borders.
     """
-    model = resolve.resolve("llama2-7b-mmlu").case.question.model
-    shape = replace(load.shape_of(model), layers=2)
+    model = resolve.resolve_case("llama2-7b-mmlu").case.question.model
+    shape = replace(llama_weights.get_llama_shape(model), layers=2)
     with torch.device("meta"):
         made = Llama(shape)
         tokens = torch.zeros(2048, dtype=torch.int64)
         positions = torch.arange(2048)
         pick = torch.zeros(1, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        made(tokens, positions, layout([2048], None, CPU), "rows", pick)
+        made(tokens, positions, make_packed_layout([2048], None, CPU), "rows", pick)
     two = model.model_copy(update={"layers": 2})
-    assert flops.counted(two, batches.counts([2048], [2048], 1)) == counter.get_total_flops()
+    assert (
+        flops.count_profiled_flops(two, prompt_batches.count_batch([2048], [2048], 1))
+        == counter.get_total_flops()
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -125,8 +130,8 @@ def test_forward_and_backward_are_three_forwards(name: str) -> None:
     gradient."""
     model = MODELS[name]
     made = build(model).requires_grad_(True)
-    batch = batches.closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
-    assert seen(made, batch, backward=True) == 3 * flops.counted(model, batch.counts)
+    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
+    assert seen(made, batch, backward=True) == 3 * flops.count_profiled_flops(model, batch.counts)
 
 
 def test_frozen_inputs_save_the_first_layers_input_gradient() -> None:
@@ -135,21 +140,24 @@ def test_frozen_inputs_save_the_first_layers_input_gradient() -> None:
     made = build(BASE).requires_grad_(True)
     made.embed.weight.requires_grad_(False)
     made.layers[0].attention_norm.requires_grad_(False)
-    batch = batches.closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
+    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, BASE.vocab), [0, 1, 2, 3])
     assert (
-        seen(made, batch, backward=True) == 3 * flops.counted(BASE, batch.counts) - 2 * 39 * 96 * 32
+        seen(made, batch, backward=True)
+        == 3 * flops.count_profiled_flops(BASE, batch.counts) - 2 * 39 * 96 * 32
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_causal_counts_pairs_in_place_of_the_square(name: str) -> None:
     model = MODELS[name]
-    counts = batches.counts([5, 2], [5, 9], 2)
+    counts = prompt_batches.count_batch([5, 2], [5, 9], 2)
     assert (counts["pairs"], counts["square"]) == (15 + 17, 25 + 18)
-    assert flops.causal(model, counts) == flops.counted(model, {**counts, "square": 32})
-    assert flops.counted(model, counts) - flops.causal(model, counts) == 4 * model.layers * 32 * (
-        43 - 32
+    assert flops.count_causal_flops(model, counts) == flops.count_profiled_flops(
+        model, {**counts, "square": 32}
     )
+    assert flops.count_profiled_flops(model, counts) - flops.count_causal_flops(
+        model, counts
+    ) == 4 * model.layers * 32 * (43 - 32)
 
 
 def test_causal_by_hand() -> None:
@@ -161,17 +169,19 @@ def test_causal_by_hand() -> None:
     )
     weights_used = 48 + 16 + 72
     expected = 2 * 2 * weights_used + 4 * 4 * 3 + 2 * 10 * 4 * 1
-    assert flops.causal(model, batches.counts([2], [2], 1)) == expected == 672
-    assert flops.counted(model, batches.counts([2], [2], 1)) == 672 + 4 * 4
+    assert (
+        flops.count_causal_flops(model, prompt_batches.count_batch([2], [2], 1)) == expected == 672
+    )
+    assert flops.count_profiled_flops(model, prompt_batches.count_batch([2], [2], 1)) == 672 + 4 * 4
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_the_modules(name: str) -> None:
     with torch.device("meta"):
-        made = Llama(load.shape_of(MODELS[name]))
-    assert flops.parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
+        made = Llama(llama_weights.get_llama_shape(MODELS[name]))
+    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
     matrices = [p for n, p in made.layers.named_parameters() if p.dim() == 2]
-    assert flops.layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
+    assert flops.count_layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
 
 
 # Llama-2-7B: a layer has 4 · 4096² attention and 3 · 4096 · 11008 feed-forward weights, 202,375,168
@@ -183,13 +193,17 @@ TABLE_7B = 32_000 * 4096
 
 @pytest.fixture(scope="module")
 def llama_7b() -> Model:
-    return resolve.resolve("llama2-7b-mmlu").case.question.model
+    return resolve.resolve_case("llama2-7b-mmlu").case.question.model
 
 
 def test_llama_2_7b_parameters(llama_7b: Model) -> None:
     assert 4 * 4096**2 + 3 * 4096 * 11008 == 202_375_168
-    assert flops.layer_parameters(llama_7b) == LAYERS_7B == 6_476_005_376
-    assert flops.parameters(llama_7b) == LAYERS_7B + 2 * TABLE_7B + 65 * 4096 == 6_738_415_616
+    assert flops.count_layer_parameters(llama_7b) == LAYERS_7B == 6_476_005_376
+    assert (
+        flops.count_model_parameters(llama_7b)
+        == LAYERS_7B + 2 * TABLE_7B + 65 * 4096
+        == 6_738_415_616
+    )
     with torch.device("meta"):
         assert (
             sum(
@@ -202,41 +216,47 @@ def test_llama_2_7b_parameters(llama_7b: Model) -> None:
 
 def test_llama_2_7b_conventions(llama_7b: Model) -> None:
     """One prompt of 2048 tokens, one logit."""
-    counts = batches.counts([2048], [2048], 1)
+    counts = prompt_batches.count_batch([2048], [2048], 1)
     matmuls = 2 * 6_476_005_376 * 2048 + 2 * 131_072_000
     assert (
-        flops.counted(llama_7b, counts)
+        flops.count_profiled_flops(llama_7b, counts)
         == matmuls + 4 * 32 * 4096 * 2048 * 2048
         == 28_725_003_419_648
     )
     assert (
-        flops.causal(llama_7b, counts) == matmuls + 4 * 32 * 4096 * 2_098_176 == 27_626_028_662_784
+        flops.count_causal_flops(llama_7b, counts)
+        == matmuls + 4 * 32 * 4096 * 2_098_176
+        == 27_626_028_662_784
     )
     # 2N + 4·L·h·T a token, with N the parameters less the input table: 6,607,343,616.
     assert (
-        flops.palm(llama_7b, counts)
+        flops.count_palm_flops(llama_7b, counts)
         == (2 * 6_607_343_616 + 4 * 32 * 4096 * 2048) * 2048
         == 29_262_702_706_688
     )
-    assert flops.nominal(llama_7b, counts) == 14_000_000_000 * 2048 == 28_672_000_000_000
+    assert (
+        flops.count_nominal_flops(llama_7b, counts) == 14_000_000_000 * 2048 == 28_672_000_000_000
+    )
 
 
 def test_palm_counts_the_table_where_it_is_tied(llama_7b: Model) -> None:
     tied = llama_7b.model_copy(update={"tied": True})
-    counts = batches.counts([100, 50], [100, 50], 2)
-    assert flops.parameters(tied) == 6_738_415_616 - TABLE_7B == 6_607_343_616
-    assert flops.palm(tied, counts) == flops.palm(llama_7b, counts)
-    assert flops.palm(tied, counts) == 2 * 6_607_343_616 * 150 + 4 * 32 * 4096 * (10_000 + 2_500)
+    counts = prompt_batches.count_batch([100, 50], [100, 50], 2)
+    assert flops.count_model_parameters(tied) == 6_738_415_616 - TABLE_7B == 6_607_343_616
+    assert flops.count_palm_flops(tied, counts) == flops.count_palm_flops(llama_7b, counts)
+    assert flops.count_palm_flops(tied, counts) == 2 * 6_607_343_616 * 150 + 4 * 32 * 4096 * (
+        10_000 + 2_500
+    )
 
 
 def test_nominal_is_unknown_where_no_size_is_stated(llama_7b: Model) -> None:
     unknown = llama_7b.model_copy(update={"nominal_parameters": None})
-    assert flops.nominal(unknown, batches.counts([100], [100], 1)) is None
+    assert flops.count_nominal_flops(unknown, prompt_batches.count_batch([100], [100], 1)) is None
 
 
 def test_the_seeds_mfu_is_the_nominal_convention(llama_7b: Model) -> None:
     """10052.2 token/s on an A100 of 312 TFLOP/s was published as 45.1 %."""
-    rate = flops.nominal(llama_7b, {"tokens": 1})
+    rate = flops.count_nominal_flops(llama_7b, {"tokens": 1})
     assert rate == 14_000_000_000
     assert round(rate * 10052.2 / 312e12, 3) == 0.451
 
@@ -244,13 +264,15 @@ def test_the_seeds_mfu_is_the_nominal_convention(llama_7b: Model) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_three_forwards_in_every_convention(name: str) -> None:
     model = MODELS[name].model_copy(update={"nominal_parameters": 5e4})
-    counts = batches.counts(LENGTHS, LENGTHS, 30)
+    counts = prompt_batches.count_batch(LENGTHS, LENGTHS, 30)
     for convention, forward in flops.CONVENTIONS.items():
-        assert flops.work(model, counts, convention, kind.SCORE.forwards) == forward(model, counts)
-        assert flops.work(model, counts, convention, kind.TRAIN.forwards) == 3 * (
+        assert flops.count_flops(model, counts, convention, kind.SCORE.forwards) == forward(
+            model, counts
+        )
+        assert flops.count_flops(model, counts, convention, kind.TRAIN.forwards) == 3 * (
             forward(model, counts) or 0
         )
-    assert flops.work(MODELS[name], counts, "nominal", kind.TRAIN.forwards) is None
+    assert flops.count_flops(MODELS[name], counts, "nominal", kind.TRAIN.forwards) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -260,14 +282,14 @@ def test_training_equals_the_profiler(name: str) -> None:
     """
     model = MODELS[name]
     made = build(model).requires_grad_(True)
-    batch = batches.closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
+    batch = prompt_batches.make_closed_batch(rows_of(LENGTHS, model.vocab), [0, 1, 2, 3])
     # the last token of a row has no target
     picked = [i for i in range(39) if i not in (6, 7, 26, 38)]
     every = replace(
         batch, pick=torch.tensor(picked).numpy(), counts={**batch.counts, "logits": len(picked)}
     )
     squared = {**every.counts, "pairs": every.counts["square"]}
-    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == seen(
+    assert flops.count_flops(model, squared, "causal", kind.TRAIN.forwards) == seen(
         made, every, backward=True
     )
 
@@ -276,14 +298,16 @@ def test_llama_1_7b_trained(llama_7b: Model) -> None:
     """A row of 2048 tokens with 2048 targets: 6N + 12·L·h·T a token in PaLM's count, 42 GFLOPs in
     the nominal one.
     """
-    counts = batches.counts([2048], [2048], 2048)
+    counts = prompt_batches.count_batch([2048], [2048], 2048)
     assert (
-        flops.work(llama_7b, counts, "palm", kind.TRAIN.forwards)
+        flops.count_flops(llama_7b, counts, "palm", kind.TRAIN.forwards)
         == (6 * 6_607_343_616 + 12 * 32 * 4096 * 2048) * 2048
     )
-    assert flops.work(llama_7b, counts, "nominal", kind.TRAIN.forwards) == 42_000_000_000 * 2048
+    assert (
+        flops.count_flops(llama_7b, counts, "nominal", kind.TRAIN.forwards) == 42_000_000_000 * 2048
+    )
     matmuls = 6 * (6_476_005_376 + 131_072_000) * 2048
     assert (
-        flops.work(llama_7b, counts, "causal", kind.TRAIN.forwards)
+        flops.count_flops(llama_7b, counts, "causal", kind.TRAIN.forwards)
         == matmuls + 12 * 32 * 4096 * 2_098_176
     )

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from fixtures.glm import CPU, SHAPE, build, packed, samples
-from steelyard.data.cloze import Pack
-from steelyard.models import glm, glm_attention
-from steelyard.models.glm_attention import ClozeLayout
+from steelyard.data.cloze_samples import ClozePack
+from steelyard.models import cloze_attention, glm
+from steelyard.models.cloze_attention import ClozeLayout
 from steelyard.models.shapes import GlmModel
 from steelyard.plan import flops
 from steelyard.tasks import kind
-from steelyard.training.glm import to_device
+from steelyard.training.glm_trainer import send_cloze_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 LARGE = GlmModel(
@@ -58,9 +58,9 @@ def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Te
     return torch.cat((*out, *tails), 1).transpose(0, 1)
 
 
-def seen(shape: GlmModel, pack: Pack, backward: bool, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(glm_attention.KERNELS, "looped", looped)
-    model, micro = build(torch.float32, shape), to_device(pack, CPU)
+def seen(shape: GlmModel, pack: ClozePack, backward: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setitem(cloze_attention.CLOZE_KERNELS, "looped", looped)
+    model, micro = build(torch.float32, shape), send_cloze_batch(pack, CPU)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
         logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "looped")
         if backward:
@@ -72,11 +72,11 @@ def seen(shape: GlmModel, pack: Pack, backward: bool, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_counted_equals_the_profiler(name: str, division: str, monkeypatch) -> None:
     model, pack = MODELS[name], packed(division, samples(4))
-    counted = flops.counted(model, pack.counts)
+    counted = flops.count_profiled_flops(model, pack.counts)
     assert seen(model, pack, False, monkeypatch) == counted
     assert seen(model, pack, True, monkeypatch) == 3 * counted
     squared = {**pack.counts, "pairs": pack.counts["square"]}
-    assert flops.work(model, squared, "causal", kind.TRAIN.forwards) == 3 * counted
+    assert flops.count_flops(model, squared, "causal", kind.TRAIN.forwards) == 3 * counted
 
 
 def test_counts_of_a_pack_by_hand() -> None:
@@ -88,35 +88,35 @@ def test_counts_of_a_pack_by_hand() -> None:
     assert (closed["tokens"], closed["logits"], closed["square"]) == (15, 5, 2 * 25 + 5 * 5 + 4 + 9)
     assert (opened["pairs"], closed["pairs"]) == (25 + 25 + 3 + 6, 50 + 25 + 3 + 6)
     layer = 2 * 15 * (4 * 32 * 32 + 2 * 32 * 48) + 4 * 32 * 84
-    assert flops.causal(SHAPE, closed) == 2 * layer + 2 * 5 * 61 * 32
+    assert flops.count_causal_flops(SHAPE, closed) == 2 * layer + 2 * 5 * 61 * 32
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_the_modules(name: str) -> None:
     with torch.device("meta"):
         made = glm.Glm(MODELS[name])
-    assert flops.parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
+    assert flops.count_model_parameters(MODELS[name]) == sum(p.numel() for p in made.parameters())
     matrices = [p for p in made.transformer.layers.parameters() if p.dim() == 2]
-    assert flops.layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
+    assert flops.count_layer_parameters(MODELS[name]) == sum(p.numel() for p in matrices)
 
 
 def test_glm_large() -> None:
     """12 · 1024² weights a layer; 9 · 1024 biases and two norms; the word table, two tables of 513
     rows and a last norm.
     """
-    assert flops.layer_parameters(LARGE) == 24 * 12 * 1024**2 == 301_989_888
+    assert flops.count_layer_parameters(LARGE) == 24 * 12 * 1024**2 == 301_989_888
     others = 24 * (9 + 4) * 1024 + 2 * 1024 + (30592 + 2 * 513) * 1024
-    assert flops.parameters(LARGE) == 301_989_888 + others == 334_688_256
+    assert flops.count_model_parameters(LARGE) == 301_989_888 + others == 334_688_256
     counts = {"tokens": 300, "logits": 20, "pairs": 70_000, "square": 70_100}
     assert (
-        flops.causal(LARGE, counts)
+        flops.count_causal_flops(LARGE, counts)
         == 2 * 301_989_888 * 300 + 2 * 31_326_208 * 20 + 4 * 24 * 1024 * 70_000
     )
-    assert flops.palm(LARGE, counts) == 2 * 334_688_256 * 300 + 4 * 24 * 1024 * 70_100
-    assert flops.nominal(LARGE, counts) == 670_000_000 * 300
-    assert flops.work(LARGE, counts, "nominal", kind.TRAIN.forwards) == 2_010_000_000 * 300
+    assert flops.count_palm_flops(LARGE, counts) == 2 * 334_688_256 * 300 + 4 * 24 * 1024 * 70_100
+    assert flops.count_nominal_flops(LARGE, counts) == 670_000_000 * 300
+    assert flops.count_flops(LARGE, counts, "nominal", kind.TRAIN.forwards) == 2_010_000_000 * 300
 
 
 def test_the_seeds_mfu() -> None:
     """Published: 42.4 samples/s on eight A100 as 0.035 of TF32's 156e12, by 6·N·512 FLOPs a sample."""
-    assert round(6 * flops.parameters(LARGE) * 512 * 42.4 / (8 * 156e12), 3) == 0.035
+    assert round(6 * flops.count_model_parameters(LARGE) * 512 * 42.4 / (8 * 156e12), 3) == 0.035

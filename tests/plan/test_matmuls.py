@@ -23,26 +23,32 @@ GLM = GlmModel(family="glm", layers=2, hidden=32, heads=4, ffn=48, vocab=70, pos
 @pytest.mark.parametrize("model", [LLAMA, GLM], ids=["llama", "glm"])
 def test_flops_are_those_of_the_model(model, tokens, logits, kind):
     counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
-    every = matmuls.of_model(model, tokens, logits, kinds.row(kind).products)
-    assert matmuls.total(every) == kinds.row(kind).forwards * flops.weight_flops(model, counts)
-    assert matmuls.total(every) == flops.work(model, counts, "causal", kinds.row(kind).forwards)
+    every = matmuls.list_model_matmuls(model, tokens, logits, kinds.find_kind(kind).products)
+    assert matmuls.count_total_flops(every) == kinds.find_kind(
+        kind
+    ).forwards * flops.count_weight_flops(model, counts)
+    assert matmuls.count_total_flops(every) == flops.count_flops(
+        model, counts, "causal", kinds.find_kind(kind).forwards
+    )
 
 
-@pytest.mark.parametrize("name", resolve.names())
+@pytest.mark.parametrize("name", resolve.list_shipped_cases())
 @pytest.mark.parametrize("size", ["full", "smoke"])
 def test_flops_of_every_case_are_those_of_the_model(name, size):
-    case = resolve.resolve(name, size).case
-    tokens, logits = matmuls.batch(case)
+    case = resolve.resolve_case(name, size).case
+    tokens, logits = matmuls.count_tokens_and_logits(case)
     counts = {"tokens": tokens, "logits": logits, "pairs": 0, "square": 0}
-    assert matmuls.total(matmuls.of_case(case, 1)) == flops.work(
+    assert matmuls.count_total_flops(matmuls.list_case_matmuls(case, 1)) == flops.count_flops(
         case.question.model, counts, "causal", case.question.kind_row.forwards
     )
 
 
 def test_a_group_divides_them():
     """Vocabulary 256 is four times 64: nothing is padded, and two devices have half of everything."""
-    whole, half = (matmuls.of_model(LLAMA, 500, 20, kinds.TRAIN.products, tp) for tp in (1, 2))
-    assert matmuls.total(whole) == 2 * matmuls.total(half)
+    whole, half = (
+        matmuls.list_model_matmuls(LLAMA, 500, 20, kinds.TRAIN.products, tp) for tp in (1, 2)
+    )
+    assert matmuls.count_total_flops(whole) == 2 * matmuls.count_total_flops(half)
     assert [(one.name, one.m, one.n, one.k, one.count) for one in half if one.layout == "nt"] == [
         ("qkv", 500, 48, 64, 3),
         ("out", 500, 64, 32, 3),
@@ -50,29 +56,33 @@ def test_a_group_divides_them():
         ("down", 500, 64, 48, 3),
         ("vocabulary", 20, 128, 64, 1),
     ]
-    padded = matmuls.of_model(
+    padded = matmuls.list_model_matmuls(
         LLAMA.model_copy(update={"vocab": 130}), 500, 20, kinds.SCORE.products, 2
     )
     # 130 rows, padded to twice 128
-    assert (padded[-1].n, matmuls.total(padded[-1:])) == (128, 2 * 20 * 128 * 64)
+    assert (padded[-1].n, matmuls.count_total_flops(padded[-1:])) == (128, 2 * 20 * 128 * 64)
 
 
 def test_a_backward_has_both_products():
-    every = matmuls.of_model(GLM, 10, 0, kinds.TRAIN.products)
+    every = matmuls.list_model_matmuls(GLM, 10, 0, kinds.TRAIN.products)
     assert [(one.layout, one.m, one.n, one.k, one.count) for one in every if one.name == "up"] == [
         ("nt", 10, 48, 32, 2),
         ("nn", 10, 32, 48, 2),
         ("tn", 48, 32, 10, 2),
     ]
-    assert {one.layout for one in matmuls.of_model(GLM, 10, 4, kinds.SCORE.products)} == {"nt"}
+    assert {one.layout for one in matmuls.list_model_matmuls(GLM, 10, 4, kinds.SCORE.products)} == {
+        "nt"
+    }
 
 
 def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
-    monkeypatch.setattr(matmuls, "MOST_NUMBERS", 1000)
-    every = matmuls.of_model(GLM, 26, 0, kinds.SCORE.products)
+    monkeypatch.setattr(matmuls, "MAX_NUMBERS", 1000)
+    every = matmuls.list_model_matmuls(GLM, 26, 0, kinds.SCORE.products)
     # 12 · (48 + 32) is at most 1000
     assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]
-    assert matmuls.total(every) == flops.weight_flops(GLM, {"tokens": 26, "logits": 0})
+    assert matmuls.count_total_flops(every) == flops.count_weight_flops(
+        GLM, {"tokens": 26, "logits": 0}
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,14 +91,14 @@ def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
 )
 def test_blocks_keep_the_alignment_of_a_product(name):
     """On one H200 a weight gradient of 8,197 rows ran at a quarter of the rate of one of 8,192."""
-    case = resolve.resolve(name, "full").case
+    case = resolve.resolve_case(name, "full").case
     model = case.question.model
-    whole = {layer.outputs for layer in families.row(model.family).layer_matrices(model)} | {
-        model.vocab
-    }
+    whole = {
+        layer.outputs for layer in families.find_family(model.family).layer_matrices(model)
+    } | {model.vocab}
     odd = {
         one.m
-        for one in matmuls.of_case(case, 1)
+        for one in matmuls.list_case_matmuls(case, 1)
         if one.layout == "tn" and one.m % 8 and one.m not in whole
     }
     assert odd == set()
@@ -110,14 +120,14 @@ def test_blocks_keep_the_alignment_of_a_product(name):
     ],
 )
 def test_what_a_batch_has(name, counts, expected):
-    assert matmuls.batch(fixed(name).case, counts) == expected
+    assert matmuls.count_tokens_and_logits(fixed(name).case, counts) == expected
 
 
 def test_a_smaller_batch():
     case = fixed("llama2-7b-mmlu").case
-    assert matmuls.of_case(case, 1, None, 4)[0] == Matmul(
+    assert matmuls.list_case_matmuls(case, 1, None, 4)[0] == Matmul(
         name="qkv", m=8192, n=12288, k=4096, count=32
     )
-    assert matmuls.of_case(case, 1, None, 1 << 40)[-1] == Matmul(
+    assert matmuls.list_case_matmuls(case, 1, None, 1 << 40)[-1] == Matmul(
         name="vocabulary", m=1, n=32000, k=4096
     )

@@ -10,17 +10,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.case.case import Tune
-from steelyard.case.precision import TRAIN
+from steelyard.case.precision import TRAINING_PRESETS
 from steelyard.case.question import Train
-from steelyard.case.resolve import resolve
-from steelyard.models import llama, llama_fp8, llama_fused, placements
-from steelyard.models.attention import Layout, layout
-from steelyard.models.llama import Block, Llama, rotary
-from steelyard.models.placements import Shard
+from steelyard.case.resolve import resolve_case
+from steelyard.models import llama, llama_fp8, llama_fused, llama_placements
+from steelyard.models.attention import PackedLayout, make_packed_layout
+from steelyard.models.llama import Llama, LlamaBlock, compute_rotary_cos_sin
+from steelyard.models.llama_placements import Shard
 from steelyard.models.shapes import LlamaModel as Model
 from steelyard.plan import flops, memory
-from steelyard.plan.degrees import Plan, stage_layers
-from steelyard.weights import load
+from steelyard.plan.degrees import Plan, divide_layers
+from steelyard.weights import llama_weights
 
 GIB = 1 << 30
 LLAMA_7B = Model(
@@ -59,13 +59,13 @@ def plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
 
 def predict(
     model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object
-) -> list[memory.Parts]:
-    return memory.predict(
-        model, TRAIN[precision], Tune.model_validate(tune), over or plan(), TRAINED
+) -> list[memory.MemoryParts]:
+    return memory.predict_stages(
+        model, TRAINING_PRESETS[precision], Tune.model_validate(tune), over or plan(), TRAINED
     )
 
 
-def state(parts: memory.Parts) -> int:
+def state(parts: memory.MemoryParts) -> int:
     return parts.parameters + parts.copies + parts.gradients + parts.states
 
 
@@ -86,7 +86,7 @@ def state(parts: memory.Parts) -> int:
 )
 def test_state_on_one_device(model, precision, each, gib):
     [parts] = predict(model, precision)
-    assert state(parts) == each * flops.parameters(model)
+    assert state(parts) == each * flops.count_model_parameters(model)
     assert round(state(parts) / GIB) == gib
     assert parts.total == state(parts) + parts.activations + parts.logits
 
@@ -102,14 +102,14 @@ def test_state_of_fp8_pure():
 
 def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
     def parts(precision, tokens):
-        return memory.need(
-            resolve(
+        return memory.predict_minimum(
+            resolve_case(
                 "aquila2-34b-lambada", "full", precision, settings=[f"tune.batch_tokens={tokens}"]
             ).case,
             plan(),
         )
 
-    matrices = flops.layer_parameters(resolve("aquila2-34b-lambada").case.question.model)
+    matrices = flops.count_layer_parameters(resolve_case("aquila2-34b-lambada").case.question.model)
     wide, narrow = parts("bf16", 1 << 20), parts("fp8", 1 << 20)
     assert wide.parameters - narrow.parameters == matrices
     assert wide.activations == narrow.activations
@@ -169,15 +169,15 @@ def test_a_pipeline_holds_more_micro_batches_the_sooner_the_stage():
     assert [bool(one.logits) for one in stages] == [False, False, False, True]
     [few] = {one.activations for one in predict(LLAMA_7B, over=plan(pp=4), micro_batch=2048)}
     assert few == 2048 * last  # one micro-batch in all: no stage holds more
-    assert sum(map(state, stages)) == 18 * flops.parameters(LLAMA_7B)
+    assert sum(map(state, stages)) == 18 * flops.count_model_parameters(LLAMA_7B)
 
 
 def test_layers_that_do_not_divide_go_to_the_inner_stages():
-    assert [len(layers) for layers in stage_layers(10, 4)] == [2, 3, 3, 2]
+    assert [len(layers) for layers in divide_layers(10, 4)] == [2, 3, 3, 2]
     uneven = predict(LLAMA_7B.model_copy(update={"layers": 10}), over=plan(pp=4))
     layer = uneven[3].activations // 2  # the last stage holds one micro-batch
     assert [one.activations // layer for one in uneven] == [4 * 2, 3 * 3, 2 * 3, 1 * 2]
-    assert sum(map(state, uneven)) == 18 * flops.parameters(
+    assert sum(map(state, uneven)) == 18 * flops.count_model_parameters(
         LLAMA_7B.model_copy(update={"layers": 10})
     )
 
@@ -192,26 +192,26 @@ def test_a_team_divides_all_but_the_norms():
 
 def whole(
     precision: str, over: Plan, **tune: object
-) -> tuple[list[memory.Parts], list[memory.Parts]]:
+) -> tuple[list[memory.MemoryParts], list[memory.MemoryParts]]:
     """Without what is whole for a while, and with it."""
-    given = LLAMA_7B, TRAIN[precision], Tune.model_validate(tune), over, TRAINED
-    return memory.predict(*given), memory.predict(*given, units=True)
+    given = LLAMA_7B, TRAINING_PRESETS[precision], Tune.model_validate(tune), over, TRAINED
+    return memory.predict_stages(*given), memory.predict_stages(*given, with_gathered=True)
 
 
 LAYER, TABLE = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 32000 * 4096
 
 
 def test_units_of_a_stage():
-    assert memory.unit_parameters(LLAMA_7B, plan(), 0) == [TABLE, *[LAYER] * 32, TABLE + 4096]
-    assert memory.unit_parameters(LLAMA_7B, plan(pp=4), 0) == [TABLE, *[LAYER] * 8]
-    assert memory.unit_parameters(LLAMA_7B, plan(pp=4), 1) == [LAYER] * 8
+    assert memory.count_unit_parameters(LLAMA_7B, plan(), 0) == [TABLE, *[LAYER] * 32, TABLE + 4096]
+    assert memory.count_unit_parameters(LLAMA_7B, plan(pp=4), 0) == [TABLE, *[LAYER] * 8]
+    assert memory.count_unit_parameters(LLAMA_7B, plan(pp=4), 1) == [LAYER] * 8
     tied = LLAMA_7B.model_copy(update={"tied": True})
-    assert memory.unit_parameters(tied, plan(), 0) == [TABLE, *[LAYER] * 32, 4096]
+    assert memory.count_unit_parameters(tied, plan(), 0) == [TABLE, *[LAYER] * 32, 4096]
     for stage in range(4):
         over = plan(tp=2, pp=4)
-        assert sum(memory.unit_parameters(LLAMA_7B, over, stage)) == memory.stage_parameters(
-            LLAMA_7B, over, stage
-        )
+        assert sum(
+            memory.count_unit_parameters(LLAMA_7B, over, stage)
+        ) == memory.count_stage_parameters(LLAMA_7B, over, stage)
 
 
 @pytest.mark.parametrize(
@@ -248,21 +248,28 @@ def test_a_tensor_parallel_rank_gathers_what_logits_are_made_of():
 def test_parameters_are_the_modules(changes, tp):
     model = SMALL.model_copy(update=changes)
     with torch.device("meta"):
-        made = Llama(placements.local(load.shape_of(model), Shard(0, tp)))
-    assert memory.stage_parameters(model, plan(tp=tp), 0) == sum(
+        made = Llama(
+            llama_placements.make_shard_shape(llama_weights.get_llama_shape(model), Shard(0, tp))
+        )
+    assert memory.count_stage_parameters(model, plan(tp=tp), 0) == sum(
         p.numel() for p in made.parameters()
     )
-    stages = [memory.stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
+    stages = [memory.count_stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
     # the first and the last stage have a table each
-    again = memory.vocab_rows(71, tp) * 64 if model.tied else 0
+    again = memory.count_vocab_rows(71, tp) * 64 if model.tied else 0
     assert sum(stages) == sum(p.numel() for p in made.parameters()) + again
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 8])
 def test_the_vocabulary_is_padded_as_the_models_pad_it(tp):
     for vocab in (71, 32000, 100008):
-        shape = replace(load.shape_of(SMALL), heads=24, kv_heads=24, ffn=48, vocab=vocab)
-        assert memory.vocab_rows(vocab, tp) == placements.local(shape, Shard(0, tp)).vocab
+        shape = replace(
+            llama_weights.get_llama_shape(SMALL), heads=24, kv_heads=24, ffn=48, vocab=vocab
+        )
+        assert (
+            memory.count_vocab_rows(vocab, tp)
+            == llama_placements.make_shard_shape(shape, Shard(0, tp)).vocab
+        )
 
 
 @pytest.mark.parametrize("pp", [0, 7, 10**12])
@@ -273,7 +280,7 @@ def test_a_plan_that_cannot_be_has_no_prediction(pp):
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, rows: Layout, kernel: str, prefix: object, window: object
+    q: Tensor, k: Tensor, v: Tensor, rows: PackedLayout, kernel: str, prefix: object, window: object
 ) -> Tensor:
     """Attention whose output is what it saved, as that of fused kernels on packed rows is."""
     q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
@@ -307,19 +314,21 @@ def saved_bytes(
     """What torch keeps for the backward of a layer: storages, each once, without weights and rotary
     tables.
     """
-    monkeypatch.setattr(llama, "attend", _attend)
-    monkeypatch.setattr(llama_fused, "attend", _attend)
-    monkeypatch.setattr(llama_fp8, "attend", _attend)
-    shape = load.shape_of(model)
-    block = Block(shape).to(torch.bfloat16)
+    monkeypatch.setattr(llama, "attend_packed_rows", _attend)
+    monkeypatch.setattr(llama_fused, "attend_packed_rows", _attend)
+    monkeypatch.setattr(llama_fp8, "attend_packed_rows", _attend)
+    shape = llama_weights.get_llama_shape(model)
+    block = LlamaBlock(shape).to(torch.bfloat16)
     run = torch.compile(block, backend="aot_eager_decomp_partition") if compiled else block
     if fp8:
-        run = llama_fp8.Fp8Block(
-            block, llama_fp8.Learning(torch.zeros_like, llama_fp8.Fp8Kernels(False))
+        run = llama_fp8.Fp8TrainBlock(
+            block, llama_fp8.Fp8Training(torch.zeros_like, llama_fp8.Fp8Kernels(False))
         )
     elif lean:
         run = llama_fused.FusedBlock(
-            block, llama_fused.Accumulating(torch.zeros_like), llama_fused.BlockKernels(False)
+            block,
+            llama_fused.AccumulatingLinears(torch.zeros_like),
+            llama_fused.BlockKernels(False),
         )
     elif not compiled:
         monkeypatch.setattr(
@@ -329,7 +338,7 @@ def saved_bytes(
         torch.randn(tokens, model.hidden, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(2)
     )
-    cos, sin = rotary(torch.arange(tokens), shape, torch.bfloat16)
+    cos, sin = compute_rotary_cos_sin(torch.arange(tokens), shape, torch.bfloat16)
     aside = {one.untyped_storage().data_ptr() for one in (*block.parameters(), cos, sin)}
     seen: dict[int, Tensor] = {}
 
@@ -338,7 +347,15 @@ def saved_bytes(
         return one
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
-        run(x, delta, cos, sin, layout([tokens], None, torch.device("cpu")), "rows", None)
+        run(
+            x,
+            delta,
+            cos,
+            sin,
+            make_packed_layout([tokens], None, torch.device("cpu")),
+            "rows",
+            None,
+        )
     return sum(one.untyped_storage().nbytes() for at, one in seen.items() if at not in aside)
 
 
@@ -356,7 +373,7 @@ SHAPES = [
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
-    assert saved_bytes(model, False, monkeypatch) == 32 * memory.layer_bytes(
+    assert saved_bytes(model, False, monkeypatch) == 32 * memory.count_layer_bytes(
         model, 2, "none", compiled=False
     )
 
@@ -368,7 +385,7 @@ def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, mo
     """Whether its pieces are compiled or not: they are functions of what they are given."""
     model = SMALL.model_copy(update=changes)
     found = saved_bytes(model, False, monkeypatch, lean=True)
-    assert found == 32 * memory.layer_bytes(model, 2, "none", compiled, lean=True)
+    assert found == 32 * memory.count_layer_bytes(model, 2, "none", compiled, fused_blocks=True)
     # Norms of queries and keys: their input is kept too, and is the output of qkv that else is not
     # there twice.
     assert model.qk_norm or found < saved_bytes(model, False, monkeypatch)
@@ -379,13 +396,15 @@ def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, mo
 def test_activations_of_an_fp8_block_are_what_torch_saves(changes, monkeypatch):
     model = SMALL.model_copy(update=changes)
     found = saved_bytes(model, False, monkeypatch, fp8=True)
-    assert found == 32 * memory.layer_bytes(model, 2, "none", False, lean=True, fp8=True)
+    assert found == 32 * memory.count_layer_bytes(
+        model, 2, "none", False, fused_blocks=True, fp8=True
+    )
     assert found == saved_bytes(model, False, monkeypatch, lean=True) - 32 * 2 * 2 * model.hidden
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_a_compiler_saves(monkeypatch):
     """What the compiler chooses to keep, which is settled before any code is made."""
-    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.layer_bytes(
+    assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.count_layer_bytes(
         SMALL, 2, "none", compiled=True
     )

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fixtures.glm import CPU, SHAPE, build, packed, samples
-from steelyard.kernels import glm_attention, glm_norm, glm_spans
+from steelyard.kernels import glm_norm_gelu, glm_packed_attention, glm_span_attention
 from steelyard.models import glm_fused
-from steelyard.models.glm_attention import Blocks
+from steelyard.models.cloze_attention import AttentionCalls
 from steelyard.models.shapes import GlmModel
 from steelyard.plan import flops, memory_glm
-from steelyard.training.glm import to_device
+from steelyard.training.glm_trainer import send_cloze_batch
 
 LARGE = GlmModel(
     family="glm", layers=24, hidden=1024, heads=16, ffn=4096, vocab=30592, positions=512
@@ -37,12 +37,16 @@ def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(q, k, v, queries, keys, dropout, causal):
         return q.clone(), torch.zeros(q.shape[1], len(q)), ()
 
-    monkeypatch.setattr(glm_norm, "dropout_add_norm", norm)
-    monkeypatch.setattr(glm_norm, "gelu", lambda x: F.gelu(x.detach(), approximate="tanh"))
-    monkeypatch.setattr(glm_attention, "attend", attend)
-    monkeypatch.setattr(glm_fused, "FLASH", Blocks(forward, lambda *given: None))
-    monkeypatch.setattr(glm_spans, "context_keys_values", lambda qkv, rows: qkv[:, 1:].clone())
-    monkeypatch.setattr(glm_spans, "attend_spans", lambda *given: None)
+    monkeypatch.setattr(glm_norm_gelu, "triton_dropout_add_norm", norm)
+    monkeypatch.setattr(
+        glm_norm_gelu, "triton_gelu", lambda x: F.gelu(x.detach(), approximate="tanh")
+    )
+    monkeypatch.setattr(glm_packed_attention, "triton_attend_cloze", attend)
+    monkeypatch.setattr(glm_fused, "FLASH", AttentionCalls(forward, lambda *given: None))
+    monkeypatch.setattr(
+        glm_span_attention, "gather_context_keys_values", lambda qkv, rows: qkv[:, 1:].clone()
+    )
+    monkeypatch.setattr(glm_span_attention, "attend_spans", lambda *given: None)
 
 
 @pytest.mark.usefixtures("shapes_alone")
@@ -50,14 +54,14 @@ def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
     """Each storage once, weights and borders of rows left out."""
     model = build(torch.float32)
-    micro = to_device(packed("open", samples(5)), CPU)
+    micro = send_cloze_batch(packed("open", samples(5)), CPU)
     tokens = len(micro.tokens)
     seed = torch.zeros(1, dtype=torch.int64)
-    layer = glm_fused.KernelLayer(model.transformer.layers[0], torch.zeros_like, None, seed, 0)
+    layer = glm_fused.TritonGlmLayer(model.transformer.layers[0], torch.zeros_like, None, seed, 0)
     x, delta = (torch.randn(tokens, SHAPE.hidden, requires_grad=True) for _ in range(2))
     known = {
         one.untyped_storage().data_ptr()
-        for one in (*model.parameters(), *micro.layout.tensors(True))
+        for one in (*model.parameters(), *micro.layout.list_kernel_tensors(True))
     }
     kept: dict[int, int] = {}
 
@@ -69,7 +73,7 @@ def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
         out = layer(x, delta, micro.layout, kernel, 0.0)
-    assert sum(kept.values()) == tokens * memory_glm.layer_bytes(SHAPE, 4, kernel)
+    assert sum(kept.values()) == tokens * memory_glm.count_glm_layer_bytes(SHAPE, 4, kernel)
     assert len(out) == 2
 
 
@@ -77,13 +81,15 @@ def test_the_runs_on_an_h200() -> None:
     """Record 41e7a360: 17,532 tokens and 1,865 logits in its largest micro-batch, 20.2 GiB of
     tensors at its fullest.
     """
-    state = 18 * flops.parameters(LARGE)
-    activations = 17532 * memory_glm.glm_bytes(LARGE, 2) + 1865 * memory_glm.logit_bytes(LARGE, 2)
-    assert memory_glm.glm_bytes(LARGE, 2) == 24 * (2 * (10 * 1024 + 2 * 4096) + 4 * 20)
+    state = 18 * flops.count_model_parameters(LARGE)
+    activations = 17532 * memory_glm.count_glm_bytes(
+        LARGE, 2
+    ) + 1865 * memory_glm.count_glm_logit_bytes(LARGE, 2)
+    assert memory_glm.count_glm_bytes(LARGE, 2) == 24 * (2 * (10 * 1024 + 2 * 4096) + 4 * 20)
     assert (state + activations) / GIB == pytest.approx(20.2, rel=0.02)
 
 
 def test_computed_again() -> None:
-    one = memory_glm.layer_bytes(LARGE, 2, "packed")
-    assert memory_glm.glm_bytes(LARGE, 2, "full", "packed") == 24 * 4096 + one
-    assert memory_glm.layer_bytes(LARGE, 2, "flash") - one == 4096
+    one = memory_glm.count_glm_layer_bytes(LARGE, 2, "packed")
+    assert memory_glm.count_glm_bytes(LARGE, 2, "full", "packed") == 24 * 4096 + one
+    assert memory_glm.count_glm_layer_bytes(LARGE, 2, "flash") - one == 4096

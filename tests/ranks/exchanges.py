@@ -4,28 +4,28 @@ import json
 import sys
 from pathlib import Path
 
-from steelyard.engines.torch import ceilings_exchange
-from steelyard.engines.torch.ceilings import TorchCeilings
+from steelyard.engines.torch import exchange_ceilings
+from steelyard.engines.torch.device_ceilings import TorchCeilings
 from steelyard.engines.torch.framework import TorchFramework
 from steelyard.plan.degrees import Plan
-from steelyard.record.spec import Limits
-from steelyard.run.ceilings import Holder
+from steelyard.record.ceilings_record import BenchLimits
+from steelyard.run.ceilings_worker import CeilingBenchmarker
 from steelyard.run.clock import now
 from steelyard.run.messages import Rendezvous
 
-LIMITS = Limits(stretch_s=0.001, limit_s=0.01, total_s=300.0, within=0.05, last=2)
+LIMITS = BenchLimits(stretch_s=0.001, limit_s=0.01, total_s=300.0, within=0.05, last=2)
 
 
 def main() -> None:
     rank, store = int(sys.argv[1]), Path(sys.argv[2])
-    ceilings_exchange.QUICK_COLLECTIVE_BYTES = (1 << 20,)
-    framework = TorchFramework("steelyard.accelerators.cpu_torch:Device", 0, now)
+    exchange_ceilings.QUICK_COLLECTIVE_BYTES = (1 << 20,)
+    framework = TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, now)
     plan = Plan(nodes=1, devices=2, tp=1, pp=1, dp=2, launcher="local")
-    framework.join(plan, rank, 2, Rendezvous(file=store))
+    framework.join_ranks(plan, rank, 2, Rendezvous(file=store))
     shown = TorchCeilings(framework)
-    holder = Holder(framework, rank, LIMITS, now, now(), shown.agree)
-    rows = ceilings_exchange.rows(framework, shown.lacks, quick=True)
-    print(json.dumps([holder.take(row).model_dump(mode="json") for row in rows]))
+    holder = CeilingBenchmarker(framework, rank, LIMITS, now, now(), shown.all_reduce_max)
+    rows = exchange_ceilings.exchange_rows(framework, shown.lacks, quick=True)
+    print(json.dumps([holder.run_row(row).model_dump(mode="json") for row in rows]))
     framework.leave()
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fixtures.glm import CPU, job, packed, samples, trainer
 from steelyard.models import tensors
-from steelyard.training.glm import to_device
+from steelyard.training.glm_trainer import send_cloze_batch
 
 DEALT = (((0, 3), (4,)), ((1, 2),))  # samples of each replica, in micro-batches
 
@@ -19,12 +19,12 @@ DEALT = (((0, 3), (4,)), ((1, 2),))  # samples of each replica, in micro-batches
 def train(dp: int, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[dict, float]:
     some = samples(5)
     made = trainer(job(dp=dp, rank=rank))
-    micros = [to_device(packed("closed", [some[i] for i in group]), CPU) for group in groups]
-    made.warm(micros[0])
-    count = made.total(sum(map(len, groups)))
+    micros = [send_cloze_batch(packed("closed", [some[i] for i in group]), CPU) for group in groups]
+    made.warm_up(micros[0])
+    count = made.sum_over_replicas(sum(map(len, groups)))
     losses, norms = [], []
     for step in range(3):
-        losses.append(float(made.learn(micros, count)))
+        losses.append(float(made.compute_gradients(micros, count)))
         norms.append(float(made.update(1e-2 / (step + 1))))
     weights = [float(p.double().square().sum()) for p in made.optimizer.master]
     return {"losses": losses, "norms": norms, "weights": weights}, float(count)

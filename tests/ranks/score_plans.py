@@ -11,7 +11,7 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from steelyard.accelerators.cpu_torch import Device
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case import resolve
 from steelyard.engine.job import Job
 from steelyard.engine.work import Work
@@ -28,7 +28,7 @@ def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text())
     out = {}
     for one in asked["runs"]:
-        resolved = resolve.resolve(
+        resolved = resolve.resolve_case(
             one["case"],
             "smoke",
             settings=[
@@ -37,23 +37,25 @@ def main() -> None:
                 f"tune.parallel={one['parallel']}",
             ],
         ).case
-        layout = degrees.make(resolved, 1, world)
-        prepared = resolved.question.row.prepare(
-            resolved.question.asked(Sources(None, None, None), None, True, {})
+        layout = degrees.make_plan(resolved, 1, world)
+        prepared = resolved.question.task_row.prepare(
+            resolved.question.describe_for_task(Sources(None, None, None), None, True, {})
         )
-        place = degrees.place(layout, rank)
+        place = degrees.find_position(layout, rank)
         engine = TorchScore(
             Job(
                 case=resolved,
-                work=resolved.question.row.work,
+                work=resolved.question.task_row.work,
                 inputs=prepared.inputs,
                 weights=Path(one["weights"]) if one["weights"] else None,
-                device=Device(0, monotonic),
+                device=CpuTorchDevice(0, monotonic),
                 rank=rank,
                 world=world,
                 plan=layout,
                 place=place,
-                group=tensor_parallel.form(layout, rank, torch.device("cpu")),
+                group=tensor_parallel.create_tensor_parallel_group(
+                    layout, rank, torch.device("cpu")
+                ),
                 steps=None,
             )
         )

@@ -44,10 +44,10 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     done = shell(*RUN, *SMALL, "--steps", "6", "--out", shell.out)
     assert done.code == 0, done.err
     [path] = shell.out.iterdir()
-    record = verify.read(path)
-    found = stragglers.find(record)
+    record = verify.read_verified_record(path)
+    found = stragglers.find_stragglers(record)
     assert isinstance(found, stragglers.Stragglers)
-    assert (found.rank, found.basis, found.slow) == (1, "compute", True)
+    assert (found.rank, found.basis, found.is_slow) == (1, "compute", True)
     assert found.cost_s == pytest.approx(COST_S, rel=0.1)
     assert found.share == pytest.approx(COST_S / STEP_S, rel=0.1)
     slow, other = found.rows

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from ranks.plan_tables import VARIANTS, of_variant
 from steelyard.case import resolve
-from steelyard.engines.transformers.score import config
+from steelyard.engines.transformers.score import make_transformers_config
 from steelyard.models.tensors import DTYPES
 from steelyard.tasks.task import Sources
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
 CASES = {
     "aquila2-34b-lambada": ["question.model.vocab=251", "tune.batch_tokens=300"],
@@ -41,7 +41,9 @@ def changes(variant: str | None) -> list[str]:
 
 
 def question(name: str, variant: str | None = None):
-    return resolve.resolve(name, "smoke", settings=[*CASES[name], *changes(variant)]).case.question
+    return resolve.resolve_case(
+        name, "smoke", settings=[*CASES[name], *changes(variant)]
+    ).case.question
 
 
 def texts(name: str):
@@ -53,15 +55,15 @@ def transformers_model(folder: Path | None = None, variant: str | None = None):
     """The library's model with the weights that the case makes from its seed, norms and biases
     moved where it is no plain Llama; written to a folder where one is named."""
     asked = question(VARIED, variant)
-    shape = load.shape_of(asked.model)
-    ours = load.build(shape, torch.device("cpu"), DTYPES["fp32"])
-    load.fill_random(ours, asked.seed)
+    shape = llama_weights.get_llama_shape(asked.model)
+    ours = llama_weights.build_llama(shape, torch.device("cpu"), DTYPES["fp32"])
+    llama_weights.fill_random_llama_weights(ours, asked.seed)
     with torch.no_grad():
         for parameter in ours.parameters() if variant else ():
             if parameter.dim() == 1:
                 parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
-    theirs = AutoModelForCausalLM.from_config(config(asked.model)).eval()
-    load.copy_to_hf(ours, dict(theirs.named_parameters(remove_duplicate=False)))
+    theirs = AutoModelForCausalLM.from_config(make_transformers_config(asked.model)).eval()
+    llama_weights.copy_to_hf_model(ours, dict(theirs.named_parameters(remove_duplicate=False)))
     if folder is not None:
         theirs.save_pretrained(folder)
     return theirs

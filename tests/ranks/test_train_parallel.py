@@ -33,15 +33,15 @@ from ranks.plan_tables import (
     spelled,
 )
 from ranks.train_plans import KEEP_EVERY, STEPS, build, train, whole_weights
-from steelyard.data.rows import Row
-from steelyard.engines.transformers.score import config
-from steelyard.models import placements as parallel
+from steelyard.data.training_rows import TrainingRow
+from steelyard.engines.transformers.score import make_transformers_config
+from steelyard.models import llama_placements as parallel
 from steelyard.models import tensors
-from steelyard.plan.degrees import stage_layers
-from steelyard.training import optimizer
+from steelyard.plan.degrees import divide_layers
+from steelyard.training import adamw
 from steelyard.training.micro_batches import RowBatches
-from steelyard.training.packing import packed
-from steelyard.weights import huggingface, load
+from steelyard.training.packing import pack_rows
+from steelyard.weights import hf_checkpoint, llama_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,9 +67,9 @@ def alone() -> tuple[dict, dict[str, torch.Tensor]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What eight processes left of all plans."""
     folder = tmp_path_factory.mktemp("ranks")
-    LlamaForCausalLM(config(build({"settings": {}}, 0, 1).job.case.question.model)).save_pretrained(
-        folder / "hf"
-    )
+    LlamaForCausalLM(
+        make_transformers_config(build({"settings": {}}, 0, 1).job.case.question.model)
+    ).save_pretrained(folder / "hf")
     asked = [
         *keeping(folder),
         *UNPADDED,
@@ -188,7 +188,7 @@ def test_what_is_exchanged_in_a_step(folder, name):
 @pytest.mark.parametrize("name", [one["name"] for one in UNPADDED])
 def test_rows_without_padding_under_every_plan(folder, name):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("steelyard.engines.torch.train.GRAIN", SMALL_GRAIN)
+        patch.setattr("steelyard.engines.torch.train.TOKEN_MULTIPLE", SMALL_GRAIN)
         expected = train(build({"settings": {}, "case": "aquila2-7b-alpaca"}, 0, 1))
     ranks = of_ranks(folder, name)
     replicas = {rank["place"][2]: rank["counts"] for rank in ranks}
@@ -290,7 +290,7 @@ def alone_in(precision: str) -> dict:
     """What one process learns in a rounded precision."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float32)
-        patch.setattr(optimizer, "FIRST_SCALE", HUGE)
+        patch.setattr(adamw, "FIRST_SCALE", HUGE)
         return train(
             build(
                 {"settings": {} if precision == "fp16" else FEW_STEPS, "precision": precision}, 0, 1
@@ -389,24 +389,33 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
     tokens = rng.integers(0, 251, (3, train_length))
     targets = np.concatenate([tokens[:, 1:], np.full((3, 1), -100)], axis=1)
     rows = [
-        Row(t, y, (train_length,), train_length, 1) for t, y in zip(tokens, targets, strict=True)
+        TrainingRow(t, y, (train_length,), train_length, 1)
+        for t, y in zip(tokens, targets, strict=True)
     ]
-    pack = packed(rows)
-    loss = engine.trainer.learn(
-        [engine.batches.to_device(pack)], engine.trainer.total(len(pack.pick))
+    pack = pack_rows(rows)
+    loss = engine.trainer.compute_gradients(
+        [engine.batches.to_device(pack)], engine.trainer.sum_over_replicas(len(pack.pick))
     )
-    theirs = AutoModelForCausalLM.from_config(config(engine.job.case.question.model)).train()
-    load.copy_to_hf(model, dict(theirs.named_parameters(remove_duplicate=False)))
+    theirs = AutoModelForCausalLM.from_config(
+        make_transformers_config(engine.job.case.question.model)
+    ).train()
+    llama_weights.copy_to_hf_model(model, dict(theirs.named_parameters(remove_duplicate=False)))
     ids = torch.from_numpy(tokens)
     expected = theirs(input_ids=ids, labels=ids).loss
     expected.backward()
     assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-6)
-    parts, gradient = huggingface.parts(model.shape), engine.trainer.model.replicas.gradient
+    parts, gradient = (
+        hf_checkpoint.map_hf_tensors(model.shape),
+        engine.trainer.model.exchange.gradient,
+    )
     apart, size = [], []
     for name, parameter in theirs.named_parameters():
         part = parts[name]
-        plain = parallel.logical_view(
-            part.parameter, gradient(model.get_parameter(part.parameter)), model.shape, load.WHOLE
+        plain = parallel.view_logically(
+            part.parameter,
+            gradient(model.get_parameter(part.parameter)),
+            model.shape,
+            llama_weights.WHOLE,
         )
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
@@ -424,7 +433,7 @@ def test_documents_of_a_row_do_not_see_each_other():
     tokens = row.tokens.copy()
     tokens[first] = (tokens[first] + 1) % 251
 
-    def losses(row: Row) -> list[float]:
+    def losses(row: TrainingRow) -> list[float]:
         """Of each segment's targets."""
         out, at = [], 0
         for n in row.lens:
@@ -433,7 +442,7 @@ def test_documents_of_a_row_do_not_see_each_other():
             out.append(
                 float(
                     engine.trainer.evaluate(
-                        engine.batches.to_device(packed([replace(row, targets=only)]))
+                        engine.batches.to_device(pack_rows([replace(row, targets=only)]))
                     )
                 )
             )
@@ -460,7 +469,7 @@ def test_documents_of_a_row_do_not_see_each_other():
     ],
 )
 def test_layers_of_stages(layers, stages, sizes):
-    found = stage_layers(layers, stages)
+    found = divide_layers(layers, stages)
     assert [len(span) for span in found] == sizes
     assert [i for span in found for i in span] == list(range(layers))
 
@@ -475,4 +484,4 @@ def test_layers_of_stages(layers, stages, sizes):
     ],
 )
 def test_what_tensor_parallelism_divides(name, dim):
-    assert parallel.flat_split(name) == dim
+    assert parallel.find_flat_split(name) == dim

@@ -14,18 +14,18 @@ from time import monotonic
 import torch
 import torch.distributed as dist
 
-from steelyard.accelerators.cpu_torch import Device
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
 from steelyard.case import resolve
-from steelyard.engine.job import Job, Keep
+from steelyard.engine.job import CheckpointSchedule, Job
 from steelyard.engine.work import Phase, Work
-from steelyard.engines.torch import exchange, schedule
+from steelyard.engines.torch import collectives, pipeline
 from steelyard.engines.torch import train as torch_train
 from steelyard.engines.torch.train import TorchTrain
 from steelyard.models import tensors
 from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
-from steelyard.training import checkpoints, optimizer
-from steelyard.training.packing import GRAIN
+from steelyard.training import adamw, checkpoint_folders
+from steelyard.training.packing import TOKEN_MULTIPLE
 
 STEPS = 5
 KEEP_EVERY = 3  # one checkpoint a run
@@ -55,47 +55,51 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
         *OF_CASE[name],
         *[f"{key}={value}" for key, value in one["settings"].items()],
     ]
-    resolved = resolve.resolve(name, "smoke", one.get("precision"), settings=settings).case
-    layout = degrees.make(resolved, 1, world)
-    prepared = resolved.question.row.prepare(
-        resolved.question.asked(Sources(None, None, None), None, True, {})
+    resolved = resolve.resolve_case(name, "smoke", one.get("precision"), settings=settings).case
+    layout = degrees.make_plan(resolved, 1, world)
+    prepared = resolved.question.task_row.prepare(
+        resolved.question.describe_for_task(Sources(None, None, None), None, True, {})
     )
     return TorchTrain(
         Job(
             case=resolved,
-            work=resolved.question.row.work,
+            work=resolved.question.task_row.work,
             inputs=prepared.inputs,
             weights=Path(one["weights"]) if one.get("weights") else None,
-            device=Device(0, monotonic),
+            device=CpuTorchDevice(0, monotonic),
             rank=rank,
             world=world,
             plan=layout,
-            place=degrees.place(layout, rank),
+            place=degrees.find_position(layout, rank),
             group=None,
             steps=None,
-            keep=Keep(Path(one["keep"]), KEEP_EVERY) if one.get("keep") else None,
+            checkpoint_schedule=CheckpointSchedule(Path(one["keep"]), KEEP_EVERY)
+            if one.get("keep")
+            else None,
             resume=(
-                Path(one["resume"]) / checkpoints.name_of(KEEP_EVERY) if one.get("resume") else None
+                Path(one["resume"]) / checkpoint_folders.format_step_folder(KEEP_EVERY)
+                if one.get("resume")
+                else None
             ),
         )
     )
 
 
 @contextmanager
-def counting(groups: exchange.Groups) -> Iterator[Counter]:
+def counting(groups: collectives.PlanGroups) -> Iterator[Counter]:
     """How often each kind of collective is issued in each dimension of a plan, and how many tensors
     neighbours exchange.
     """
     found: Counter = Counter()
-    names = {id(getattr(groups, name)): name for name in exchange.DIMS}
+    names = {id(getattr(groups, name)): name for name in collectives.DIMS}
     kept = {
-        kind: getattr(exchange.Group, kind)
+        kind: getattr(collectives.PlanGroup, kind)
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     }
-    batch = schedule.dist.batch_isend_irecv
+    batch = pipeline.dist.batch_isend_irecv
 
     def counted(kind: str):
-        def call(group: exchange.Group, *given):
+        def call(group: collectives.PlanGroup, *given):
             found[f"{names[id(group)]} {kind}"] += 1
             return kept[kind](group, *given)
 
@@ -107,13 +111,13 @@ def counting(groups: exchange.Groups) -> Iterator[Counter]:
 
     try:
         for kind in kept:
-            setattr(exchange.Group, kind, counted(kind))
-        schedule.dist.batch_isend_irecv = counted_batch
+            setattr(collectives.PlanGroup, kind, counted(kind))
+        pipeline.dist.batch_isend_irecv = counted_batch
         yield found
     finally:
         for kind, call in kept.items():
-            setattr(exchange.Group, kind, call)
-        schedule.dist.batch_isend_irecv = batch
+            setattr(collectives.PlanGroup, kind, call)
+        pipeline.dist.batch_isend_irecv = batch
 
 
 def train(engine: TorchTrain) -> dict:
@@ -132,7 +136,7 @@ def train(engine: TorchTrain) -> dict:
             out["issued"] = {key: number / len(works) for key, number in sorted(issued.items())}
             out["counts"] = [work.counts for work in works]
             out["losses"] = [float(work.values["loss"]) for work in works]
-            out["curve"] = [float(loss) for loss in engine.curve]
+            out["curve"] = [float(loss) for loss in engine.losses]
             out["norms"] = [float(work.values["grad_norm"]) for work in works]
     details = engine.details()
     out["block"], out["states"], out["parameters"] = (
@@ -147,9 +151,11 @@ def train(engine: TorchTrain) -> dict:
 def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
     """Of this rank's stage, put together from what all ranks hold."""
     model = engine.trainer.model
-    held = model.stored({f"weights.{name}": shard for name, shard in model.named_parameters()})
+    held = model.as_model_parts(
+        {f"weights.{name}": shard for name, shard in model.named_parameters()}
+    )
     parts = [
-        (name.partition(".")[2], one.whole, one.offset, one.as_subclass(torch.Tensor))
+        (name.partition(".")[2], one.whole_shape, one.offset, one.as_subclass(torch.Tensor))
         for name, one in held.items()
     ]
     of_ranks = [parts]
@@ -175,8 +181,8 @@ def main() -> None:
     folder = Path(sys.argv[2])
     out = {}
     for number, one in enumerate(asked):
-        torch_train.GRAIN = one.get("grain", GRAIN)
-        optimizer.FIRST_SCALE = one.get("scale", 65536.0)
+        torch_train.TOKEN_MULTIPLE = one.get("grain", TOKEN_MULTIPLE)
+        adamw.FIRST_SCALE = one.get("scale", 65536.0)
         tensors.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
         began = monotonic()
         # Every group of gloo has a thread that wakes a hundred times a second, so the groups of a
@@ -190,7 +196,7 @@ def main() -> None:
         if engine.job.place.tp == engine.job.place.dp == 0:
             torch.save(found, folder / f"weights-{number}-{rank}.pt")
         engine.executor.shutdown()
-        for held in engine.trainer.model.replicas.held:
+        for held in engine.trainer.model.exchange.parameters:
             # they hold the groups in a circle that is never collected
             held.parameter._post_accumulate_grad_hooks.clear()
         del engine, found, held

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from steelyard.engines.torch import exchange
+from steelyard.engines.torch import collectives
 from steelyard.plan.degrees import Plan
 
 SIZES = ((64,), (96, 64), (64, 32), (64,), (160, 64), (64, 80))
@@ -15,14 +15,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()
     plan = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="torchrun")
-    group = exchange.form(torch.device("cpu"), "gloo", plan, world, 2, False).shards
+    group = collectives.create_plan_groups(
+        torch.device("cpu"), "gloo", plan, world, 2, False
+    ).shards
     for number in range(ROUNDS):
         units = [[torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(6)]
         gathering = []
         for unit in units:
             pairs = [(whole, whole.chunk(world)[rank].fill_(number + rank)) for whole in unit]
             gathering.append(group.all_gather(pairs))
-        total = group.total(torch.ones((), dtype=torch.float64))
+        total = group.reduce_now(torch.ones((), dtype=torch.float64))
         assert float(total) == world
         for pending in gathering:
             pending.wait()

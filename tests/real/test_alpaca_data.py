@@ -8,7 +8,7 @@ import pytest
 from steelyard.data import tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks.alpaca import data
-from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
+from steelyard.tasks.alpaca.data import Conversation, ConversationRows, ConversationSample
 
 pytestmark = pytest.mark.full
 UNIFORM = 9229  # rows of the file's beginning that are a fair sample of the whole published set
@@ -17,19 +17,19 @@ FINGERPRINT = "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"
 
 @pytest.fixture(scope="module")
 def conversations(data_dir: Path) -> list[Conversation]:
-    found, name = data.read(data_dir / "alpaca")
+    found, name = data.read_conversations(data_dir / "alpaca")
     assert name == "alpaca_subset.json.gz"
     return found
 
 
 @pytest.fixture(scope="module")
 def aquila(data_dir: Path) -> Tokenizer:
-    return tokenizer.load([data_dir / "tokenizers" / "aquila"])
+    return tokenizer.load_tokenizer([data_dir / "tokenizers" / "aquila"])
 
 
 @pytest.fixture(scope="module")
 def samples(conversations: list[Conversation], aquila: Tokenizer) -> list[ConversationSample]:
-    found, shortened = data.encode(conversations, aquila, 2048)
+    found, shortened = data.encode_conversations(conversations, aquila, 2048)
     assert shortened == 0
     return found
 
@@ -46,7 +46,7 @@ def test_real_rows(conversations: list[Conversation]) -> None:
 
 
 def test_real_totals(samples: list[ConversationSample]) -> None:
-    whole, fair = data.totals(samples), data.totals(samples[:UNIFORM])
+    whole, fair = data.count_totals(samples), data.count_totals(samples[:UNIFORM])
     assert {**whole, "mean": round(whole["mean"], 2)} == {
         "samples": 21_427,
         "tokens": 2_718_083,
@@ -96,7 +96,7 @@ def test_an_empty_answer_is_a_line_and_the_end(samples: list[ConversationSample]
 def test_real_samples_that_are_cut(
     conversations: list[Conversation], samples: list[ConversationSample], aquila: Tokenizer
 ) -> None:
-    found, shortened = data.encode(conversations[:2000], aquila, 128)
+    found, shortened = data.encode_conversations(conversations[:2000], aquila, 128)
     assert shortened == sum(len(sample.tokens) > 128 for sample in samples[:2000]) == 603
     expected = [
         ConversationSample(one.tokens[:128], one.learned[:128])
@@ -118,7 +118,7 @@ def test_real_rows_of_2048(
     rows_a_batch: dict[int, int],
     samples: list[ConversationSample],
 ) -> None:
-    rows = AlpacaRows(samples[:count], 2048, 128, 0, 0)
+    rows = ConversationRows(samples[:count], 2048, 128, 0, 0)
     batches = [rows.batch(step) for step in range(count // 128)]
     keys = [key for batch in batches for key in batch]
     real = [sum(len(samples[i].tokens) for i in key) for key in keys]
@@ -130,11 +130,11 @@ def test_real_rows_of_2048(
 
 
 def test_unpacked_rows_are_mostly_padding(samples: list[ConversationSample]) -> None:
-    rows = AlpacaRows(samples[:UNIFORM], 2048, 128, 0, 0, pack=False)
+    rows = ConversationRows(samples[:UNIFORM], 2048, 128, 0, 0, pack=False)
     real = [rows.row(key).real for step in range(3) for key in rows.batch(step)]
     assert len(real) == 3 * 128
     assert 0.05 < sum(real) / len(real) / 2048 < 0.06
 
 
 def test_real_fingerprint(conversations: list[Conversation], aquila: Tokenizer) -> None:
-    assert data.fingerprint(conversations, aquila) == FINGERPRINT
+    assert data.fingerprint_conversations(conversations, aquila) == FINGERPRINT

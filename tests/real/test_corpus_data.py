@@ -9,8 +9,8 @@ import pytest
 
 from steelyard.data import tokenizer
 from steelyard.data.corpus import CorpusRows, check_ids, open_corpus
-from steelyard.data.rows import IGNORED
-from steelyard.data.tokenize import Split, TokenFiles, inspect, tokenize
+from steelyard.data.token_files import CorpusSplit, TokenFiles, inspect_corpus, write_token_files
+from steelyard.data.training_rows import IGNORED
 
 FINGERPRINT = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
 TOKENS = 1_189_962 + 2 * 1000  # as counted without what begins and ends a document
@@ -23,8 +23,10 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(data_dir: Path, prefix: Path) -> TokenFiles:
-    llama = tokenizer.load([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
-    return tokenize([data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix)
+    llama = tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
+    return write_token_files(
+        [data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix
+    )
 
 
 def test_known_numbers(packed: TokenFiles, prefix: Path) -> None:
@@ -32,12 +34,12 @@ def test_known_numbers(packed: TokenFiles, prefix: Path) -> None:
     assert packed.fingerprint == FINGERPRINT
     corpus = open_corpus(prefix)
     check_ids(corpus, 32000)
-    found = inspect(corpus)
+    found = inspect_corpus(corpus)
     assert found.dtype == "uint16"
     assert found.splits == {
-        "train": Split(998, 1_189_500),
-        "valid": Split(1, 1802),
-        "test": Split(1, 660),
+        "train": CorpusSplit(998, 1_189_500),
+        "valid": CorpusSplit(1, 1802),
+        "test": CorpusSplit(1, 660),
     }
     assert (found.rows, found.fingerprint) == (580, FINGERPRINT)
     begins = np.concatenate([[0], corpus.ends[:-1]])

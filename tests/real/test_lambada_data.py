@@ -17,22 +17,24 @@ FINGERPRINT = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
 
 @pytest.fixture(scope="module")
 def texts(data_dir: Path) -> list[str]:
-    return data.load(LambadaData(kind="lambada"), data_dir / "lambada")[0]
+    return data.load_passages(LambadaData(kind="lambada"), data_dir / "lambada")[0]
 
 
 @pytest.fixture(scope="module")
 def aquila(data_dir: Path) -> Tokenizer:
-    return tokenizer.load([data_dir / "tokenizers" / "aquila"])
+    return tokenizer.load_tokenizer([data_dir / "tokenizers" / "aquila"])
 
 
 @pytest.fixture(scope="module")
 def passages(texts: list[str], aquila: Tokenizer) -> LambadaTexts:
-    return data.encode(texts, aquila, 4096, None, 0)
+    return data.encode_passages(texts, aquila, 4096, None, 0)
 
 
 def test_real_set_is_complete(texts: list[str], data_dir: Path) -> None:
     assert len(texts) == 5153
-    assert data.load(LambadaData(kind="lambada"), data_dir / "lambada" / "lambada_test.jsonl") == (
+    assert data.load_passages(
+        LambadaData(kind="lambada"), data_dir / "lambada" / "lambada_test.jsonl"
+    ) == (
         texts,
         "lambada_test.jsonl",
     )
@@ -74,10 +76,12 @@ def test_real_last_words(texts: list[str], passages: LambadaTexts, aquila: Token
 
 
 def test_real_set_with_two_files_of_gpt2(texts: list[str], data_dir: Path) -> None:
-    found = data.encode(texts, tokenizer.load([data_dir / "tokenizers" / "gpt2"]), 1024, None, 0)
+    found = data.encode_passages(
+        texts, tokenizer.load_tokenizer([data_dir / "tokenizers" / "gpt2"]), 1024, None, 0
+    )
     assert (sum(len(row) for row in found.rows), sum(found.last)) == (435_383, 6573)
     assert {row[-1] for row in found.rows} == {50256}
 
 
 def test_real_fingerprint(texts: list[str], aquila: Tokenizer) -> None:
-    assert data.fingerprint(texts, aquila) == FINGERPRINT
+    assert data.fingerprint_passages(texts, aquila) == FINGERPRINT

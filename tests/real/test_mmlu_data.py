@@ -8,7 +8,7 @@ import pytest
 
 from fixtures.files import gunzip
 from steelyard.case import resolve
-from steelyard.data import batches, tokenizer
+from steelyard.data import prompt_batches, tokenizer
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def real(data_dir: Path) -> list[Subject]:
-    return data.read(data_dir / "mmlu" / "mmlu_data.tar.gz")
+    return data.read_subjects(data_dir / "mmlu" / "mmlu_data.tar.gz")
 
 
 @pytest.fixture(scope="module")
 def llama(data_dir: Path) -> Tokenizer:
-    return tokenizer.load([data_dir / "tokenizers" / "llama"])
+    return tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama"])
 
 
 @pytest.fixture(scope="module")
 def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
-    return questions.encode(
-        real, resolve.resolve("llama2-7b-mmlu").case.question.data, llama, None, 0
+    return questions.encode_questions(
+        real, resolve.resolve_case("llama2-7b-mmlu").case.question.data, llama, None, 0
     )
 
 
@@ -55,7 +55,7 @@ def test_real_set_reads_the_same_from_every_layout(
         tmp_path / "mmlu.tar",
         packed.parent,
     ):
-        assert data.read(source) == real
+        assert data.read_subjects(source) == real
 
 
 # 71st question of world_religions; some of its texts begin with a space in the published files.
@@ -109,7 +109,7 @@ def test_real_prompt_byte_for_byte(
     real: list[Subject], llama: Tokenizer, real_prompts: Prompts
 ) -> None:
     subject = next(one for one in real if one.name == "world_religions")
-    assert questions.prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
+    assert questions.format_prompt(subject, subject.test[70], 5).encode() == REAL_PROMPT.encode()
     first = real_prompts.subject_of.index(real.index(subject))
     assert real_prompts.rows[first + 70] == llama.encode([REAL_PROMPT])[0]
     assert real_prompts.rows[first + 70][:8] == [1, 450, 1494, 526, 2999, 7348, 5155, 313]
@@ -126,21 +126,21 @@ def test_real_set_has_the_published_tokens(real_prompts: Prompts) -> None:
 
 
 def test_real_set_has_few_tokens_when_shots_are_shared(real_prompts: Prompts) -> None:
-    shared = batches.prefixes(real_prompts.rows, real_prompts.groups)
+    shared = prompt_batches.measure_prefixes(real_prompts.rows, real_prompts.groups)
     own = sum(
         len(row) - shared[group]
         for row, group in zip(real_prompts.rows, real_prompts.groups, strict=True)
     )
     assert sum(shared) + own == 1_709_858
-    bins = batches.open_bins(real_prompts.rows, real_prompts.groups, 32768, 0)[0]
+    bins = prompt_batches.plan_open_bins(real_prompts.rows, real_prompts.groups, 32768, 0)[0]
     assert sum(piece.length for one in bins for piece in one) == 1_709_858
     assert sorted(p.item for one in bins for p in one if p.item is not None) == list(range(14_042))
 
 
 def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) -> None:
     assert (
-        questions.fingerprint(real, llama)
-        == resolve.resolve("llama2-7b-mmlu").case.question.data.fingerprint
+        questions.fingerprint_questions(real, llama)
+        == resolve.resolve_case("llama2-7b-mmlu").case.question.data.fingerprint
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fixtures.real_runs import model_settings, run, sets
-from steelyard.data.sample import chosen
+from steelyard.data.seeded_draws import choose_items
 from steelyard.tasks import choices
 from steelyard.tasks.mmlu import data
 from steelyard.tasks.questions import Subject
@@ -40,7 +40,7 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
     places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
     scope = ["--precision", "fp32", "--passes", "infer"]
     ids = tmp_path_factory.mktemp("ids") / "rows"
-    ids.write_text("\n".join(map(str, chosen(14_042, SAMPLE, SEED))))
+    ids.write_text("\n".join(map(str, choose_items(14_042, SAMPLE, SEED))))
 
     def start(*arguments: str) -> dict[str, Any]:
         named = [str(ids)] if "--rows" in arguments else ["--sample", str(SAMPLE)]
@@ -105,8 +105,8 @@ def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answe
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Path, data_dir: Path) -> Answers:
-    index = chosen(14_042, SAMPLE, SEED)
-    return plain_loop(smollm2, data.read(data_dir / "mmlu" / "mmlu_data.tar.gz"), index)
+    index = choose_items(14_042, SAMPLE, SEED)
+    return plain_loop(smollm2, data.read_subjects(data_dir / "mmlu" / "mmlu_data.tar.gz"), index)
 
 
 def test_the_loop_tells_answers_apart(expected: Answers) -> None:
@@ -128,11 +128,14 @@ def test_real_answers_equal_a_plain_loop(
 ) -> None:
     record = real_run(*arguments)
     outputs = record["outputs"]
-    assert outputs["index"] == chosen(14_042, SAMPLE, SEED)
+    assert outputs["index"] == choose_items(14_042, SAMPLE, SEED)
     found = outputs["passes"]["infer"]
     assert (found["choices"], found["hits"]) == (expected.choices, expected.hits)
     assert (found["not_finite"], found["repeated"]) == (0, 0)
-    assert choices.argmax(choices.ChoiceOutputs.model_validate(outputs), "infer") == expected.argmax
+    assert (
+        choices.list_likeliest_tokens(choices.ChoiceOutputs.model_validate(outputs), "infer")
+        == expected.argmax
+    )
     assert record["data"]["tokens"] == expected.tokens
     assert record["data"]["shortened"] == expected.shortened
     assert record["quality"]["value"] == expected.hits.count("1") / SAMPLE

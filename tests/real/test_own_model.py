@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fixtures.real_runs import run_model, sets
-from steelyard.data.sample import chosen
+from steelyard.data.seeded_draws import choose_items
 from steelyard.tasks.mmlu import data
 
 # Origin, size and hash: shared/data/README.md.
@@ -53,7 +53,7 @@ def mmlu_loop(plain: Plain, archive: Path, index: list[int], shots: int) -> tupl
     """The letters chosen, and whether the likeliest token of all is the right letter; question by
     question.
     """
-    questions = [(subject, row) for subject in data.read(archive) for row in subject.test]
+    questions = [(subject, row) for subject in data.read_subjects(archive) for row in subject.test]
     letters = [
         plain.tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in "ABCD"
     ]
@@ -104,7 +104,7 @@ def check_mmlu(
         "fp32",
     ]
     record = run_model(out, folder, "mmlu", *scope, *settings, *more)
-    index = chosen(14_042, sample, 7)
+    index = choose_items(14_042, sample, 7)
     assert record["outputs"]["index"] == index
     choices, hits = mmlu_loop(Plain.of(folder), archive, index, shots)
     assert len(set(choices)) > 1

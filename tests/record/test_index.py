@@ -12,7 +12,7 @@ import pytest
 from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.record import index
-from steelyard.record.index import Entry
+from steelyard.record.index import RecordSummary
 
 VERSION = "v1"
 
@@ -23,9 +23,9 @@ class Counting:
     def __init__(self) -> None:
         self.read: list[str] = []
 
-    def __call__(self, path: Path) -> Entry:
+    def __call__(self, path: Path) -> RecordSummary:
         self.read.append(path.name)
-        return Entry(id=path.read_text(), rate=float(len(path.read_text())))
+        return RecordSummary(id=path.read_text(), rate=float(len(path.read_text())))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def look(
 ) -> tuple[dict[str, str], list[str], list[str]]:
     """Ids by name, the files that were read, and what was said."""
     summarize = Counting()
-    found, notes = index.entries(
+    found, notes = index.summarize_records(
         sorted(folder.glob("?.json")), file or cache(folder), version, summarize
     )
     return {path.name: entry.id for path, entry in found.items()}, summarize.read, notes
@@ -50,7 +50,7 @@ def cache(folder: Path) -> Path:
     """Beside the folders of records, as a user's cache is."""
     place = folder.parent / f"{folder.name}-cache"
     place.mkdir(exist_ok=True)
-    return place / index.NAME
+    return place / index.INDEX_NAME
 
 
 def change(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -164,7 +164,7 @@ def waiting(file: Path) -> None:
 
 
 def deep(file: Path) -> None:
-    file.write_bytes(index.MAGIC + b"[" * 100_000)
+    file.write_bytes(index.INDEX_MAGIC + b"[" * 100_000)
 
 
 def huge(file: Path) -> None:
@@ -261,9 +261,9 @@ def test_a_row_of_another_file_is_not_believed(key: str, folder: Path) -> None:
 
 
 def test_an_index_that_came_with_somebodys_records_says_nothing(folder: Path) -> None:
-    look(folder, file=folder / index.NAME)
+    look(folder, file=folder / index.INDEX_NAME)
     change(
-        folder / index.NAME,
+        folder / index.INDEX_NAME,
         lambda table: table["rows"][str(folder / "a.json")].update(entry={"id": "a lie"}),
     )
     assert look(folder) == (BOTH, ["a.json", "b.json"], [])
@@ -276,7 +276,7 @@ def test_another_version_of_the_package_reads_again(folder: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
     """Nobody can make a file in /proc, not even root."""
-    file = Path("/proc") / index.NAME
+    file = Path("/proc") / index.INDEX_NAME
     found, read, notes = look(folder, file=file)
     assert (found, read) == (BOTH, ["a.json", "b.json"])
     assert notes == [
@@ -301,7 +301,7 @@ def test_an_index_that_cannot_be_written_is_said_and_harms_nothing(
 
 def test_without_a_file_there_is_no_index(folder: Path) -> None:
     summarize = Counting()
-    found, notes = index.entries([folder / "a.json"], None, VERSION, summarize)
+    found, notes = index.summarize_records([folder / "a.json"], None, VERSION, summarize)
     assert (found[folder / "a.json"].id, summarize.read, notes) == ("record a", ["a.json"], [])
 
 
@@ -338,7 +338,7 @@ def test_writers_at_the_same_time_leave_one_whole_index(folder: Path) -> None:
         thread.join()
     assert said == []
     assert look(folder) == (BOTH, [], [])
-    assert [path.name for path in cache(folder).parent.iterdir()] == [index.NAME]
+    assert [path.name for path in cache(folder).parent.iterdir()] == [index.INDEX_NAME]
 
 
 def test_a_file_of_somebody_else_is_never_overwritten(
@@ -348,23 +348,23 @@ def test_a_file_of_somebody_else_is_never_overwritten(
     foreign(theirs)
     before = theirs.read_bytes()
     with pytest.raises(RequestError) as caught:
-        index.named(theirs)
+        index.check_index_path(theirs)
     assert (
         str(caught.value)
         == f"--index {str(theirs)!r} exists and is not a steelyard index; name another file"
     )
     assert theirs.read_bytes() == before
     with pytest.raises(RequestError, match="no folder"):
-        index.named(tmp_path / "none" / "index")
-    assert index.named(tmp_path / "new") == tmp_path / "new"
+        index.check_index_path(tmp_path / "none" / "index")
+    assert index.check_index_path(tmp_path / "new") == tmp_path / "new"
     look(folder)
     monkeypatch.setattr(index.os, "geteuid", lambda: 12345)
     with pytest.raises(RequestError, match="is not a steelyard index; name another file"):
-        index.named(cache(folder))
+        index.check_index_path(cache(folder))
 
 
 def test_a_named_index_holds_for_several_folders(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "all.index"
     assert look(folder, file=file)[1] == ["a.json", "b.json"]
-    assert index.named(file) == file
+    assert index.check_index_path(file) == file
     assert look(folder, file=file)[1] == []

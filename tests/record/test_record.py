@@ -21,17 +21,25 @@ from fixtures.golden import golden
 from steelyard import cli
 from steelyard.case import case
 from steelyard.errors import LostError, RequestError
-from steelyard.metrics.verify import verify
-from steelyard.record import record, sealed
-from steelyard.record.facts import EngineDetails
-from steelyard.record.record import Record, canonical_bytes, file_name, read, seal, to_table, write
+from steelyard.metrics.verify import verify_record
+from steelyard.record import record, record_file
+from steelyard.record.record import (
+    Record,
+    make_record_file_name,
+    read_record,
+    record_to_json,
+    seal_record,
+    to_canonical_bytes,
+    write_record,
+)
+from steelyard.record.run_facts import EngineDetails
 
 FLIPS = 200
 
 
 @pytest.fixture(scope="session")
 def made(smoke: dict[str, Path]) -> Record:
-    return read(smoke["closed"])
+    return read_record(smoke["closed"])
 
 
 def steelyard(
@@ -58,40 +66,40 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bytes_are_canonical(smoke: dict[str, Path], made: Record) -> None:
     raw = smoke["closed"].read_bytes()
-    assert raw == canonical_bytes(to_table(made))
+    assert raw == to_canonical_bytes(record_to_json(made))
     assert raw.endswith(b"}\n")
     assert raw.count(b"\n") == 1
     rare = ("checkpoints", "profile", "stepped_down")  # which only some runs have
     always = [name for name in Record.model_fields if name not in rare]
     assert list(json.loads(raw)) == ["schema", *always[1:]]
-    assert canonical_bytes({"b": 1.0, "a": ["ü", None]}) == '{"b":1.0,"a":["ü",null]}\n'.encode()
+    assert to_canonical_bytes({"b": 1.0, "a": ["ü", None]}) == '{"b":1.0,"a":["ü",null]}\n'.encode()
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError):
-            canonical_bytes({"value": bad})
+            to_canonical_bytes({"value": bad})
 
 
 def test_name_says_what_it_is(smoke: dict[str, Path], made: Record) -> None:
     pattern = rf"\d{{8}}T\d{{6}}-llama2-7b-mmlu-smoke-closed-fp32-torch-{made.id[:8]}\.json"
-    assert re.fullmatch(pattern, file_name(made))
-    assert smoke["closed"].name == file_name(made)
+    assert re.fullmatch(pattern, make_record_file_name(made))
+    assert smoke["closed"].name == make_record_file_name(made)
 
 
 @pytest.mark.parametrize("name", ["../../../etc/x", "a/b", "", "a\nb", "ü" * 300, "x" * 300, "."])
 def test_name_stays_in_its_folder(made: Record, tmp_path: Path, name: str) -> None:
     odd = made.model_copy(update={"case": made.case.model_copy(update={"precision": name})})
-    path = write(seal(odd), tmp_path)
+    path = write_record(seal_record(odd), tmp_path)
     assert path.parent == tmp_path
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
     assert re.fullmatch(r"[A-Za-z0-9._-]{1,250}", path.name)
 
 
 def test_written_once(made: Record, tmp_path: Path) -> None:
-    path = write(made, tmp_path)
+    path = write_record(made, tmp_path)
     first = path.read_bytes()
-    other = seal(made.model_copy(update={"notes": ["another"]}))
-    assert file_name(other) == path.name
+    other = seal_record(made.model_copy(update={"notes": ["another"]}))
+    assert make_record_file_name(other) == path.name
     with pytest.raises(LostError, match="File exists"):
-        write(other, tmp_path)
+        write_record(other, tmp_path)
     assert path.read_bytes() == first
     assert list(tmp_path.iterdir()) == [path]
 
@@ -102,19 +110,19 @@ def test_folder_without_hard_links_is_refused_before_work(
     def link(*_: Any) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    sealed.writable(tmp_path / "new" / "folder")
+    record_file.prove_writable(tmp_path / "new" / "folder")
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(RequestError, match="Operation not permitted; choose another with --out"):
-        sealed.writable(tmp_path)
+        record_file.prove_writable(tmp_path)
     assert list(tmp_path.iterdir()) == [tmp_path / "new"]
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from steelyard.record import record, sealed
+from steelyard.record import record, record_file
 place, name, call = Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-found, calls, real = record.read(Path(sys.argv[1])), 0, getattr(os, name)
+found, calls, real = record.read_record(Path(sys.argv[1])), 0, getattr(os, name)
 def patched(*arguments):
     global calls
     calls += 1
@@ -122,7 +130,7 @@ def patched(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments)
 setattr(os, name, patched)
-record.write(found, place)
+record.write_record(found, place)
 """
 
 
@@ -137,7 +145,7 @@ def test_killed_while_writing(
     seen = list(shell.out.glob("[!.]*"))
     assert len(seen) == visible
     assert all(one.read_bytes() == smoke["closed"].read_bytes() for one in seen)
-    assert [one for one in shell.out.glob("*.json") if verify(one)] == []
+    assert [one for one in shell.out.glob("*.json") if verify_record(one)] == []
 
 
 @pytest.mark.full
@@ -217,25 +225,25 @@ def test_more_or_less_bytes_show(
 
 def test_other_spellings_of_the_same_values_show(made: Record, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    table = to_table(made)
+    table = record_to_json(made)
     for text in (
         json.dumps(table) + "\n",
         json.dumps(table, separators=(",", ":"), sort_keys=True) + "\n",
-        canonical_bytes(table).decode().replace('"schema":1,', '"schema":1,"schema":1,', 1),
+        to_canonical_bytes(table).decode().replace('"schema":1,', '"schema":1,"schema":1,', 1),
     ):
         path.write_text(text)
-        assert verify(path)[0] == golden("the-bytes-are-not-those-that")
+        assert verify_record(path)[0] == golden("the-bytes-are-not-those-that")
 
 
 def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
     """What verify says of a record that was changed by someone who then made its hashes right
     again.
     """
-    table = json.loads(canonical_bytes(to_table(made)))
+    table = json.loads(to_canonical_bytes(record_to_json(made)))
     change(table)
     path = tmp_path / "forged.json"
-    path.write_bytes(canonical_bytes(to_table(seal(Record.model_validate(table)))))
-    wrong = verify(path)
+    path.write_bytes(to_canonical_bytes(record_to_json(seal_record(Record.model_validate(table)))))
+    wrong = verify_record(path)
     assert not any("hash" in line or "bytes" in line for line in wrong)
     return wrong
 
@@ -329,12 +337,12 @@ def test_an_honest_copy_is_no_forgery(made: Record, tmp_path: Path) -> None:
 
 def test_published_schema(smoke: dict[str, Path], shell: Shell) -> None:
     text = (resources.files("steelyard.record") / "record.schema.json").read_text()
-    assert json.loads(text) == record.schema(), (
+    assert json.loads(text) == record.make_record_schema(), (
         "make it again: steelyard schema > src/steelyard/record/record.schema.json"
     )
     assert shell("schema").out == text
-    jsonschema.Draft202012Validator.check_schema(record.schema())
-    check = jsonschema.Draft202012Validator(record.schema())
+    jsonschema.Draft202012Validator.check_schema(record.make_record_schema())
+    check = jsonschema.Draft202012Validator(record.make_record_schema())
     for path in smoke.values():
         table = json.loads(path.read_bytes())
         assert list(check.iter_errors(table)) == []
@@ -351,7 +359,7 @@ def nested(depth: int) -> str:
 
 def text_with(made: Record, key: str, value: str) -> str:
     """A record's text with one of its values spelled anew."""
-    table = to_table(made)
+    table = record_to_json(made)
     return json.dumps({**table, key: "@@"}).replace('"@@"', value)
 
 
@@ -451,15 +459,15 @@ def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run)
     one line.
     """
     rng = random.Random("types")
-    plain = json.loads(canonical_bytes(to_table(made)))
+    plain = json.loads(to_canonical_bytes(record_to_json(made)))
     places = free_tables(plain)
     path = tmp_path / "record.json"
     for place in rng.sample(places, FLIPS // 2):
-        table = json.loads(canonical_bytes(plain))
+        table = json.loads(to_canonical_bytes(plain))
         set_to(
             *place, value=rng.choice([None, -1, 0, 1e308, "x", "", [], [1], {}, {"x": None}, True])
         )(table)
-        path.write_bytes(canonical_bytes(table))
+        path.write_bytes(to_canonical_bytes(table))
         for verb in ("verify", "report"):
             code, out, err = run(verb, path)
             assert code in (0, 1, 2), place
@@ -470,11 +478,11 @@ def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run)
 
 
 def test_a_record_has_the_fields_of_every_kind_of_gate_and_of_published_rows() -> None:
-    kinds = (case.Gate, case.Falling, case.Target)
+    kinds = (case.AccuracyGate, case.FallingLossGate, case.TargetGate)
     assert set(record.GateFacts.model_fields) == {
         name for kind in kinds for name in kind.model_fields
     }
-    assert list(record.Published.model_fields) == list(case.Reference.model_fields)
+    assert list(record.PublishedFacts.model_fields) == list(case.PublishedReference.model_fields)
     told = {
         "source": "a page",
         "config": "1x1",
@@ -483,7 +491,7 @@ def test_a_record_has_the_fields_of_every_kind_of_gate_and_of_published_rows() -
         "values": {},
         "more": 1,
     }
-    assert record.Published.model_validate(told).model_dump() == told
+    assert record.PublishedFacts.model_validate(told).model_dump() == told
 
 
 def test_details_of_an_engine_are_typed_where_formulas_read_them() -> None:

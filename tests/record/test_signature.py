@@ -12,7 +12,7 @@ import pytest
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from fixtures.records import changed, published
-from steelyard.cli import runs
+from steelyard.cli import execute_runs
 from steelyard.errors import LostError, RequestError
 from steelyard.metrics import verify
 from steelyard.record import signature
@@ -68,7 +68,7 @@ def test_a_signed_record_names_its_signer(
     assert Path(f"{record}.sig").read_text().startswith("-----BEGIN SSH SIGNATURE-----\n")
     mark = fingerprint(ours)
     unknown = signature.Signature("unknown", None, "ED25519", mark)
-    assert signature.check(record) == unknown
+    assert signature.check_signature(record) == unknown
     assert str(unknown) == f"signed by an unknown key (ED25519 {mark})"
     done = shell.ask("verify", record)
     assert (done.code, done.out.splitlines()[-1]) == (
@@ -76,7 +76,7 @@ def test_a_signed_record_names_its_signer(
         f"  signed by an unknown key (ED25519 {mark})",
     )
     known = signers(tmp_path, **{"lab@example.org": ours})
-    assert signature.check(record, known) == signature.Signature(
+    assert signature.check_signature(record, known) == signature.Signature(
         "known", "lab@example.org", "ED25519", mark
     )
     done = shell.ask("verify", record, "--signers", known)
@@ -114,7 +114,7 @@ def test_not_signed_is_wrong_where_signers_are_named(
 def test_damaged_resealed_and_signed_by_another_are_told_apart(
     record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    signature.sign(record, ours)
+    signature.sign_record(record, ours)
     known, whole = signers(tmp_path, lab=ours), record.read_bytes()
 
     record.write_bytes(whole.replace(b'"created":"2', b'"created":"3', 1))
@@ -129,16 +129,16 @@ def test_damaged_resealed_and_signed_by_another_are_told_apart(
         table["created"] = "2031-01-01T00:00:00.000+00:00"
 
     changed(record, faster)
-    assert verify.verify(record) == []  # the hashes were made again, and show nothing
+    assert verify.verify_record(record) == []  # the hashes were made again, and show nothing
     done = shell.ask("verify", record)
     said = "the signature does not fit the record: incorrect signature"
     assert (done.code, said in done.out) == (1, True)
-    assert signature.check(record, known).state == "bad"
+    assert signature.check_signature(record, known).state == "bad"
 
-    signature.beside(record).unlink()
+    signature.locate_signature(record).unlink()
     theirs = key(tmp_path, "theirs")
-    signature.sign(record, theirs)
-    found = signature.check(record, known)
+    signature.sign_record(record, theirs)
+    found = signature.check_signature(record, known)
     assert (found.state, found.fingerprint) == ("unknown", fingerprint(theirs))
     assert shell.ask("verify", record).code == 0
     done = shell.ask("verify", record, "--signers", known)
@@ -151,20 +151,20 @@ def test_damaged_resealed_and_signed_by_another_are_told_apart(
 @pytest.mark.process
 @pytest.mark.parametrize("content", [b"", b"no signature\n", b"x" * ((64 << 10) + 1)])
 def test_a_file_that_is_no_signature(content: bytes, record: Path) -> None:
-    signature.beside(record).write_bytes(content)
-    assert signature.check(record).state == "bad"
+    signature.locate_signature(record).write_bytes(content)
+    assert signature.check_signature(record).state == "bad"
 
 
 @pytest.mark.process
 def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> None:
-    with record.open("rb") as file, signature.beside(record).open("wb") as out:
+    with record.open("rb") as file, signature.locate_signature(record).open("wb") as out:
         subprocess.run(
             ["ssh-keygen", "-q", "-Y", "sign", "-n", "git", "-f", ours],
             stdin=file,
             stdout=out,
             check=True,
         )
-    found = signature.check(record)
+    found = signature.check_signature(record)
     assert (found.state, found.detail) == (
         "bad",
         golden("couldn-verify-signature-namespace-does-not"),
@@ -176,10 +176,10 @@ def test_a_signature_for_another_purpose_is_none(record: Path, ours: Path) -> No
 def test_a_signer_for_another_time_or_purpose_is_unknown(
     option: str, record: Path, ours: Path, tmp_path: Path
 ) -> None:
-    signature.sign(record, ours)
+    signature.sign_record(record, ours)
     known = tmp_path / "signers"
     known.write_text(f"lab {option} {Path(f'{ours}.pub').read_text()}")
-    found = signature.check(record, known)
+    found = signature.check_signature(record, known)
     assert (found.state, found.name) == ("unknown", None)
 
 
@@ -187,7 +187,7 @@ def test_a_signer_for_another_time_or_purpose_is_unknown(
 def test_a_file_of_signers_that_is_none(
     line: str, record: Path, ours: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    signature.sign(record, ours)
+    signature.sign_record(record, ours)
     (tmp_path / "signers").write_text(f"{line}\n")
     done = shell.ask("verify", record, "--signers", "signers")
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
@@ -201,7 +201,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
     done = shell.ask("sign", record, "--key", locked)
     assert done.code == 2
     assert done.err == (golden("error-key-has-passphrase-add-it", locked, locked))
-    assert not signature.beside(record).exists()
+    assert not signature.locate_signature(record).exists()
 
 
 @pytest.mark.process
@@ -227,8 +227,8 @@ def test_an_agent_signs_for_a_key_with_a_passphrase(
         subprocess.run(
             ["ssh-keygen", "-q", "-p", "-P", "", "-N", "a secret", "-f", locked], check=True
         )
-        signature.sign(record, locked)
-        assert signature.check(record).fingerprint == fingerprint(locked)
+        signature.sign_record(record, locked)
+        assert signature.check_signature(record).fingerprint == fingerprint(locked)
     finally:
         agent.terminate()
         agent.wait()
@@ -237,13 +237,13 @@ def test_an_agent_signs_for_a_key_with_a_passphrase(
 @pytest.mark.process
 def test_what_cannot_sign(record: Path, ours: Path, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such file; make one with"):
-        signature.sign(record, tmp_path / "nowhere")
+        signature.sign_record(record, tmp_path / "nowhere")
     (tmp_path / "text").write_text("no key")
     with pytest.raises(RequestError, match="cannot sign: "):
-        signature.try_key(tmp_path / "text")
-    signature.sign(record, ours)
+        signature.try_signing_key(tmp_path / "text")
+    signature.sign_record(record, ours)
     with pytest.raises(RequestError, match="already exists"):
-        signature.sign(record, ours)
+        signature.sign_record(record, ours)
 
 
 def test_a_record_that_does_not_verify_is_not_signed(
@@ -254,19 +254,22 @@ def test_a_record_that_does_not_verify_is_not_signed(
     record.write_text(json.dumps(table))
     done = shell.ask("sign", record, "--key", ours)
     assert (done.code, "does not verify" in done.err) == (2, True)
-    assert not signature.beside(record).exists()
+    assert not signature.locate_signature(record).exists()
 
 
 @pytest.mark.process
 def test_without_ssh_keygen(
     record: Path, ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signature.sign(record, ours)
+    signature.sign_record(record, ours)
     known = signers(tmp_path, lab=ours)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = signature.check(record)
+    found = signature.check_signature(record)
     assert str(found) == golden("the-signature-was-not-checked-ssh")
-    for asked in (lambda: signature.check(record, known), lambda: signature.try_key(ours)):
+    for asked in (
+        lambda: signature.check_signature(record, known),
+        lambda: signature.try_signing_key(ours),
+    ):
         with pytest.raises(
             RequestError,
             match="ssh-keygen is not installed; signatures are made and checked with it",
@@ -287,7 +290,7 @@ def test_a_key_that_is_gone_after_the_run(record: Path, tmp_path: Path) -> None:
     with pytest.raises(
         LostError, match=r"record .* is written but not signed: key .* no such file"
     ):
-        runs._sign(record, tmp_path / "gone")
+        execute_runs._sign_record(record, tmp_path / "gone")
 
 
 @pytest.mark.full
@@ -295,4 +298,4 @@ def test_run_signs_its_record(ours: Path, shell: Shell) -> None:
     done = shell("run", "llama2-7b-mmlu", "--size", "smoke", "--accelerator", "cpu", "--sign", ours)
     assert done.code == 0, done.err
     (path,) = shell.out.glob("*.json")
-    assert signature.check(path).fingerprint == fingerprint(ours)
+    assert signature.check_signature(path).fingerprint == fingerprint(ours)

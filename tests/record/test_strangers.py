@@ -14,7 +14,7 @@ import pytest
 from steelyard import report
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
-from steelyard.record import record, sealed
+from steelyard.record import record, record_file
 
 pytestmark = pytest.mark.process  # for the seconds that it takes
 
@@ -75,25 +75,25 @@ def resealed(table: Table) -> Table:
     """By someone who makes the hashes right again, where there is something to hash."""
     if "samples" not in table:
         return table
-    return {**table, "hashes": sealed.hashes(table, record.RAW)}
+    return {**table, "hashes": record_file.compute_hashes(table, record.RAW_KEY)}
 
 
 def judged(path: Path, table: Table) -> bool:
     """Whether the record could be read; anything but a list of lines or one line is a defect."""
-    path.write_bytes(record.canonical_bytes(table))
+    path.write_bytes(record.to_canonical_bytes(table))
     try:
-        found = verify.verify(path)
+        found = verify.verify_record(path)
     except RequestError as error:
         found = str(error).splitlines()
         assert (len(found), found[0].startswith(f"{path}: ")) == (1, True), found
         return False
     assert all(isinstance(line, str) for line in found)
-    assert all(isinstance(line, str) for line in verify.remarks(path))
+    assert all(isinstance(line, str) for line in verify.list_remarks(path))
     return True
 
 
 def shown(path: Path) -> None:
-    assert report.render([record.read(path)], "html", "en").startswith("<!doctype html>")
+    assert report.render([record.read_record(path)], "html", "en").startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -291,9 +291,9 @@ def test_what_no_formula_can_read_is_refused(name: str, what: str, tmp_path: Pat
     table, path = read(name), tmp_path / "record.json"
     change, said = REFUSED[what]
     change(table)
-    path.write_bytes(record.canonical_bytes(resealed(table)))
+    path.write_bytes(record.to_canonical_bytes(resealed(table)))
     with pytest.raises(RequestError, match="not a record: ") as caught:
-        verify.verify(path)
+        verify.verify_record(path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -311,8 +311,8 @@ def test_outputs_of_another_task_are_refused(tmp_path: Path) -> None:
             if other is table:
                 continue
             path.write_bytes(
-                record.canonical_bytes(resealed({**table, "outputs": other["outputs"]}))
+                record.to_canonical_bytes(resealed({**table, "outputs": other["outputs"]}))
             )
             with pytest.raises(RequestError, match="not a record: its answers: "):
-                verify.verify(path)
+                verify.verify_record(path)
         assert judged(path, table), name

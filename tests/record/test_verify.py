@@ -12,7 +12,7 @@ import pytest
 
 from fixtures.golden import golden
 from steelyard import cli
-from steelyard.metrics import table, verify
+from steelyard.metrics import metric_table, verify
 from steelyard.record import record
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -44,11 +44,13 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def other(path: Path, **case: Any) -> Path:
     """The same record, sealed, with another table `case`."""
-    found = record.read(path)
+    found = record.read_record(path)
     path.write_bytes(
-        record.canonical_bytes(
-            record.to_table(
-                record.seal(found.model_copy(update={"case": found.case.model_copy(update=case)}))
+        record.to_canonical_bytes(
+            record.record_to_json(
+                record.seal_record(
+                    found.model_copy(update={"case": found.case.model_copy(update=case)})
+                )
             )
         )
     )
@@ -57,9 +59,9 @@ def other(path: Path, **case: Any) -> Path:
 
 def reseeded(path: Path) -> tuple[Path, str, str]:
     """A sound record of another seed than its case's: its path, its key and that of the case."""
-    found = record.read(path)
+    found = record.read_record(path)
     question = {**found.case.question, "seed": 7}
-    key = verify.key_of(question, found.fingerprint)
+    key = verify.compute_question_key(question, found.fingerprint)
     return other(path, question=question, key=key), key, found.case.key
 
 
@@ -67,7 +69,7 @@ def test_another_key_than_the_shipped_cases_is_a_remark(tmp_path: Path, run: Any
     path, key, shipped = reseeded(copied("mmlu-smoke-closed", tmp_path))
     said = f"the key is {key}; that of the shipped case llama2-7b-mmlu with these data is {shipped}"
     assert key != shipped
-    assert (verify.verify(path), verify.remarks(path)) == ([], [said])
+    assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [said])
     assert run("verify", path) == (0, f"ok  {path}\n  {said}\n  not signed\n", "")
     code, out, _ = run("verify", path, "--json")
     told = {"state": "none", "name": None, "key_type": None, "fingerprint": None, "detail": None}
@@ -77,7 +79,7 @@ def test_another_key_than_the_shipped_cases_is_a_remark(tmp_path: Path, run: Any
 
 def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
     path = copied("mmlu-smoke-closed", tmp_path)
-    assert (verify.verify(path), verify.remarks(path)) == ([], [])
+    assert (verify.verify_record(path), verify.list_remarks(path)) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_shipped_case_gets_no_remark(tmp_path: Path) -> None:
 def test_what_no_shipped_case_asks_is_a_remark(
     case: dict[str, str], said: str, tmp_path: Path
 ) -> None:
-    assert verify.remarks(other(copied("mmlu-smoke-closed", tmp_path), **case)) == [said]
+    assert verify.list_remarks(other(copied("mmlu-smoke-closed", tmp_path), **case)) == [said]
 
 
 def test_folders_are_searched_without_checkpoints(tmp_path: Path, run: Any) -> None:
@@ -140,7 +142,11 @@ def test_a_formula_that_raises_is_our_defect(
         raise ZeroDivisionError("nobody thought of it")
 
     path = copied("mmlu-smoke-closed", tmp_path)
-    monkeypatch.setattr(table, "RATES", (replace(table.RATES[0], formula=raises), *table.RATES[1:]))
+    monkeypatch.setattr(
+        metric_table,
+        "RATES",
+        (replace(metric_table.RATES[0], formula=raises), *metric_table.RATES[1:]),
+    )
     for verb in ("verify", "report"):
         code, out, err = run(verb, path)
         assert (code, out) == (70, "")

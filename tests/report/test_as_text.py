@@ -2,17 +2,17 @@
 
 import pytest
 
-from steelyard.report.as_text import text
+from steelyard.report.as_text import render_text
 from steelyard.report.document import Fact, Facts, Page
-from steelyard.report.plain import wrap
+from steelyard.report.plain_text import wrap_text
 
 
 def test_long_labels_do_not_touch_their_values() -> None:
     for length in range(30, 60):
-        said = text(Page("", "en", (Facts((Fact("x" * length, "/"), Fact("y", "z"))),)))
+        said = render_text(Page("", "en", (Facts((Fact("x" * length, "/"), Fact("y", "z"))),)))
         assert f"{'x' * length}: " in said, said
 
 
 @pytest.mark.parametrize("columns", [1, 0, -80])
 def test_a_line_has_room_for_something(columns: int) -> None:
-    assert wrap("ab 题", columns) == ["a", "b", "题"]
+    assert wrap_text("ab 题", columns) == ["a", "b", "题"]

@@ -7,9 +7,9 @@ import pytest
 from fixtures.engines import scored
 from fixtures.golden import golden
 from steelyard import report
-from steelyard.metrics import compare, history
-from steelyard.metrics.compare import Comparison
-from steelyard.record.index import Entry
+from steelyard.metrics import rate_history, side_comparison
+from steelyard.metrics.side_comparison import Comparison
+from steelyard.record.index import RecordSummary
 from steelyard.record.record import Record
 
 
@@ -21,14 +21,19 @@ def runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
 
 
 def between(base: list[Record], new: list[Record], threshold: float = 0.01) -> Comparison:
-    return compare.compare(compare.side("old", base), compare.side("new", new), ["case"], threshold)
+    return side_comparison.compare_sides(
+        side_comparison.make_side("old", base),
+        side_comparison.make_side("new", new),
+        ["case"],
+        threshold,
+    )
 
 
 SLOWER = between(runs(100.0, 100.1, 99.9), runs(95.0, 95.1, 94.9, letter="b", tune__compile=False))
 
 
 def test_the_verdict_comes_first() -> None:
-    lines = report.text(report.comparison(SLOWER)).splitlines()
+    lines = report.render_text(report.build_comparison_page(SLOWER)).splitlines()
     assert lines[0] == "Comparison: llama2-7b-mmlu · full · bf16 · closed"
     assert lines[3] == "new / base 0.9500, 95 % interval 0.9478 – 0.9522: slower: significant"
 
@@ -52,17 +57,19 @@ def test_the_verdict_comes_first() -> None:
     ],
 )
 def test_the_words_of_a_verdict(found: Comparison, said: str) -> None:
-    assert said in " ".join(report.text(report.comparison(found)).split())
+    assert said in " ".join(report.render_text(report.build_comparison_page(found)).split())
 
 
 def test_runs_that_are_left_out_are_named() -> None:
     bad = runs(1.0, letter="c", status="invalid", reasons=[{"code": "clock", "text": ""}])
-    text = report.text(report.comparison(between(runs(100.0), [*runs(100.0, letter="b"), *bad])))
+    text = report.render_text(
+        report.build_comparison_page(between(runs(100.0), [*runs(100.0, letter="b"), *bad]))
+    )
     assert golden("not-valid-and-in-no-mean") in text
 
 
 def test_answers_metrics_phases_and_differences_are_in_this_order() -> None:
-    text = report.text(report.comparison(SLOWER))
+    text = report.render_text(report.build_comparison_page(SLOWER))
     places = [
         text.index(title)
         for title in ("\nAnswers\n", "\nMetrics\n", "\nSeconds per step\n", "\nWhat else differs\n")
@@ -75,7 +82,7 @@ def test_answers_metrics_phases_and_differences_are_in_this_order() -> None:
 
 def test_a_comparison_with_itself_says_so() -> None:
     one = runs(100.0)
-    text = report.text(report.comparison(between(one, one)))
+    text = report.render_text(report.build_comparison_page(between(one, one)))
     assert "1 record(s) stand on both sides." in text
     assert "Nothing else differs." in text
     assert "No metric differs." in text
@@ -84,7 +91,7 @@ def test_a_comparison_with_itself_says_so() -> None:
 @pytest.mark.parametrize("format_", sorted(report.FORMATS))
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_every_format_and_language(format_: str, lang: report.Lang) -> None:
-    page = report.FORMATS[format_](report.comparison(SLOWER, lang))
+    page = report.FORMATS[format_](report.build_comparison_page(SLOWER, lang))
     assert "0.9500" in page
     assert ("显著" in page) == (lang == "zh")
     assert ("significant" in page) == (lang == "en")
@@ -94,10 +101,10 @@ def test_values_of_strangers_are_escaped() -> None:
     found = between(
         runs(100.0), runs(100.0, letter="b", site={"rack": "<script>alert(1)</script>"})
     )
-    assert "<script>alert" not in report.html(report.comparison(found))
+    assert "<script>alert" not in report.render_html(report.build_comparison_page(found))
 
 
-def entry(day: int, rate: float | None, **changes: object) -> Entry:
+def entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
     base: dict[str, object] = {
         "id": f"{day}" * 12,
         "created": f"2026-01-0{day}T00:00:00.000",
@@ -112,17 +119,19 @@ def entry(day: int, rate: float | None, **changes: object) -> Entry:
         "revision": "a" * 40,
     }
     interval = None if rate is None else (rate - 1, rate + 1)
-    return Entry.model_validate(
+    return RecordSummary.model_validate(
         base | {"rate": rate, "interval": interval, "quality": "acc"} | changes
     )
 
 
-def past(*entries: Entry) -> history.History:
-    return history.history({Path(f"{one.id[:2]}.json"): one for one in entries}, 0.01)
+def past(*entries: RecordSummary) -> rate_history.RateHistory:
+    return rate_history.build_history({Path(f"{one.id[:2]}.json"): one for one in entries}, 0.01)
 
 
 def test_a_history_names_the_first_bad_record() -> None:
-    text = report.text(report.history(past(entry(1, 100.0), entry(2, 90.0), entry(3, 80.0))))
+    text = report.render_text(
+        report.build_history_page(past(entry(1, 100.0), entry(2, 90.0), entry(3, 80.0)))
+    )
     said = (
         "First bad record: 22222222 (22.json): its rate is 0.9000 of the best before it (11111111),"
         " not tested, outside both"
@@ -131,17 +140,22 @@ def test_a_history_names_the_first_bad_record() -> None:
     assert "aaaaaaaaaaaa " in text
     assert "0.8889" in text  # the third of the second
     invalid = past(entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)))
-    assert "First bad record: 22222222 (22.json): invalid: clock" in report.text(
-        report.history(invalid)
+    assert "First bad record: 22222222 (22.json): invalid: clock" in report.render_text(
+        report.build_history_page(invalid)
     )
-    assert "No bad record." in report.text(report.history(past(entry(1, 100.0))))
+    assert "No bad record." in report.render_text(report.build_history_page(past(entry(1, 100.0))))
 
 
 def test_files_that_do_not_verify_are_listed() -> None:
-    found = history.history(
-        {Path("x.json"): Entry(wrong="does not verify: the hash of samples does not match")}, 0.01
+    found = rate_history.build_history(
+        {
+            Path("x.json"): RecordSummary(
+                wrong="does not verify: the hash of samples does not match"
+            )
+        },
+        0.01,
     )
-    text = report.text(report.history(found))
+    text = report.render_text(report.build_history_page(found))
     assert "No sound record." in text
     assert golden("records-that-do-not-verify-and") in text
     assert "x.json" in text
@@ -150,7 +164,9 @@ def test_files_that_do_not_verify_are_listed() -> None:
 @pytest.mark.parametrize("format_", sorted(report.FORMATS))
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_every_format_and_language_of_a_history(format_: str, lang: report.Lang) -> None:
-    page = report.FORMATS[format_](report.history(past(entry(1, 100.0), entry(2, 90.0)), lang))
+    page = report.FORMATS[format_](
+        report.build_history_page(past(entry(1, 100.0), entry(2, 90.0)), lang)
+    )
     assert "0.9000" in page
     assert ("首条异常记录" in page) == (lang == "zh")
     assert ("<svg" in page) == (format_ == "html")

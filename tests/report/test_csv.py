@@ -10,7 +10,7 @@ import pytest
 
 from fixtures import report as made
 from steelyard import tasks
-from steelyard.metrics.table import of_task
+from steelyard.metrics.metric_table import list_task_metrics
 from steelyard.record.record import Record
 from steelyard.report import as_csv
 
@@ -46,7 +46,7 @@ IDENTITY = (
 
 
 def rows(*records: Record) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(as_csv.table(list(records)), newline="")))
+    return list(csv.DictReader(io.StringIO(as_csv.render_csv(list(records)), newline="")))
 
 
 def test_a_row_is_a_record() -> None:
@@ -96,17 +96,17 @@ def test_a_row_is_a_record() -> None:
 
 
 def test_lines_are_those_of_the_rfc() -> None:
-    text = as_csv.table([made.make(), made.failed()])
+    text = as_csv.render_csv([made.make(), made.failed()])
     lines = text.split("\r\n")
     assert (len(lines), lines[-1]) == (4, "")
     assert "\n" not in text.replace("\r\n", "")
-    assert '"{""batch_tokens"": 1}"' in as_csv.table([made.make(tune__batch_tokens=1)])
+    assert '"{""batch_tokens"": 1}"' in as_csv.render_csv([made.make(tune__batch_tokens=1)])
 
 
 def test_every_metric_has_a_column_and_the_ends_of_its_interval() -> None:
     heads = [name.partition(" (")[0] for name in rows(made.make())[0]]
-    for task in tasks.table().values():
-        for metric in of_task(task):
+    for task in tasks.load_tasks().values():
+        for metric in list_task_metrics(task):
             wanted = (
                 [metric.name, f"{metric.name}_low", f"{metric.name}_high"] if metric.formula else []
             )
@@ -179,7 +179,7 @@ def test_no_cell_is_a_formula(name: str, cell: str) -> None:
     hostile = made.make(
         engine={"name": name, "details": {}}, weights={"source": name}, metrics=unit
     )
-    text = as_csv.table([hostile])
+    text = as_csv.render_csv([hostile])
     heads, row = csv.reader(io.StringIO(text, newline=""))
     told = dict(zip(heads, row, strict=True))
     assert (told["engine"], told["weights"]) == (cell, cell)

@@ -10,24 +10,26 @@ import pytest
 
 from fixtures import report as made
 from fixtures.records import SPECS
-from steelyard.metrics import ceilings
+from steelyard.metrics import ceiling_rates
 from steelyard.record.record import Record
-from steelyard.report import data
+from steelyard.report import report_data
 
 
 def told(*records: Record, **options: Any) -> dict[str, Any]:
     """As a reader of the JSON has it, checked against the schema."""
     found: dict[str, Any] = json.loads(
-        data.report(list(records), **options).model_dump_json(by_alias=True)
+        report_data.build_report(list(records), **options).model_dump_json(by_alias=True)
     )
-    jsonschema.Draft202012Validator(data.schema()).validate(found)
+    jsonschema.Draft202012Validator(report_data.report_schema()).validate(found)
     return found
 
 
 def test_the_schema_is_one() -> None:
-    jsonschema.Draft202012Validator.check_schema(data.schema())
+    jsonschema.Draft202012Validator.check_schema(report_data.report_schema())
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(data.schema()).validate(told(made.make()) | {"schema": 2})
+        jsonschema.Draft202012Validator(report_data.report_schema()).validate(
+            told(made.make()) | {"schema": 2}
+        )
 
 
 def test_the_summary_has_a_row_a_run() -> None:
@@ -155,9 +157,9 @@ def test_no_number_is_text() -> None:
 
 
 def test_of_spec_records() -> None:
-    record = ceilings.read(SPECS[0])
-    found = json.loads(data.report_spec([record]).model_dump_json(by_alias=True))
-    jsonschema.Draft202012Validator(data.schema()).validate(found)
+    record = ceiling_rates.read_verified_spec_record(SPECS[0])
+    found = json.loads(report_data.build_ceilings_report([record]).model_dump_json(by_alias=True))
+    jsonschema.Draft202012Validator(report_data.report_schema()).validate(found)
     assert (found["summary"], found["cases"]) == ([], [])
     [told] = found["specs"]
     assert (told["id"], len(told["ceilings"])) == (record.id, len(record.benches))

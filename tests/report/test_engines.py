@@ -24,9 +24,9 @@ HEADS = [
 
 
 def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
-    page = report.engines(records, lang)
+    page = report.build_engines_page(records, lang)
     assert page is not None
-    [table] = [block for block in page.blocks if isinstance(block, Table)]
+    [table] = [block for block in page.elements if isinstance(block, Table)]
     return page, table
 
 
@@ -38,7 +38,7 @@ def test_differences_of_the_answers_come_first() -> None:
     busy = [{"code": "busy", "text": "others used 20 % of the cores"}]
     other = scored("other", "ABCDABDC", 50.0, 0.25, status="invalid", reasons=busy)
     page, table = shown([scored("torch", "ABCDABCD"), other])
-    assert page.blocks[0] == Paragraph(
+    assert page.elements[0] == Paragraph(
         "Engines: llama2-7b-mmlu · full · bf16 · closed · full · NVIDIA H200", "strong"
     )
     assert [column.title for column in table.columns] == HEADS
@@ -138,7 +138,7 @@ def test_training_has_losses_and_norms_with_their_steps() -> None:
 def test_an_engine_without_a_finished_run_is_named() -> None:
     lost = scored("lost", "A" * 8, status="failed", passes=[], outputs={}, metrics={})
     page, _ = shown([scored("torch", "A" * 8), lost, scored("other", "A" * 8)])
-    assert Paragraph("No finished run: lost.") in page.blocks
+    assert Paragraph("No finished run: lost.") in page.elements
 
 
 def test_in_chinese() -> None:
@@ -148,11 +148,15 @@ def test_in_chinese() -> None:
 
 
 def test_a_page_has_the_section_where_there_are_two_engines() -> None:
-    blocks = report.page([scored("torch", "A" * 8), scored("other", "A" * 8)], "en").blocks
+    blocks = report.build_report_page(
+        [scored("torch", "A" * 8), scored("other", "A" * 8)], "en"
+    ).elements
     at = blocks.index(Heading(3, "Engines"))
     assert blocks[at + 1] == Paragraph("Runs #1, #2: bf16 · closed · full · NVIDIA H200", "strong")
     assert [column.title for column in blocks[at + 2].columns] == HEADS
-    alone = report.page([scored("torch", "A" * 8), scored("torch", "A" * 8)], "en").blocks
+    alone = report.build_report_page(
+        [scored("torch", "A" * 8), scored("torch", "A" * 8)], "en"
+    ).elements
     assert Heading(3, "Engines") not in alone
 
 
@@ -164,4 +168,4 @@ def test_every_format_shows_it(format: str) -> None:
 
 
 def test_nothing_to_compare_is_no_page() -> None:
-    assert report.engines([make()]) is None
+    assert report.build_engines_page([make()]) is None

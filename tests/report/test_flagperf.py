@@ -16,7 +16,7 @@ from steelyard.case import resolve
 from steelyard.errors import RequestError
 from steelyard.record.record import Record
 from steelyard.report import flagperf, flagperf_pages
-from steelyard.report.flagperf.form import Each, Lines, MetricList, ValueTable
+from steelyard.report.flagperf.form import FormLines, LinePerValue, MetricList, ValueTable
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the five published pages are of, by the beginning of their files' names.
@@ -393,7 +393,7 @@ def test_lambada_says_what_it_is_with_padding_counted() -> None:
 
 
 def test_made_data_are_not_the_published_set() -> None:
-    smoke = resolve.resolve("llama1-7b-openwebtext", size="smoke").case.question.model_dump(
+    smoke = resolve.resolve_case("llama1-7b-openwebtext", size="smoke").case.question.model_dump(
         mode="json"
     )
     change = {"case__size": "smoke", "case__question": smoke}
@@ -408,7 +408,7 @@ def test_made_data_are_not_the_published_set() -> None:
 
 def test_one_page_for_each_case_and_accelerator() -> None:
     other = [{"name": "../../Chip|9000\n# x", "uuid": "u", "memory_bytes": 1 << 30}]
-    changed = resolve.resolve("llama2-7b-mmlu").origins | {"question.seed": "command line"}
+    changed = resolve.resolve_case("llama2-7b-mmlu").origins | {"question.seed": "command line"}
     records = [
         run("llama2-7b-mmlu"),
         run("llama2-7b-mmlu", environment__hardware__devices=other),
@@ -450,9 +450,9 @@ def test_a_task_without_a_page_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", flagperf.LAYOUTS)
 def test_both_languages_have_one_structure(name: str) -> None:
-    for block in flagperf.LAYOUTS[name].blocks:
+    for block in flagperf.LAYOUTS[name].parts:
         match block:
-            case Lines(en, zh):
+            case FormLines(en, zh):
                 marks = [
                     [re.match(r"[\s>*#-]*", line)[0] for line in text.strip("\n").split("\n")]
                     for text in (en, zh)
@@ -463,7 +463,7 @@ def test_both_languages_have_one_structure(name: str) -> None:
                 assert all(en and zh for en, zh in [*heads, *(one.name for one in entries)])
             case ValueTable(columns):
                 assert all(bool(one.setting) != bool(one.metrics) for one in columns)
-            case Each(prefix):
+            case LinePerValue(prefix):
                 assert prefix.format(n=1).endswith((" ", "")), prefix
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from fixtures.report import GIB, training
 from steelyard.record.record import Record
-from steelyard.report import details
+from steelyard.report import run_details
 from steelyard.report.document import Code, Table
-from steelyard.report.hosts import hosts, ranks
-from steelyard.words import Words
+from steelyard.report.host_tables import build_hosts_table, build_ranks_table
+from steelyard.words import PageWords
 
-EN = Words("en")
+EN = PageWords("en")
 
 
 def host(name: str, *numbers: int, **clock: float) -> dict[str, Any]:
@@ -57,22 +57,27 @@ def texts(blocks: list[Any]) -> list[list[str]]:
 
 
 def test_hosts() -> None:
-    first, second = texts(hosts(run(), EN))
+    first, second = texts(build_hosts_table(run(), EN))
     assert first[:5] == ["north", "0 – 1", "2x chip (80.0 GiB)", "a CPU", "0.000000 ± 0.000100"]
     assert second[:5] == ["south", "2 – 3", "2x chip (80.0 GiB)", "a CPU", "5.250000 ± 0.000500"]
 
 
 def test_devices_of_the_same_name_are_told_apart() -> None:
     found = run()
-    assert [row[1] for row in texts(ranks(found, EN))] == [
+    assert [row[1] for row in texts(build_ranks_table(found, EN))] == [
         "north cuda:0",
         "north cuda:1",
         "south cuda:0",
         "south cuda:1",
     ]
-    assert [row[-1] for row in texts(ranks(found, EN))] == ["1.000", "2.000", "3.000", "4.000"]
+    assert [row[-1] for row in texts(build_ranks_table(found, EN))] == [
+        "1.000",
+        "2.000",
+        "3.000",
+        "4.000",
+    ]
     # Each rank's own device: 1000 to 4000 J over 1000 s.
-    a, b = (float(row[6].replace(",", "")) for row in texts(hosts(found, EN)))
+    a, b = (float(row[6].replace(",", "")) for row in texts(build_hosts_table(found, EN)))
     assert (round(a / (a + b), 6), round(b / (a + b), 6)) == (0.3, 0.7)
     energy = found.metrics["energy"].value
     assert energy is not None
@@ -80,11 +85,11 @@ def test_devices_of_the_same_name_are_told_apart() -> None:
 
 
 def test_one_host_has_no_section() -> None:
-    assert hosts(run(hosts=[host("localhost", 0, 1, 2, 3)]), EN) == []
+    assert build_hosts_table(run(hosts=[host("localhost", 0, 1, 2, 3)]), EN) == []
 
 
 def test_where_ranks_hung_is_on_the_page() -> None:
     stuck = {"rank": None, "exit_code": None, "error": "nothing was heard", "stderr_tail": ""}
     stuck |= {"stacks": {"1": "Thread 1: in all_reduce"}}
-    blocks = details.details(run(failure=stuck), 2, EN)
+    blocks = run_details.build_run_details(run(failure=stuck), 2, EN)
     assert Code("Thread 1: in all_reduce") in blocks

@@ -6,10 +6,10 @@ import pytest
 
 from fixtures.report import make
 from steelyard import report
-from steelyard.cli import runs
+from steelyard.cli import execute_runs
 from steelyard.record.record import Record
-from steelyard.report import groups
-from steelyard.report.document import Heading, Page, Paragraph, Table, walk
+from steelyard.report import group_data
+from steelyard.report.document import Heading, Page, Paragraph, Table, walk_elements
 
 WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"}]}
 
@@ -32,15 +32,15 @@ RUNS = [run(1, 98.0), run(2, 100.0), run(3, 50.0, **WIDE), run(4, 102.0)]
 
 def shown(page: Page | None) -> list[list[tuple[str, str]]]:
     assert page is not None
-    [table] = [block for block in page.blocks if isinstance(block, Table)]
+    [table] = [block for block in page.elements if isinstance(block, Table)]
     return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]
 
 
 def test_a_row_a_metric() -> None:
-    page = report.repeats(RUNS)
+    page = report.build_repeats_page(RUNS)
     assert page is not None
     title = "Repeats: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200"
-    assert page.blocks[0] == Paragraph(title, "strong")
+    assert page.elements[0] == Paragraph(title, "strong")
     rate, mem, acc = shown(page)
     runs = ("spread of the runs", "")
     wide = ("3", "1 not valid, 1 for its interval alone")
@@ -74,13 +74,13 @@ def test_a_row_a_metric() -> None:
         "50.0%",
         "50.0%",
     ]
-    assert page.blocks[2] == Paragraph(
+    assert page.elements[2] == Paragraph(
         f"Not valid, and not in these numbers: #3 {3:032x} (interval)."
     )
 
 
 def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
-    rate, *_ = shown(report.repeats([RUNS[0], RUNS[2]]))
+    rate, *_ = shown(report.build_repeats_page([RUNS[0], RUNS[2]]))
     texts = [text for text, _ in rate]
     assert texts == [
         "rate",
@@ -95,17 +95,17 @@ def test_one_valid_run_says_that_its_interval_is_its_own() -> None:
 
 
 def test_no_valid_run_is_named_without_a_table() -> None:
-    page = report.repeats([RUNS[2], run(5, 1.0, **WIDE)])
+    page = report.build_repeats_page([RUNS[2], run(5, 1.0, **WIDE)])
     assert page is not None
-    assert [block for block in page.blocks if isinstance(block, Table)] == []
-    assert page.blocks[1] == Paragraph(
+    assert [block for block in page.elements if isinstance(block, Table)] == []
+    assert page.elements[1] == Paragraph(
         f"Not valid, and not in these numbers: #1 {3:032x} (interval), #2 {5:032x} (interval)."
     )
 
 
 def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     def sections(records: list[Record], lang: Any) -> list[Any]:
-        blocks = walk(report.page(records, lang).blocks)
+        blocks = walk_elements(report.build_report_page(records, lang).elements)
         return [
             block
             for block in blocks
@@ -115,7 +115,7 @@ def test_a_page_has_the_section_where_runs_were_repeated() -> None:
     assert sections(RUNS, "en") == [Heading(3, "Repeats")]
     assert sections(RUNS, "zh") == [Heading(3, "重复运行")]
     assert sections(RUNS[:1], "en") == []
-    blocks = list(walk(report.page(RUNS, "en").blocks))
+    blocks = list(walk_elements(report.build_report_page(RUNS, "en").elements))
     assert blocks[blocks.index(Heading(3, "Repeats")) + 1] == Paragraph(
         "Runs #1, #2, #3, #4: torch · bf16 · closed · full · NVIDIA H200", "strong"
     )
@@ -125,16 +125,16 @@ def test_a_page_has_the_section_where_runs_were_repeated() -> None:
 
 def test_a_quality_that_was_not_evaluated_says_so() -> None:
     unjudged = {"metric": "acc", "value": 0.5, "gate": None, "evaluated": False, "note": None}
-    *_, acc = shown(report.repeats([run(1, 98.0, quality=unjudged), run(2, 98.0)]))
+    *_, acc = shown(report.build_repeats_page([run(1, 98.0, quality=unjudged), run(2, 98.0)]))
     assert acc[2] == ("50.0%", "not evaluated")
 
 
 def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    runs.show_repeats(RUNS[:1], wide=True)
+    execute_runs.print_repeats(RUNS[:1], wide=True)
     assert capsys.readouterr().out == ""
-    runs.show_repeats(RUNS, wide=True)
+    execute_runs.print_repeats(RUNS, wide=True)
     assert capsys.readouterr().out.startswith("\nRepeats: llama2-7b-mmlu")
-    [found] = [one.model_dump(mode="json") for one in groups.repeats(RUNS)]
+    [found] = [one.model_dump(mode="json") for one in group_data.collect_repeats(RUNS)]
     assert found["records"] == [f"{n:032x}" for n in (1, 2, 4)]
     assert found["not_valid"] == [{"id": f"{3:032x}", "status": "invalid", "reasons": ["interval"]}]
     assert (found["interval_only"], found["engine"], found["scope"]["kind"]) == (1, "torch", "full")
@@ -146,4 +146,4 @@ def test_json_and_text_of_the_command_line(capsys: pytest.CaptureFixture[str]) -
         "interval_from": "runs",
     }
     assert found["metrics"]["mem"] == mem | {"deviation": 0.0, "lowest": 10.0, "highest": 10.0}
-    assert [*groups.repeats(RUNS[:1])] == []
+    assert [*group_data.collect_repeats(RUNS[:1])] == []

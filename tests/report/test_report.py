@@ -14,14 +14,24 @@ from fixtures.golden import golden
 from fixtures.pages import html_text
 from fixtures.report import ENVIRONMENT, METRICS, everything, hostile, make, samples
 from steelyard import report
-from steelyard.case.resolve import resolve
+from steelyard.case.resolve import resolve_case
 from steelyard.errors import RequestError
 from steelyard.report import as_html
-from steelyard.report.as_md import escape
-from steelyard.report.document import Cell, Column, Curve, Lines, Page, Stack, Table, TableRow, walk
-from steelyard.report.numbers import counted, formed, spelled
-from steelyard.report.plain import clean, lines, width, wrap
-from steelyard.report.plot import plot
+from steelyard.report.as_md import escape_markdown
+from steelyard.report.chart_geometry import lay_out_lines
+from steelyard.report.document import (
+    Cell,
+    Curve,
+    LineChart,
+    Page,
+    StackedBar,
+    Table,
+    TableColumn,
+    TableRow,
+    walk_elements,
+)
+from steelyard.report.numbers import format_count, format_number, format_setting
+from steelyard.report.plain_text import clean_line, clean_lines, display_width, wrap_text
 
 
 def line_with(text: str, start: str) -> str:
@@ -192,8 +202,8 @@ def test_hostile_text_stays_text(lang: str) -> None:
         if line.startswith("| ")
     }
     assert columns <= {3, 4, 5, 7, 11, 12, 13}
-    text = report.render(records, "text", lang) + report.text(
-        report.table(records, "zh" if lang == "zh" else "en")
+    text = report.render(records, "text", lang) + report.render_text(
+        report.build_summary_page(records, "zh" if lang == "zh" else "en")
     )
     for out in (html, md, text):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", out)
@@ -201,27 +211,28 @@ def test_hostile_text_stays_text(lang: str) -> None:
 
 def test_clean() -> None:
     assert (
-        clean("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00") == "ared b cd\ue000"
+        clean_line("a\x1b[31mred\x1b[0m\x1b]0;t\x07 \x9b1mb\r\nc\u202ed\ue000\x00")
+        == "ared b cd\ue000"
     )
-    assert lines("a\tb\r\nc\rd\u2028e") == "a    b\nc\nd\ne"
-    assert clean("\ud800x\x1b") == "x"
+    assert clean_lines("a\tb\r\nc\rd\u2028e") == "a    b\nc\nd\ne"
+    assert clean_line("\ud800x\x1b") == "x"
     assert (
-        escape("a|b<c>`d`*e* _f_ g_h [i](j) \\")
+        escape_markdown("a|b<c>`d`*e* _f_ g_h [i](j) \\")
         == "a\\|b&lt;c&gt;\\`d\\`\\*e\\* \\_f\\_ g_h \\[i\\](j) \\\\"
     )
 
 
 def test_wide_characters_align() -> None:
-    assert width("推理a") == 5
-    assert width("e\u0301") == 1
-    assert wrap("推理计算，吞吐", 8) == ["推理计", "算，吞吐"]
-    assert wrap("abcdefghij kl", 4) == ["abcd", "efgh", "ij", "kl"]
+    assert display_width("推理a") == 5
+    assert display_width("e\u0301") == 1
+    assert wrap_text("推理计算，吞吐", 8) == ["推理计", "算，吞吐"]
+    assert wrap_text("abcdefghij kl", 4) == ["abcd", "efgh", "ij", "kl"]
     rows = (
         TableRow((Cell("推理"), Cell("1"), Cell("x"))),
         TableRow((Cell("ab"), Cell("22,000"), Cell("y"))),
     )
-    columns = (Column("名"), Column("n", align="right"), Column("z"))
-    assert report.text(Page("", "zh", (Table(columns, rows),))) == (
+    columns = (TableColumn("名"), TableColumn("n", align="right"), TableColumn("z"))
+    assert report.render_text(Page("", "zh", (Table(columns, rows),))) == (
         golden("1-ab-22-000", language="zh")
     )
 
@@ -236,18 +247,22 @@ def test_numbers() -> None:
         1.0402: "104.0%",
         1e-9: "0.000%",
     }
-    assert {value: formed("percent", value) for value in said} == said
+    assert {value: format_number("percent", value) for value in said} == said
     assert [
-        formed("number", v)
+        format_number("number", v)
         for v in (46387.2, 371.94, 59.38, 0.014577, 1.4529e17, 0, None, math.nan, math.inf)
     ] == (["46,387", "371.9", "59.38", "0.01458", "1.453e17", "0", "/", "/", "/"])
-    assert [formed("seconds", v) for v in (2558, 412.6, 9.1, 0.0312)] == [
+    assert [format_number("seconds", v) for v in (2558, 412.6, 9.1, 0.0312)] == [
         "2,558",
         "412.6",
         "9.10",
         "0.031",
     ]
-    assert (counted(10854627), counted(True), spelled({"a": 1e-5, "b": None, "c": [1, 2]})) == (
+    assert (
+        format_count(10854627),
+        format_count(True),
+        format_setting({"a": 1e-5, "b": None, "c": [1, 2]}),
+    ) == (
         "10,854,627",
         "true",
         "a=1e-05, c=[1, 2]",
@@ -309,7 +324,9 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     other = {**ENVIRONMENT, "software": {**ENVIRONMENT["software"], "driver": "999.1"}}
     smoke = {
         "case__size": "smoke",
-        "case__question": resolve("llama2-7b-mmlu", "smoke").case.question.model_dump(mode="json"),
+        "case__question": resolve_case("llama2-7b-mmlu", "smoke").case.question.model_dump(
+            mode="json"
+        ),
     }
     text = report.render([make(), make(**smoke), make(**smoke, environment=other)], "md", "en")
     assert text.startswith("# Steelyard report\n")
@@ -401,8 +418,8 @@ def test_what_no_machine_says_is_no_record(place: str, value: Any) -> None:
 
 
 def test_charts() -> None:
-    blocks = list(walk(report.page([make()], "en").blocks))
-    charts = [block for block in blocks if isinstance(block, Lines)]
+    blocks = list(walk_elements(report.build_report_page([make()], "en").elements))
+    charts = [block for block in blocks if isinstance(block, LineChart)]
     assert [chart.title for chart in charts] == [
         "Rate of each batch, infer pass",
         "Device power",
@@ -412,7 +429,7 @@ def test_charts() -> None:
     assert charts[0].series[0].points[0] == (first.end_s / 2, 32768 / first.end_s)
     assert (charts[0].level, charts[0].level_label) == (46387.2, "p_infer_core")
     assert charts[1].series[0].points[50] == (25.0, None)
-    [stack] = [block for block in blocks if isinstance(block, Stack)]
+    [stack] = [block for block in blocks if isinstance(block, StackedBar)]
     assert [part.name for part in stack.parts] == [
         "val",
         "infer",
@@ -421,8 +438,10 @@ def test_charts() -> None:
         "import",
         "harness",
     ]
-    drawn = plot(
-        Lines("t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),))
+    drawn = lay_out_lines(
+        LineChart(
+            "t", "x", "y", (Curve("a", ((0.0, 0.0), (10.0, 50.0), (15.0, None), (20.0, 98.0))),)
+        )
     )
     assert drawn.paths[0] == "M0.0 180.0h0L500.0 90.0M1000.0 3.6h0"
     assert [tick.text for tick in drawn.y_ticks] == ["0", "20", "40", "60", "80", "100"]
@@ -431,7 +450,9 @@ def test_charts() -> None:
 def test_many_samples_are_put_together_as_totals() -> None:
     record = make(samples=samples(count=1000))
     [chart, *_] = [
-        block for block in walk(report.page([record], "en").blocks) if isinstance(block, Lines)
+        block
+        for block in walk_elements(report.build_report_page([record], "en").elements)
+        if isinstance(block, LineChart)
     ]
     points = chart.series[0].points
     assert len(points) == 334
@@ -454,8 +475,8 @@ def test_steps_without_work_are_not_drawn() -> None:
     steps.append({**steps[-1], "step": 3, "start_s": 2.2, "end_s": 2.3, "counts": {}})
     [chart, *_] = [
         block
-        for block in walk(report.page([make(samples=steps)], "en").blocks)
-        if isinstance(block, Lines)
+        for block in walk_elements(report.build_report_page([make(samples=steps)], "en").elements)
+        if isinstance(block, LineChart)
     ]
     assert (chart.title, len(chart.series[0].points), chart.level) == (
         "Rate of each batch, val pass",
@@ -478,7 +499,7 @@ def test_config_is_written_as_published_pages_do() -> None:
         "2x8",
         "TP2PP1DP8",
     ]
-    assert "torch · plan 2x8 TP2DP8" in report.text(report.table([record]))
+    assert "torch · plan 2x8 TP2DP8" in report.render_text(report.build_summary_page([record]))
     assert "2x8（节点数 x 每节点卡数），TP2PP1DP8，启动器 local" in report.render(
         [record], "text", "zh"
     )

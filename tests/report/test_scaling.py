@@ -81,14 +81,14 @@ def test_scaling_is_shown_where_there_are_two_numbers_of_devices() -> None:
         [make()],
     ):
         assert "Scaling" not in report.render(records, "text", "en")
-        assert report.scaling(records) is None
+        assert report.build_scaling_page(records) is None
 
 
 def test_groups_of_a_sweep_say_in_what_they_differ() -> None:
     records = [scaled(n, 100.0, tune__batch_tokens=size) for n in (1, 2) for size in (64, 128)]
-    page = report.scaling(records, "en")
+    page = report.build_scaling_page(records, "en")
     assert page is not None
-    text = report.text(page)
+    text = report.render_text(page)
     start = (
         "Scaling: llama2-7b-mmlu · full · torch · bf16 · closed · full · NVIDIA H200 ·"
         " batch_tokens="

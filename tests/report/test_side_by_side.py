@@ -8,11 +8,10 @@ from fixtures.golden import golden
 from fixtures.report import everything, failed, make, rated, two_accelerators
 from steelyard import report
 from steelyard.record.record import Record
-from steelyard.report import charts, plot
-from steelyard.report.build import machines, measured
-from steelyard.report.case_tables import side_by_side
+from steelyard.report import chart_geometry, charts
+from steelyard.report.case_tables import build_comparison_table
 from steelyard.report.document import (
-    Bars,
+    BarChart,
     Contents,
     Fact,
     Facts,
@@ -21,13 +20,14 @@ from steelyard.report.document import (
     Link,
     Panel,
     Paragraph,
-    Reference,
+    ReferenceLine,
     Table,
 )
-from steelyard.report.runs import by_case
-from steelyard.words import Words
+from steelyard.report.numbered_runs import group_by_case
+from steelyard.report.report_page import build_date_paragraph, list_machines
+from steelyard.words import PageWords
 
-EN = Words("en")
+EN = PageWords("en")
 PUBLISHED = {
     "source": "page",
     "config": "8x NVIDIA A100-SXM4-40GB (1x8), PyTorch 1.8",
@@ -39,13 +39,13 @@ PUBLISHED = {
 
 
 def kinds(page: report.Page) -> list[str]:
-    return [type(block).__name__ for block in page.blocks]
+    return [type(block).__name__ for block in page.elements]
 
 
 def said(records: list[Record], lang: Any = "en") -> str:
     [text] = [
         one.text
-        for one in report.page(records, lang).blocks
+        for one in report.build_report_page(records, lang).elements
         if isinstance(one, Paragraph) and one.tone == "lead"
     ]
     return text
@@ -56,28 +56,39 @@ def shown(found: Table) -> list[list[str]]:
 
 
 def only_table(records: list[Record]) -> Table:
-    [runs] = by_case(records).values()
-    return side_by_side(runs, EN)
+    [runs] = group_by_case(records).values()
+    return build_comparison_table(runs, EN)
 
 
-def only_chart(records: list[Record]) -> Bars:
-    [runs] = by_case(records).values()
-    [chart] = charts.of_case(runs, "c", EN)
-    assert isinstance(chart, Bars)
+def only_chart(records: list[Record]) -> BarChart:
+    [runs] = group_by_case(records).values()
+    [chart] = charts.build_case_charts(runs, "c", EN)
+    assert isinstance(chart, BarChart)
     return chart
 
 
 def test_the_comparison_comes_first() -> None:
-    page = report.page(two_accelerators(), "en")
+    page = report.build_report_page(two_accelerators(), "en")
     names = kinds(page)
-    head = ["Heading", "Paragraph", "Facts", "Paragraph", "Contents", "Heading", "Bars", "Table"]
+    head = [
+        "Heading",
+        "Paragraph",
+        "Facts",
+        "Paragraph",
+        "Contents",
+        "Heading",
+        "BarChart",
+        "Table",
+    ]
     assert names[: len(head)] == head
-    anchors = [block.anchor for block in page.blocks if isinstance(block, Heading) and block.anchor]
+    anchors = [
+        block.anchor for block in page.elements if isinstance(block, Heading) and block.anchor
+    ]
     assert anchors == ["case-1", "metrics", "runs"]
-    [contents] = [block for block in page.blocks if isinstance(block, Contents)]
+    [contents] = [block for block in page.elements if isinstance(block, Contents)]
     assert [link.anchor for link in contents.items] == anchors
-    runs = [block for block in page.blocks if isinstance(block, Fold) and block.heading.anchor]
-    assert page.blocks[-5:] == tuple(runs)
+    runs = [block for block in page.elements if isinstance(block, Fold) and block.heading.anchor]
+    assert page.elements[-5:] == tuple(runs)
     assert runs[0].heading == Heading(
         3, "#1 NVIDIA H200 × 1 · torch · bf16 · closed", "run-00000001"
     )
@@ -85,25 +96,25 @@ def test_the_comparison_comes_first() -> None:
 
 
 def test_runs_of_one_id_have_anchors_of_their_own() -> None:
-    [runs] = by_case([make(), make(), make(id='Ab" x<9')]).values()
+    [runs] = group_by_case([make(), make(), make(id='Ab" x<9')]).values()
     assert [run.anchor for run in runs] == ["run-0f3c9a7e", "run-0f3c9a7e-2", "run-ab-x-9"]
 
 
 def test_a_day_is_a_day() -> None:
     assert (
-        measured([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text
+        build_date_paragraph([make(), make(created="2026-03-01T00:00:00+00:00")], EN).text
         == "Measured 2026-01-02 to 2026-03-01"
     )
-    assert measured([make(created="<script>")], EN).text == "Measured /"
+    assert build_date_paragraph([make(created="<script>")], EN).text == "Measured /"
 
 
 def test_machines_are_one_line_each() -> None:
     host = "AMD EPYC 9454 48-Core Processor, 16 cores, 128.0 GiB · Ubuntu 24.04 · driver 570.86"
-    assert machines(two_accelerators(), EN) == Facts(
+    assert list_machines(two_accelerators(), EN) == Facts(
         (Fact("NVIDIA H200 × 1", f"{host} · 3 runs"), Fact("NVIDIA A100 × 1", f"{host} · 2 runs"))
     )
     named = make(site={"machine": "rack 7"})
-    assert machines([make(), named], EN) == Facts(
+    assert list_machines([make(), named], EN) == Facts(
         (Fact("NVIDIA H200 × 1", f"{host} · rack 7 · 2 runs"),)
     )
 
@@ -201,10 +212,10 @@ def test_bars_have_intervals_and_published_lines() -> None:
         rate.bars[0].text == "Throughput per device: 40,000 tokens/s, 95 % interval 39,000 – 41,000"
     )
     assert rate.references == (
-        Reference(10000.0, "1", "published [1]: 10,000, NVIDIA A100-SXM4-40GB"),
+        ReferenceLine(10000.0, "1", "published [1]: 10,000, NVIDIA A100-SXM4-40GB"),
     )
     assert mfu.references == (
-        Reference(0.5, "1", "published [1]: 50.0%, nominal convention, NVIDIA A100-SXM4-40GB"),
+        ReferenceLine(0.5, "1", "published [1]: 50.0%, nominal convention, NVIDIA A100-SXM4-40GB"),
     )
     assert (rate.low, rate.high, rate.note, energy.references) == (
         0.0,
@@ -234,15 +245,18 @@ def test_a_smoke_run_has_no_published_line() -> None:
 
 def test_units_of_rates_have_charts_of_their_own() -> None:
     per_s = {"samples_per_s": {"value": 300.0, "unit": "questions/s"}}
-    [runs] = by_case(
+    [runs] = group_by_case(
         [rated(1, 40000.0), make(id="9" * 32, case__division="open", metrics=per_s)]
     ).values()
-    found = charts.of_case(runs, "c", EN)
-    assert [chart.panels[0].unit for chart in found if isinstance(chart, Bars)] == [
+    found = charts.build_case_charts(runs, "c", EN)
+    assert [chart.panels[0].unit for chart in found if isinstance(chart, BarChart)] == [
         "tokens/s",
         "questions/s",
     ]
-    assert [row[4] for row in shown(side_by_side(runs, EN))][:2] == ["40,000", "300.0 questions/s"]
+    assert [row[4] for row in shown(build_comparison_table(runs, EN))][:2] == [
+        "40,000",
+        "300.0 questions/s",
+    ]
 
 
 def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
@@ -258,33 +272,38 @@ def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
         rated(14, 800.0, case__precision="fp32"),
     ]
     chart = only_chart([*many, *others])
-    assert len(chart.rows) == charts.MOST == 10
+    assert len(chart.rows) == charts.MAX_ROWS == 10
     assert [bar.value for bar in chart.panels[0].bars] == [
         50000.0 - 100 * number for number in range(1, 9)
     ] + [900.0, 800.0]
 
 
 def test_nothing_to_draw_is_no_chart() -> None:
-    [runs] = by_case([failed()]).values()
-    assert charts.of_case(runs, "c", EN) == []
-    [runs] = by_case([rated(1, 1e20)]).values()
-    assert charts.of_case(runs, "c", EN) == []
+    [runs] = group_by_case([failed()]).values()
+    assert charts.build_case_charts(runs, "c", EN) == []
+    [runs] = group_by_case([rated(1, 1e20)]).values()
+    assert charts.build_case_charts(runs, "c", EN) == []
 
 
 def test_places_are_shares_of_the_width() -> None:
     chart = only_chart([rated(1, 40000.0, (30000.0, 50000.0), case__reference=[PUBLISHED])])
     panel = chart.panels[0]
     [bar], [reference] = panel.bars, panel.references
-    assert [plot.share(value, panel) for value in (bar.value, *bar.interval)] == [
+    assert [
+        chart_geometry.axis_percentage(value, panel) for value in (bar.value, *bar.interval)
+    ] == [
         "78.43%",
         "58.82%",
         "98.04%",
     ]
-    assert plot.share(reference.value, panel) == "19.61%"
+    assert chart_geometry.axis_percentage(reference.value, panel) == "19.61%"
     close = tuple(
-        Reference(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3"))
+        ReferenceLine(value, mark, "") for value, mark in ((10.0, "1"), (12.0, "2"), (90.0, "3"))
     )
-    assert [(mark.at, mark.text) for mark in plot.marks(Panel("", "", (), close, 0.0, 100.0))] == [
+    assert [
+        (mark.position, mark.text)
+        for mark in chart_geometry.place_references(Panel("", "", (), close, 0.0, 100.0))
+    ] == [
         ("10.00%", "[1, 2]"),
         ("90.00%", "[3]"),
     ]
@@ -294,7 +313,7 @@ def test_places_are_shares_of_the_width() -> None:
 @pytest.mark.parametrize("lang", report.LANGS)
 def test_every_format_has_the_same_order(format: str, lang: str) -> None:
     text = report.render(everything(), format, lang)
-    words = Words("zh" if lang == "zh" else "en")
+    words = PageWords("zh" if lang == "zh" else "en")
     marks = [
         "llama2-7b-mmlu",
         "2026-01-02",
@@ -309,7 +328,7 @@ def test_every_format_has_the_same_order(format: str, lang: str) -> None:
 
 
 def test_a_breakdown_of_zeros_is_one_line() -> None:
-    from steelyard.report.details import _breakdowns
+    from steelyard.report.run_details import _breakdown_elements
 
     class Task:
         def __init__(self, rows: Any) -> None:
@@ -326,7 +345,7 @@ def test_a_breakdown_of_zeros_is_one_line() -> None:
         def __init__(self, rows: Any) -> None:
             self.task = Task(rows)
 
-    [line] = _breakdowns(Stub((("a", 0.0), ("b", None))), 5, EN)  # type: ignore[arg-type]
+    [line] = _breakdown_elements(Stub((("a", 0.0), ("b", None))), 5, EN)  # type: ignore[arg-type]
     assert line == Paragraph("By subject: 2 rows, nothing but zeros.", "muted")
-    found = _breakdowns(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
+    found = _breakdown_elements(Stub((("a", 0.0), ("b", 0.5))), 5, EN)  # type: ignore[arg-type]
     assert [type(one).__name__ for one in found] == ["Heading", "Table"]

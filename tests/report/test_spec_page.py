@@ -5,12 +5,12 @@ import pytest
 from fixtures.golden import golden
 from fixtures.specs import bench, record
 from steelyard import report
-from steelyard.record.record import Failure, Reason
-from steelyard.record.spec import Checked
+from steelyard.record.ceilings_record import ErrorCheck
+from steelyard.record.record import FailureFacts, Reason
 
 BENCHES = (
     bench(),
-    bench(name="square 1024", checked=Checked(error=0.5, bound=0.04)),
+    bench(name="square 1024", checked=ErrorCheck(error=0.5, bound=0.04)),
     bench(group="memory", name="read", unit="B/s", precision=None, detail={"bytes": 5}),
     bench(group="capacity", name="memory of one process", unit="B", precision=None, amount=float(3 << 30), stretches=[])
     .model_copy(update={"detail": {"how": "allocated until refused"}}),
@@ -21,7 +21,7 @@ BENCHES = (
 @pytest.mark.parametrize("lang", ["en", "zh"])
 @pytest.mark.parametrize("format_", ["text", "md", "html"])
 def test_every_number_is_on_the_page(format_: str, lang: str):
-    page = report.render_spec([record(*BENCHES)], format_, lang)
+    page = report.render_ceilings([record(*BENCHES)], format_, lang)
     for text in (
         "NVIDIA Chip",
         "square 512",
@@ -44,7 +44,7 @@ def test_every_number_is_on_the_page(format_: str, lang: str):
 
 
 def test_a_wrong_result_is_in_no_table():
-    text = report.render_spec([record(*BENCHES)], "text", "en")
+    text = report.render_ceilings([record(*BENCHES)], "text", "en")
     lines = [line for line in text.splitlines() if line.startswith("square")]
     assert [line.split()[:2] for line in lines] == [["square", "512"]]
     assert "1.000" in lines[0]
@@ -52,11 +52,11 @@ def test_a_wrong_result_is_in_no_table():
 
 def test_of_several_devices_the_slowest_counts():
     fast = bench(rank=1, amount=2e11)
-    text = report.render_spec([record(bench(), fast, devices=2)], "text", "en")
+    text = report.render_ceilings([record(bench(), fast, devices=2)], "text", "en")
     (line,) = [line for line in text.splitlines() if line.startswith("square 512")]
     assert line.split()[4:6] == ["1.000", "2.000"]
-    wrong = bench(rank=1, checked=Checked(error=1.0, bound=0.04))
-    text = report.render_spec([record(bench(), wrong, devices=2)], "text", "en")
+    wrong = bench(rank=1, checked=ErrorCheck(error=1.0, bound=0.04))
+    text = report.render_ceilings([record(bench(), wrong, devices=2)], "text", "en")
     assert not any(line.startswith("square 512") for line in text.splitlines())
 
 
@@ -64,19 +64,21 @@ def test_what_failed_says_why():
     failed = record(
         status="failed",
         reasons=[Reason(code="killed", text="rank 0 was ended by SIGKILL")],
-        failure=Failure(rank=0, exit_code=-9, error="rank 0 was ended by SIGKILL", stderr_tail=""),
+        failure=FailureFacts(
+            rank=0, exit_code=-9, error="rank 0 was ended by SIGKILL", stderr_tail=""
+        ),
     )
-    assert golden("killed-worker-ended-without-result-rank") in report.render_spec(
+    assert golden("killed-worker-ended-without-result-rank") in report.render_ceilings(
         [failed], "text", "en"
     )
 
 
 def test_strings_of_strangers_are_escaped():
-    page = report.render_spec([record(bench(name="<script>alert(1)</script>"))], "html", "en")
+    page = report.render_ceilings([record(bench(name="<script>alert(1)</script>"))], "html", "en")
     assert "<script>" not in page
 
 
 def test_several_records_make_one_page():
-    page = report.render_spec([record(), record(id="cd" * 16)], "md", "en")
+    page = report.render_ceilings([record(), record(id="cd" * 16)], "md", "en")
     assert "abababab" in page
     assert "cdcdcdcd" in page

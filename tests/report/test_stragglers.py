@@ -8,9 +8,9 @@ from fixtures.golden import golden
 from fixtures.report import COUNTS, training
 from steelyard import report
 from steelyard.record.record import Record
-from steelyard.report.document import Block, Heading, Paragraph, Table, walk
-from steelyard.report.hosts import straggler_section
-from steelyard.words import Words
+from steelyard.report.document import Heading, PageElement, Paragraph, Table, walk_elements
+from steelyard.report.host_tables import build_straggler_section
+from steelyard.words import PageWords
 
 
 def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: int = 100) -> Record:
@@ -44,7 +44,7 @@ def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: i
 
 
 def shown(record: Record, lang: Any = "en") -> tuple[str, Table]:
-    sentence, found = straggler_section(record, Words(lang))
+    sentence, found = build_straggler_section(record, PageWords(lang))
     assert isinstance(sentence, Paragraph)
     assert isinstance(found, Table)
     return sentence.text, found
@@ -107,19 +107,19 @@ def test_of_many_ranks_the_slowest_are_shown():
 
 
 def test_why_nothing_can_be_told():
-    [reason] = straggler_section(training(((2.0, 1.0, 1.0),) * 2), Words("en"))
+    [reason] = build_straggler_section(training(((2.0, 1.0, 1.0),) * 2), PageWords("en"))
     assert reason == Paragraph(golden("the-engine-does-not-mark-where"), "muted")
-    assert straggler_section(training(), Words("en")) == []
+    assert build_straggler_section(training(), PageWords("en")) == []
 
 
-def headings(blocks: tuple[Block, ...]) -> list[str]:
-    return [block.text for block in walk(blocks) if isinstance(block, Heading)]
+def headings(blocks: tuple[PageElement, ...]) -> list[str]:
+    return [block.text for block in walk_elements(blocks) if isinstance(block, Heading)]
 
 
 @pytest.mark.parametrize(("lang", "title"), [("en", "Stragglers"), ("zh", "慢进程")])
 def test_a_page_has_the_section_where_there_is_more_than_one_rank(lang: Any, title: str):
-    assert title in headings(report.page([run(1.25, 1.75)], lang).blocks)
-    assert title not in headings(report.page([training()], lang).blocks)
+    assert title in headings(report.build_report_page([run(1.25, 1.75)], lang).elements)
+    assert title not in headings(report.build_report_page([training()], lang).elements)
     for format in report.FORMATS:
         text = report.render([run(1.25, 1.75)], format, lang)
         assert title in text

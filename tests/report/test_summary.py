@@ -5,19 +5,19 @@ import pytest
 from fixtures.golden import golden
 from fixtures.report import everything, failed, make
 from steelyard import report
-from steelyard.report.as_text import fit
+from steelyard.report.as_text import fit_columns
 from steelyard.report.document import (
     Cell,
     Code,
-    Column,
     Heading,
     Page,
     Paragraph,
     Priority,
     Table,
+    TableColumn,
     TableRow,
 )
-from steelyard.report.plain import width
+from steelyard.report.plain_text import display_width
 
 AFTER_RUNS = """\
 size full · torch
@@ -58,11 +58,11 @@ More: --full prints every detail, --explain where the time goes, --format html
 
 
 def test_the_table_after_runs_fits_80_columns() -> None:
-    assert report.text(report.table(everything()), 80) == AFTER_RUNS
+    assert report.render_text(report.build_summary_page(everything()), 80) == AFTER_RUNS
 
 
 def test_one_screen_a_case() -> None:
-    said = report.text(report.brief(everything()), 80)
+    said = report.render_text(report.build_brief_page(everything()), 80)
     assert said == ONE_SCREEN
     assert len(said.splitlines()) <= 24
 
@@ -70,7 +70,7 @@ def test_one_screen_a_case() -> None:
 def test_wide_shows_every_column() -> None:
     [head, *_] = [
         line
-        for line in report.text(report.table(everything())).splitlines()
+        for line in report.render_text(report.build_summary_page(everything())).splitlines()
         if line.startswith("case")
     ]
     names = [
@@ -87,12 +87,12 @@ def test_wide_shows_every_column() -> None:
         "e2e_time",
     ]
     assert head.split() == names
-    assert "window: 1404 samples" in report.text(report.table(everything()))
-    assert "Not shown" not in report.text(report.table(everything()))
+    assert "window: 1404 samples" in report.render_text(report.build_summary_page(everything()))
+    assert "Not shown" not in report.render_text(report.build_summary_page(everything()))
 
 
 def test_what_all_runs_have_in_common_is_said_once() -> None:
-    said = report.text(report.table([make(), make()]), 120).splitlines()
+    said = report.render_text(report.build_summary_page([make(), make()]), 120).splitlines()
     assert said[0] == "llama2-7b-mmlu · size full · closed · torch · bf16"
     assert said[2].split() == [
         "status",
@@ -117,7 +117,7 @@ def test_a_column_that_no_run_has_goes_and_says_why() -> None:
         }
     }
     metrics["mfu"] = {"value": None, "unit": "", "note": "no row"}
-    said = report.text(report.brief([make(metrics=metrics)]), 80)
+    said = report.render_text(report.build_brief_page([make(metrics=metrics)]), 80)
     assert golden("no-mfu-the-infer-pass-did") in said
     heads = next(line for line in said.splitlines() if line.startswith("run"))
     assert heads.split() == ["run", "status", "rate", "±", "acc"]
@@ -128,12 +128,12 @@ def test_a_column_that_no_run_has_goes_and_says_why() -> None:
 
 def test_plans_leave_out_degrees_of_one() -> None:
     plan = {"nodes": 2, "devices": 8, "tp": 2, "pp": 1, "dp": 8, "launcher": "local"}
-    assert "plan 2x8 TP2DP8" in report.text(report.brief([make(plan=plan)]))
+    assert "plan 2x8 TP2DP8" in report.render_text(report.build_brief_page([make(plan=plan)]))
 
 
 def test_points_of_a_sweep_begin_their_rows() -> None:
-    out = report.text(
-        report.table([make(), failed()], points=["devices=1", "devices=2"])
+    out = report.render_text(
+        report.build_summary_page([make(), failed()], points=["devices=1", "devices=2"])
     ).splitlines()
     assert [line.split()[0] for line in out[2:]] == [
         "point",
@@ -146,7 +146,7 @@ def test_points_of_a_sweep_begin_their_rows() -> None:
 
 def table(*columns: tuple[str, Priority, str]) -> Table:
     """A row of these cells; a priority of 3 and more."""
-    heads = tuple(Column(title, priority=priority) for title, priority, _ in columns)
+    heads = tuple(TableColumn(title, priority=priority) for title, priority, _ in columns)
     return Table(heads, (TableRow(tuple(Cell(text) for _, _, text in columns)),))
 
 
@@ -168,27 +168,27 @@ THREE = table(("a", 1, "x" * 20), ("b", 2, "y" * 20), ("c", 3, "z" * 20), ("d", 
 def test_columns_go_by_priority_and_of_equals_the_last_first(
     columns: int | None, kept: str, left_out: str
 ) -> None:
-    found = fit(THREE, columns)
+    found = fit_columns(THREE, columns)
     assert "".join(one.title for one in found.columns) == kept
     assert "".join(one.title for one in found.left_out) == left_out
 
 
 def test_text_is_wrapped_before_a_column_goes() -> None:
     words = table(("a", 1, "one two three"), ("b", 2, "four five six"))
-    assert fit(words, 28).limits == (13, 13)
-    assert fit(words, 20).limits == (9, 9)
-    assert [one.title for one in fit(words, 11).columns] == ["a", "b"]  # "three" and "four"
-    assert [one.title for one in fit(words, 10).columns] == ["a"]
+    assert fit_columns(words, 28).limits == (13, 13)
+    assert fit_columns(words, 20).limits == (9, 9)
+    assert [one.title for one in fit_columns(words, 11).columns] == ["a", "b"]  # "three" and "four"
+    assert [one.title for one in fit_columns(words, 10).columns] == ["a"]
 
 
 def test_words_are_broken_only_where_nothing_else_helps() -> None:
-    assert fit(table(("a", 1, "x" * 20)), 12).limits == (12,)
-    assert fit(table(("a", 1, "x" * 20)), 2).limits == (8,)
+    assert fit_columns(table(("a", 1, "x" * 20)), 12).limits == (12,)
+    assert fit_columns(table(("a", 1, "x" * 20)), 2).limits == (8,)
 
 
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     blocks = (Heading(1, "word " * 40), Paragraph("推理 word " * 40), THREE, Code("short"))
-    said = report.text(Page("", "en", blocks, "foot " * 40), columns)
-    assert max(map(width, said.splitlines())) <= columns
+    said = report.render_text(Page("", "en", blocks, "foot " * 40), columns)
+    assert max(map(display_width, said.splitlines())) <= columns
     assert f"Not shown: {'b, c, d' if columns == 40 else 'c, d' if columns == 60 else 'c'}" in said

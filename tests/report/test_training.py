@@ -10,9 +10,9 @@ import pytest
 from fixtures.pages import html_text
 from fixtures.report import make, question, training
 from steelyard import report
-from steelyard.metrics import table as metrics
+from steelyard.metrics import metric_table as metrics
 from steelyard.record.record import Record
-from steelyard.report.document import Lines, walk
+from steelyard.report.document import LineChart, walk_elements
 
 
 def test_training_has_its_own_columns() -> None:
@@ -187,7 +187,9 @@ def test_training_in_every_format(format: str, lang: str) -> None:
 def test_charts_of_training(lang: Any, titles: list[str]) -> None:
     record = trained(losses=[9.0, None, 7.0, 6.0], aside={1: ("evaluate", 0.5)})
     loss, rate = [
-        block for block in walk(report.page([record], lang).blocks) if isinstance(block, Lines)
+        block
+        for block in walk_elements(report.build_report_page([record], lang).elements)
+        if isinstance(block, LineChart)
     ]
     assert [loss.title, rate.title] == titles
     assert [one.points for one in loss.series] == [
@@ -198,16 +200,18 @@ def test_charts_of_training(lang: Any, titles: list[str]) -> None:
         [50.0, 100 / 1.5, 100.0, 50.0],
     ]
     [alone, level] = [
-        block for block in walk(report.page([training()], lang).blocks) if isinstance(block, Lines)
+        block
+        for block in walk_elements(report.build_report_page([training()], lang).elements)
+        if isinstance(block, LineChart)
     ]
     assert (alone.level, level.level, level.level_label) == (None, 100 / 0.75, "p_core")
 
 
 def test_every_metric_of_training_has_a_name_in_both_languages() -> None:
     for name in training().metrics:
-        row = metrics.row(name)
+        row = metrics.find_metric(name)
         assert row.formula is not None
-        assert all(all(row.words(lang)) for lang in report.LANGS)
+        assert all(all(row.meaning(lang)) for lang in report.LANGS)
 
 
 def test_a_training_run_that_left_nothing_is_shown() -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from steelyard.metrics.waterfall import Waterfall
-from steelyard.record.profile import KernelFacts
+from steelyard.metrics.time_waterfall import Waterfall
+from steelyard.record.profile_facts import KernelFacts
 from steelyard.report.numbers import UNKNOWN
-from steelyard.report.waterfall import kernel_table, plain_name
-from steelyard.words import Words
+from steelyard.report.waterfall_page import build_kernel_table, shorten_kernel_name
+from steelyard.words import PageWords
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ from steelyard.words import Words
     ],
 )
 def test_names_without_what_cpp_puts_around_them(name: str, shown: str) -> None:
-    assert plain_name(name) == shown
+    assert shorten_kernel_name(name) == shown
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,5 @@ def test_names_without_what_cpp_puts_around_them(name: str, shown: str) -> None:
 def test_a_rate_above_the_bandwidth_is_none(size_bytes: int, shown: list[str]) -> None:
     found = Waterfall(0, 1, 2.0, (), None, 1000e9)
     kernel = KernelFacts(name="gather", kind="other", calls=1, time_s=1e-9, size_bytes=size_bytes)
-    [row] = kernel_table([kernel], found, Words("en")).rows
+    [row] = build_kernel_table([kernel], found, PageWords("en")).rows
     assert [cell.text for cell in row.cells[-2:]] == shown

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from fixtures.commands import CASE, Shell
 from fixtures.golden import golden
-from steelyard.case.resolve import resolve
+from steelyard.case.resolve import resolve_case
 from steelyard.plan import degrees
-from steelyard.record.facts import Weights
-from steelyard.record.record import Sample, Scope, Window
+from steelyard.record.record import PassFacts, Sample, Scope
+from steelyard.record.run_facts import WeightsFacts
 from steelyard.run import messages
-from steelyard.run.boundary import RankFile, RunSpec, WorkerSpec
 from steelyard.run.clock import now
 from steelyard.run.messages import HostSpec
+from steelyard.run.worker_files import RankFile, RunSpec, WorkerSpec
 from steelyard.tasks.task import DataFacts
 
 COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
@@ -27,13 +27,13 @@ COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> WorkerSpec:
-    case = resolve(CASE, "smoke").case
+    case = resolve_case(CASE, "smoke").case
     run = RunSpec(
         case=case,
         scope=Scope(kind="window", sample=4),
         passes=("val",),
         engine="torch",
-        plan=degrees.make(case, 1, 1),
+        plan=degrees.make_plan(case, 1, 1),
         accelerator="cpu",
         weights=None,
         data=None,
@@ -53,15 +53,17 @@ def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
         command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.wait(300) == 0, process.stderr.read() if process.stderr else ""
-    found: dict[str, Any] = json.loads((spec.host.folder / messages.rank_name(0)).read_text())
+    found: dict[str, Any] = json.loads(
+        (spec.host.folder / messages.format_rank_file_name(0)).read_text()
+    )
     return found
 
 
 def test_a_spec_survives_its_file(spec: WorkerSpec) -> None:
     again = WorkerSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
-    assert again.run.case.key("f") == spec.run.case.key("f")
-    assert again.run.case.question.row is spec.run.case.question.row
+    assert again.run.case.compute_key("f") == spec.run.case.compute_key("f")
+    assert again.run.case.question.task_row is spec.run.case.question.task_row
 
 
 def test_a_rank_file_survives_its_file() -> None:
@@ -80,7 +82,7 @@ def test_a_rank_file_survives_its_file() -> None:
         ended_s=2.5,
         budget={"val": 1.5},
         windows=[
-            Window(
+            PassFacts(
                 pass_name="val",
                 rank=1,
                 start_s=0.5,
@@ -93,7 +95,7 @@ def test_a_rank_file_survives_its_file() -> None:
             Sample(pass_name="val", rank=1, step=0, counts=COUNTS, values={"loss": None}, **timed)
         ],
         outputs={"val": {"items": [0]}},
-        weights=Weights(source="random", seed=3),
+        weights=WeightsFacts(source="random", seed=3),
         data=DataFacts(source="made", rows=4, fingerprint="f", published=None, shortened=2),
     )
     again = RankFile.model_validate_json(before.model_dump_json(by_alias=True))

@@ -5,8 +5,8 @@ from typing import Any
 
 from steelyard.accelerators.events import HostEvent
 from steelyard.plan.matmuls import Matmul
-from steelyard.record.facts import MatmulRate
-from steelyard.run.calibrate import calibrate, calibrate_after
+from steelyard.record.run_facts import MatmulRate
+from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
 
 SQUARE_FLOPS = 1280
 
@@ -21,11 +21,11 @@ class Abacus:
     def _spend(self, time_s: float) -> None:
         self.now += time_s
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
+    def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         assert precision == "bf16"
         return (lambda: self._spend(10.0), SQUARE_FLOPS) if self.square else None
 
-    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+    def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         self.asked.append(shape)
         rate = 64.0 if shape.m < 4 else 128.0
         return (
@@ -58,7 +58,7 @@ def shapes(smaller: int) -> tuple[Matmul, ...]:
 def test_each_shape_has_its_rate(monkeypatch):
     monkeypatch.setattr("steelyard.run.calibrate.MOST_S", 1e9)
     device = Abacus()
-    told = calibrate(device, "bf16", shapes, lambda: device.now, lambda: device.now / 2)  # type: ignore[arg-type]
+    told = calibrate_matmuls(device, "bf16", shapes, lambda: device.now, lambda: device.now / 2)  # type: ignore[arg-type]
     assert told["matmul_flops_per_s"] == 128.0
     assert told["matmul_flops_per_cpu_s"] == 256.0  # half of the time is CPU time
     assert told["matmuls"] == [
@@ -75,14 +75,14 @@ def test_a_batch_too_large_for_the_time_is_halved():
         asked.append(smaller)
         return (Matmul(name="up", m=max(1, 64 // smaller), n=1, k=1),)
 
-    (one,) = calibrate(device, "bf16", of, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
+    (one,) = calibrate_matmuls(device, "bf16", of, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
     # seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s; of 2·16, 1.75 s
     assert (asked, one.m) == ([1, 2, 4, 8], 8)
 
 
 def test_one_token_is_the_least():
     device = Abacus()
-    (one,) = calibrate(
+    (one,) = calibrate_matmuls(
         device, "bf16", lambda smaller: (Matmul(name="up", m=1, n=100, k=1),), lambda: device.now
     )["matmuls"]  # type: ignore[arg-type]
     assert (one.m, one.flops_per_s) == (1, 64.0)
@@ -90,14 +90,14 @@ def test_one_token_is_the_least():
 
 def test_a_part_of_the_shapes_is_no_rate():
     device = Abacus(cannot="down")
-    told = calibrate(device, "bf16", shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
+    told = calibrate_matmuls(device, "bf16", shapes, lambda: device.now, lambda: 0.0)  # type: ignore[arg-type]
     assert told == {"matmul_flops_per_s": 128.0, "matmuls": []}
     assert [one.name for one in device.asked] == ["up", "down"]
 
 
 def test_a_framework_that_multiplies_nothing_is_asked_for_no_shape():
     device = Abacus(square=False)
-    assert calibrate(device, "bf16", shapes, lambda: device.now) == {}  # type: ignore[arg-type]
+    assert calibrate_matmuls(device, "bf16", shapes, lambda: device.now) == {}  # type: ignore[arg-type]
     assert device.asked == []
 
 
@@ -109,7 +109,7 @@ class Cores(Abacus):
         super().__init__()
         self.slow, self.call_s, self.calls = slow, call_s, 0
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
+    def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         return self._multiply, SQUARE_FLOPS
 
     def _multiply(self) -> None:
@@ -122,11 +122,13 @@ class Cores(Abacus):
 
 
 def before(device: Any) -> dict[str, Any]:
-    return calibrate(device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used)
+    return calibrate_matmuls(
+        device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used
+    )
 
 
 def after(device: Any, rate: float) -> list[float]:
-    told = calibrate_after(device, "bf16", rate, lambda: device.now, lambda: device.used)
+    told = recalibrate_square_matmul(device, "bf16", rate, lambda: device.now, lambda: device.used)
     return [round(one, 6) for one in told]
 
 

@@ -8,13 +8,19 @@ import pytest
 
 from fixtures.specs import record
 from steelyard.accelerators.events import HostEvent
-from steelyard.engine.bench import Budgeted, LacksError, Made, Row
-from steelyard.metrics import ceilings
-from steelyard.record.spec import Bench, Limits, Stretch
-from steelyard.run.ceilings import CALL_SHARE, FULL, QUICK, Holder, hold
-from steelyard.words import Message, text
+from steelyard.engine.ceiling_rows import CallBudget, CeilingRow, PreparedCeiling, UnavailableError
+from steelyard.metrics import ceiling_rates
+from steelyard.record.ceilings_record import BenchLimits, BenchTimings, TimedCalls
+from steelyard.run.ceilings_worker import (
+    CALL_SHARE,
+    FULL_LIMITS,
+    QUICK_LIMITS,
+    CeilingBenchmarker,
+    time_until_settled,
+)
+from steelyard.words import Message, render_text
 
-LIMITS = Limits(stretch_s=2.0, limit_s=64.0, total_s=1000.0, within=0.01, last=3)
+LIMITS = BenchLimits(stretch_s=2.0, limit_s=64.0, total_s=1000.0, within=0.01, last=3)
 
 
 class Clock:
@@ -41,8 +47,10 @@ class Device:
         self.calls += 1
 
 
-def held(device: Device, limits: Limits = LIMITS) -> list[Stretch]:
-    return hold(Made(device.work, 1.0), device, limits, device.clock, 1000.0)
+def held(device: Device, limits: BenchLimits = LIMITS) -> list[TimedCalls]:
+    return time_until_settled(
+        PreparedCeiling(device.work, 1.0), device, limits, device.clock, 1000.0
+    )
 
 
 def test_stretches_are_as_long_as_asked():
@@ -50,7 +58,7 @@ def test_stretches_are_as_long_as_asked():
     agree at once.
     """
     device = Device(5.0, 0.5)
-    assert held(device) == [Stretch(start_s=29.5 + 2 * i, time_s=2.0, calls=4) for i in range(3)]
+    assert held(device) == [TimedCalls(start_s=29.5 + 2 * i, time_s=2.0, calls=4) for i in range(3)]
     assert device.calls == 2 + 12
 
 
@@ -66,7 +74,9 @@ def test_it_ends_when_its_time_is_over():
     device = Device(2.0, 2.0, *[2.0, 4.0] * 50)
     times = [one.time_s for one in held(device)]
     assert times == [2.0, 4.0] * 11
-    assert not ceilings.settled([Stretch(start_s=0, time_s=t, calls=1) for t in times], LIMITS)[0]
+    assert not ceiling_rates.select_settled_stretches(
+        [TimedCalls(start_s=0, time_s=t, calls=1) for t in times], LIMITS
+    )[0]
 
 
 def test_a_call_too_short_for_the_clock_is_called_once():
@@ -76,31 +86,31 @@ def test_a_call_too_short_for_the_clock_is_called_once():
     ] == [(0.0, 1)] * 3
 
 
-def row(make: Callable[[Budgeted], Made], **over) -> Row:
+def row(make: Callable[[CallBudget], PreparedCeiling], **over) -> CeilingRow:
     told = {
         "group": "matmul",
         "name": "square",
         "precision": "bf16",
         "unit": "FLOP/s",
-        "make": make,
+        "prepare": make,
     }
-    return Row(**{**told, **over})
+    return CeilingRow(**{**told, **over})
 
 
-def holder(device: Device, limits: Limits = LIMITS, **over) -> Holder:
-    return Holder(device, 0, limits, device.clock, 1000.0, **over)
+def holder(device: Device, limits: BenchLimits = LIMITS, **over) -> CeilingBenchmarker:
+    return CeilingBenchmarker(device, 0, limits, device.clock, 1000.0, **over)
 
 
-def value(bench: Bench) -> tuple[float | None, Message | str | None]:
+def value(bench: BenchTimings) -> tuple[float | None, Message | str | None]:
     """Its rate, as a record has it."""
-    found = ceilings.derive(record(bench, limits=LIMITS))[0]
+    found = ceiling_rates.derive_ceilings(record(bench, limits=LIMITS))[0]
     return found.value, found.note
 
 
 def test_a_right_kernel_has_its_rate():
     device = Device(2.0)
-    bench = holder(device).take(
-        row(lambda budget: Made(device.work, 64.0, lambda: (0.001, 0.04), {"m": 4}))
+    bench = holder(device).run_row(
+        row(lambda budget: PreparedCeiling(device.work, 64.0, lambda: (0.001, 0.04), {"m": 4}))
     )
     assert (bench.amount, bench.detail, bench.checked.error, bench.reason) == (
         64.0,
@@ -114,30 +124,32 @@ def test_a_right_kernel_has_its_rate():
 @pytest.mark.parametrize("error", [0.05, float("nan"), float("inf")])
 def test_a_wrong_kernel_has_none_and_is_not_timed(error: float):
     device = Device(2.0)
-    bench = holder(device).take(row(lambda budget: Made(device.work, 64.0, lambda: (error, 0.04))))
+    bench = holder(device).run_row(
+        row(lambda budget: PreparedCeiling(device.work, 64.0, lambda: (error, 0.04)))
+    )
     assert (device.calls, bench.stretches, value(bench)[0]) == (0, [], None)
     note = value(bench)[1]
     assert isinstance(note, Message)
-    assert text(note).startswith("its result is")
+    assert render_text(note).startswith("its result is")
 
 
 def test_what_a_device_lacks_says_why():
     device = Device(2.0)
 
-    def lacking(budget: Budgeted) -> Made:
-        raise LacksError("no such unit")
+    def lacking(budget: CallBudget) -> PreparedCeiling:
+        raise UnavailableError("no such unit")
 
-    def broken(budget: Budgeted) -> Made:
+    def broken(budget: CallBudget) -> PreparedCeiling:
         raise NotImplementedError("no kernel for it\nand a list of all there are")
 
-    take = holder(device).take
+    take = holder(device).run_row
     assert take(row(lacking)).reason == "no such unit"
     assert take(row(broken)).reason == "NotImplementedError: no kernel for it"
     assert (
-        take(row(lambda budget: Made(lambda: 1 / 0, 1.0))).reason
+        take(row(lambda budget: PreparedCeiling(lambda: 1 / 0, 1.0))).reason
         == "ZeroDivisionError: division by zero"
     )
-    assert take(row(lacking, lacks="known before")).reason == "known before"
+    assert take(row(lacking, unavailable="known before")).reason == "known before"
 
 
 def test_a_row_knows_how_fast_others_like_it_were():
@@ -146,21 +158,21 @@ def test_a_row_knows_how_fast_others_like_it_were():
     """
     device, seen = Device(2.0), []
 
-    def make(budget: Budgeted) -> Made:
+    def make(budget: CallBudget) -> PreparedCeiling:
         seen.append(budget)
-        return Made(device.work, 64.0)
+        return PreparedCeiling(device.work, 64.0)
 
     one = holder(device)
     for over in (
         {},
         {},
         {"precision": "fp32"},
-        {"group": "attention", "like": "flash"},
+        {"group": "attention", "kind": "flash"},
         {"group": "memory", "unit": "B/s"},
     ):
-        one.take(row(make, **over))
+        one.run_row(row(make, **over))
     assert [budget.rate for budget in seen] == [None, 32.0, None, 3.2, None]
-    assert (seen[1].call_s, seen[1].most, seen[0].most) == (
+    assert (seen[1].call_s, seen[1].max_amount, seen[0].max_amount) == (
         CALL_SHARE * 64.0,
         CALL_SHARE * 64.0 * 32.0,
         None,
@@ -170,10 +182,10 @@ def test_a_row_knows_how_fast_others_like_it_were():
 def test_rows_that_begin_too_late_are_not_tried():
     device = Device(600.0)
     one = holder(device)
-    one.take(row(lambda budget: Made(device.work, 64.0)))
+    one.run_row(row(lambda budget: PreparedCeiling(device.work, 64.0)))
     calls = device.calls
     assert (
-        one.take(row(lambda budget: Made(device.work, 64.0))).reason
+        one.run_row(row(lambda budget: PreparedCeiling(device.work, 64.0))).reason
         == "not tried: 1000 s were over"
     )
     assert device.calls == calls
@@ -191,8 +203,8 @@ def test_ranks_that_work_together_agree():
         said.append(mine)
         return max(mine, next(others))
 
-    made = Made(device.work, 64.0, lambda: (0.0, 0.0))
-    bench = holder(device, agree=agree).take(row(lambda budget: made, together=True))
+    made = PreparedCeiling(device.work, 64.0, lambda: (0.0, 0.0))
+    bench = holder(device, max_over_ranks=agree).run_row(row(lambda budget: made, all_ranks=True))
     assert [one.calls for one in bench.stretches] == [2, 2, 2, 2]
     assert said == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
 
@@ -200,9 +212,9 @@ def test_ranks_that_work_together_agree():
 def test_what_is_wrong_on_another_rank_is_wrong():
     device = Device(0.5)
     others = iter((0.0, 0.0, 1.0))
-    made = Made(device.work, 64.0, lambda: (0.0, 0.0))
-    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(
-        row(lambda budget: made, together=True)
+    made = PreparedCeiling(device.work, 64.0, lambda: (0.0, 0.0))
+    bench = holder(device, max_over_ranks=lambda mine: max(mine, next(others))).run_row(
+        row(lambda budget: made, all_ranks=True)
     )
     assert (bench.reason, bench.stretches) == ("its result is wrong on another rank", [])
 
@@ -210,11 +222,16 @@ def test_what_is_wrong_on_another_rank_is_wrong():
 def test_what_cannot_be_had_on_another_rank_is_not_called():
     device = Device(0.5)
     others = iter((0.0, 1.0))
-    bench = holder(device, agree=lambda mine: max(mine, next(others))).take(
-        row(lambda budget: Made(device.work, 1.0), together=True)
+    bench = holder(device, max_over_ranks=lambda mine: max(mine, next(others))).run_row(
+        row(lambda budget: PreparedCeiling(device.work, 1.0), all_ranks=True)
     )
     assert (bench.reason, device.calls) == ("it cannot be had on another rank", 0)
 
 
 def test_the_limits_that_are_shipped():
-    assert (QUICK.total_s, QUICK.last, FULL.last, FULL.within) == (12.0, 5, 5, 0.02)
+    assert (QUICK_LIMITS.total_s, QUICK_LIMITS.last, FULL_LIMITS.last, FULL_LIMITS.within) == (
+        12.0,
+        5,
+        5,
+        0.02,
+    )

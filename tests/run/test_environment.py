@@ -14,21 +14,23 @@ import psutil
 import pytest
 
 from steelyard import __version__, accelerators
-from steelyard.accelerators import CPU, CUDA, Accelerator, Found
-from steelyard.accelerators.cpu import model_name
+from steelyard.accelerators import CPU, CUDA, Accelerator, DetectedDevice
+from steelyard.accelerators.cpu import read_model_name
 from steelyard.run import environment
 
 pytestmark = pytest.mark.process
 
-H200 = Found("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
-A100 = Found("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
+H200 = DetectedDevice("NVIDIA H200", "GPU-1", 150754820096, 0, "570.86.15")
+A100 = DetectedDevice("NVIDIA A100-SXM4-40GB", "GPU-2", 42949672960, 1, "570.86.15")
 
 
 def of_host(
-    accelerator: Accelerator, found: list[Found], variables: Mapping[str, str] | None = None
+    accelerator: Accelerator,
+    found: list[DetectedDevice],
+    variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """As a record has it."""
-    return environment.of_host(accelerator, found, variables or {}).model_dump(mode="json")
+    return environment.describe_host(accelerator, found, variables or {}).model_dump(mode="json")
 
 
 def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,8 +46,8 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware, software = got["hardware"], got["software"]
     peak = hardware.pop("peak")
     assert hardware == {
-        "machine": environment.machine(),
-        "cpu": model_name(),
+        "machine": environment.read_product_name(),
+        "cpu": read_model_name(),
         "cpu_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerator": "cuda",
@@ -57,9 +59,9 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         "os": software["os"],
         "kernel": platform.release(),
         "driver": "570.86.15",
-        "container": environment.container(),
+        "container": environment.detect_container(),
         "python": platform.python_version(),
-        "packages": environment.packages(),
+        "packages": environment.list_package_versions(),
         "cuda": None,
         "cudnn": None,
         "variables": {"NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "1"},
@@ -69,7 +71,7 @@ def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_peak_without_a_row_and_none_for_a_mixture() -> None:
-    def peak(found: list[Found]) -> object:
+    def peak(found: list[DetectedDevice]) -> object:
         return of_host(CUDA, found)["hardware"]["peak"]
 
     assert peak(CPU.find()) is None
@@ -82,7 +84,7 @@ def test_the_cpu_has_no_driver() -> None:
     got = of_host(CPU, CPU.find())
     assert got["software"]["driver"] is None
     assert got["hardware"]["devices"] == [
-        {"name": model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}
+        {"name": read_model_name(), "uuid": None, "memory_bytes": psutil.virtual_memory().total}
     ]
 
 
@@ -105,7 +107,7 @@ def test_packages_are_not_imported() -> None:
     code = """
 import json, sys
 from steelyard.run import environment
-print(json.dumps([environment.packages(), list(sys.modules)]))
+print(json.dumps([environment.list_package_versions(), list(sys.modules)]))
 """
     root = Path(accelerators.__file__).parents[2]
     done = subprocess.run(
@@ -123,18 +125,18 @@ print(json.dumps([environment.packages(), list(sys.modules)]))
 
 def test_an_absent_package_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "PACKAGES", ("psutil", "no-such-package-here"))
-    monkeypatch.setattr(accelerators, "table", dict)
-    assert environment.packages() == {"psutil": version("psutil")}
+    monkeypatch.setattr(accelerators, "load_accelerators", dict)
+    assert environment.list_package_versions() == {"psutil": version("psutil")}
 
 
 def test_machine(tmp_path: Path) -> None:
-    assert environment.machine(tmp_path) is None
+    assert environment.read_product_name(tmp_path) is None
     place = tmp_path / "sys/class/dmi/id"
     place.mkdir(parents=True)
     (place / "product_name").write_text("DGX H200\n")
-    assert environment.machine(tmp_path) == "DGX H200"
+    assert environment.read_product_name(tmp_path) == "DGX H200"
     (place / "product_name").write_text("\n")
-    assert environment.machine(tmp_path) is None
+    assert environment.read_product_name(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_container(tmp_path: Path, name: str, text: str, expected: str | None) -
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    assert environment.container(tmp_path) == expected
+    assert environment.detect_container(tmp_path) == expected
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -184,23 +186,25 @@ def tree(tmp_path: Path) -> Path:
 def test_revision_of_a_clean_and_a_changed_tree(tree: Path) -> None:
     package = tree / "src/steelyard"
     clean = {"version": __version__, "revision": git(tree, "rev-parse", "HEAD"), "dirty": False}
-    assert environment.source(package) == clean
+    assert environment.describe_source(package) == clean
     (tree / "results.json").write_text("{}")
     (package / "__pycache__").mkdir()
     (package / "__pycache__/a.pyc").write_text("")
-    assert environment.source(package) == clean
+    assert environment.describe_source(package) == clean
     (package / "new.py").write_text("")
-    assert environment.source(package) == {**clean, "dirty": True}
+    assert environment.describe_source(package) == {**clean, "dirty": True}
     (package / "new.py").unlink()
     (package / "__init__.py").write_text("changed = 1\n")
-    assert environment.source(package) == {**clean, "dirty": True}
+    assert environment.describe_source(package) == {**clean, "dirty": True}
 
 
 def test_another_repository_in_the_environment_is_not_asked(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
-    assert environment.source(tree / "src/steelyard")["revision"] == git(tree, "rev-parse", "HEAD")
+    assert environment.describe_source(tree / "src/steelyard")["revision"] == git(
+        tree, "rev-parse", "HEAD"
+    )
 
 
 UNKNOWN = {"version": __version__, "revision": None, "dirty": None}
@@ -211,19 +215,19 @@ def test_an_installed_copy_has_no_revision(tree: Path, tmp_path: Path) -> None:
     outside = tmp_path / "site-packages/steelyard"
     for package in (inside, outside):
         package.mkdir(parents=True)
-        assert environment.source(package) == UNKNOWN
+        assert environment.describe_source(package) == UNKNOWN
 
 
 def test_a_tree_without_a_commit_has_no_revision(tmp_path: Path) -> None:
     package = tmp_path / "src/steelyard"
     package.mkdir(parents=True)
     git(tmp_path, "init", "--quiet")
-    assert environment.source(package) == UNKNOWN
+    assert environment.describe_source(package) == UNKNOWN
 
 
 def test_without_git(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert environment.source(tree / "src/steelyard") == UNKNOWN
+    assert environment.describe_source(tree / "src/steelyard") == UNKNOWN
 
 
 def test_git_that_does_not_answer(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,4 +235,4 @@ def test_git_that_does_not_answer(tree: Path, monkeypatch: pytest.MonkeyPatch) -
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", slow)
-    assert environment.source(tree / "src/steelyard") == UNKNOWN
+    assert environment.describe_source(tree / "src/steelyard") == UNKNOWN

@@ -16,7 +16,7 @@ from steelyard.engine.work import Phase, Work
 from steelyard.errors import RequestError
 from steelyard.plan import degrees
 from steelyard.run import explain
-from steelyard.run.ready import ready
+from steelyard.run.checked_request import check_request
 
 CORPUS = "llama1-7b-openwebtext"
 
@@ -35,7 +35,7 @@ def steps(count: int) -> Iterator[Phase | Work]:
     ids=["some", "all that are left", "the only one"],
 )
 def test_a_stretch_follows_one_step_that_warms(there: int, wanted: int, taken: list[int]) -> None:
-    items = explain._first(explain._warm(lambda: steps(there)), wanted)
+    items = explain._take_steps(explain._skip_first_step(lambda: steps(there)), wanted)
     assert [row for item in items if isinstance(item, Work) for row in item.rows or ()] == taken
 
 
@@ -52,24 +52,31 @@ def test_a_stretch_follows_one_step_that_warms(there: int, wanted: int, taken: l
 def test_steps_of_a_stretch(
     case: str, size: str, devices: int, sample: int | None, count: int
 ) -> None:
-    asked = resolve.resolve(case, size).case
+    asked = resolve.resolve_case(case, size).case
     assert (
-        explain.steps_of(asked, degrees.make(asked, 1, devices, sample, "local"), sample) == count
+        explain.count_profiled_steps(
+            asked, degrees.make_plan(asked, 1, devices, sample, "local"), sample
+        )
+        == count
     )
 
 
 def asked(engine: str, **options: Any) -> Request:
     return Request(
-        resolve.resolve(CORPUS, "smoke"), engine=engine, accelerator="cpu", explain=True, **options
+        resolve.resolve_case(CORPUS, "smoke"),
+        engine=engine,
+        accelerator="cpu",
+        explain=True,
+        **options,
     )
 
 
 def test_what_has_no_profiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.plugins.installed", lambda module: True)
+    monkeypatch.setattr("steelyard.plugins.is_installed", lambda module: True)
     with pytest.raises(
         RequestError, match="--explain: engine paddle has no profiler; allowed: engines on torch"
     ):
-        ready(asked("paddle"))
+        check_request(asked("paddle"))
 
 
 @pytest.mark.full

@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from steelyard.run.boundary import RankFile, RankStatus, of_program
 from steelyard.run.failure import DISK_FULL, ILLEGAL_HINT, Failure, RankResults, find_failure
 from steelyard.run.messages import WorkerEnded
+from steelyard.run.worker_files import RankFile, RankStatus, fill_program_rank_files
 from steelyard.tasks.task import DataFacts
 
 WORLD = 2
@@ -156,13 +156,13 @@ def test_hosts_with_other_data() -> None:
 
 
 def test_one_worker_speaks_for_all_ranks_of_its_program():
-    found = of_program({0: rank(0, "done", 1.5)}, 3)
+    found = fill_program_rank_files({0: rank(0, "done", 1.5)}, 3)
     assert [(one.rank, one.device, one.status, one.ended_s) for one in found.values()] == [
         (0, "cpu:0", "done", 1.5), (1, "cpu:1", "done", 1.5), (2, "cpu:2", "done", 1.5),
     ]  # fmt: skip
     assert find_failure(RankResults(found, exits((0, 0, 2.0))), 3) is None
     raised = {0: rank(0, "raised", 1.5)}
-    assert of_program(raised, 3) == raised
+    assert fill_program_rank_files(raised, 3) == raised
     assert find_failure(RankResults(raised, exits((0, 1, 2.0))), 3) == Failure(
         "raised", "rank 0: error 0", 0
     )

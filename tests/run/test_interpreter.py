@@ -15,12 +15,12 @@ import pytest
 from fixtures.commands import SRC, Shell
 from fixtures.golden import golden
 from steelyard import __version__
-from steelyard.case.request import engine_settings
-from steelyard.engine import rows as engine_rows
+from steelyard.case.request import split_engine_settings
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.errors import RequestError
 from steelyard.run import environment
-from steelyard.run.host import Host, scrubbed
-from steelyard.run.messages import Open
+from steelyard.run.host import Host, is_scrubbed
+from steelyard.run.messages import OpenMessage
 
 CORPUS = "llama1-7b-openwebtext"
 
@@ -36,31 +36,31 @@ def answer(folder: Path, **other: Any) -> str:
     """A Python that says this of itself."""
     told = {"python": "3.12.1", "packages": {"numpy": "2.0"}, "version": __version__, "lacking": []}
     return script(
-        folder, f"echo '{json.dumps({**told, 'package': environment.package_hash(), **other})}'"
+        folder, f"echo '{json.dumps({**told, 'package': environment.hash_package(), **other})}'"
     )
 
 
 def refusal(path: str) -> str:
     with pytest.raises(RequestError) as caught:
-        environment.look_at_interpreter(path, ["paddle"], os.environ)
+        environment.inspect_interpreter(path, ["paddle"], os.environ)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.process
 def test_one_that_fits(tmp_path: Path) -> None:
-    found = environment.look_at_interpreter(answer(tmp_path), ["paddle"], os.environ)
+    found = environment.inspect_interpreter(answer(tmp_path), ["paddle"], os.environ)
     assert (found.python, found.packages) == ("3.12.1", {"numpy": "2.0"})
 
 
 @pytest.mark.process
 def test_this_one_is_seen_from_outside_as_from_inside() -> None:
-    found = environment.look_at_interpreter(
+    found = environment.inspect_interpreter(
         sys.executable,
         ["json"],
         {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
-    assert found == environment.this_interpreter(["json"])
+    assert found == environment.describe_this_interpreter(["json"])
     assert found.python == platform.python_version()
 
 
@@ -81,7 +81,7 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
         f" {install}"
     )
     said = refusal(answer(tmp_path, package="0123"))
-    here = environment.package_hash()
+    here = environment.hash_package()
     assert (
         said
         == f"{named} has another steelyard {__version__} (files 0123, here {here}); install this"
@@ -107,9 +107,9 @@ def package(folder: Path, name: str, source: str) -> None:
 
 def test_a_part_of_a_package_that_is_not_there_is_lacking(packages: Path) -> None:
     package(packages, "whole_package", "")
-    assert environment.lacking_modules(["json", "whole_package.part", "no_such_package.part"]) == [
-        "no_such_package.part"
-    ]
+    assert environment.find_missing_modules(
+        ["json", "whole_package.part", "no_such_package.part"]
+    ) == ["no_such_package.part"]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ def test_a_package_that_cannot_be_imported_is_not_told_as_missing(
     package(packages, "broken_package", source)
     needs = ("broken_package.part",)
     for look in (
-        lambda: environment.lacking_modules(needs),
-        replace(engine_rows.TORCH, needs=needs).missing,
+        lambda: environment.find_missing_modules(needs),
+        replace(engine_rows.TORCH, needs=needs).find_missing_module,
     ):
         with pytest.raises(RequestError) as caught:
             look()
@@ -167,7 +167,7 @@ def test_a_host_says_so(packages: Path) -> None:
         "needs": ["starved_package.part"],
         "paths": [],
     }
-    hello = Host(Open.model_validate(asked)).hello()
+    hello = Host(OpenMessage.model_validate(asked)).make_hello()
     assert str(hello.problem).startswith(golden("starved_package-is-installed-but-importing-it"))
 
 
@@ -185,7 +185,7 @@ def test_another_python_that_ran_out_of_memory(tmp_path: Path) -> None:
 def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None:
     package(tmp_path, "starved_package", "raise MemoryError")
     with pytest.raises(RequestError) as caught:
-        environment.look_at_interpreter(
+        environment.inspect_interpreter(
             sys.executable,
             ["starved_package.part"],
             {**os.environ, "PYTHONPATH": f"{tmp_path}:{SRC}"},
@@ -200,15 +200,15 @@ def test_another_python_whose_package_cannot_be_imported(tmp_path: Path) -> None
 
 @pytest.mark.process
 def test_one_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "LOOK_S", 0.2)
+    monkeypatch.setattr(environment, "INSPECT_S", 0.2)
     path = script(tmp_path, "exec sleep 60")
     assert refusal(path) == golden("engine-python-does-not-answer-within", path)
 
 
 def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
-    found, others = engine_settings(["tune.compile=false", "engine.python=/a/python"])
+    found, others = split_engine_settings(["tune.compile=false", "engine.python=/a/python"])
     assert (found.python, others) == ("/a/python", ["tune.compile=false"])
-    assert engine_settings([])[0].python is None
+    assert split_engine_settings([])[0].python is None
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_settings_of_an_engine_are_no_settings_of_a_case() -> None:
 )
 def test_settings_that_are_wrong(setting: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
-        engine_settings([setting])
+        split_engine_settings([setting])
     assert str(caught.value) == said
 
 
 def test_a_launchers_words_to_paddle_are_not_inherited() -> None:
-    assert all(map(scrubbed, ("PADDLE_TRAINER_ID", "PADDLE_MASTER", "PADDLE_DISTRI_BACKEND")))
+    assert all(map(is_scrubbed, ("PADDLE_TRAINER_ID", "PADDLE_MASTER", "PADDLE_DISTRI_BACKEND")))
 
 
 def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
     (record,) = shell.records()
     software = record["environment"]["software"]
     assert software["python"] == software["agent_python"] == platform.python_version()
-    assert software["packages"] == environment.packages()
+    assert software["packages"] == environment.list_package_versions()
     assert path not in json.dumps(record)

@@ -30,11 +30,14 @@ SSH = [
 
 
 def test_local() -> None:
-    assert launch.local(Site(python="/elsewhere"), "localhost") == [sys.executable, *NODE]
+    assert launch.make_local_command(Site(python="/elsewhere"), "localhost") == [
+        sys.executable,
+        *NODE,
+    ]
 
 
 def test_ssh() -> None:
-    found = launch.ssh(Site(python="/opt/s/bin/python"), "north")
+    found = launch.make_ssh_command(Site(python="/opt/s/bin/python"), "north")
     assert found == [
         *SSH,
         "-o",
@@ -47,7 +50,7 @@ def test_ssh() -> None:
 def test_ssh_quotes_every_word() -> None:
     """ssh hands one line to a shell: what a site file names stays one word there."""
     odd = "/opt/a b/$(touch pwned)/py'thon"
-    found = launch.ssh(Site(python=odd), "north")[-1]
+    found = launch.make_ssh_command(Site(python=odd), "north")[-1]
     assert shlex.split(found) == [odd, *NODE]
 
 
@@ -57,10 +60,10 @@ def test_a_prologue_runs_before_the_agent() -> None:
         prologue="module load cuda",
         host={"south": HostSettings(python="py", prologue="echo a; echo 'b c'")},
     )
-    assert launch.ssh(here, "north")[-1] == shlex.join(
+    assert launch.make_ssh_command(here, "north")[-1] == shlex.join(
         ["sh", "-c", 'module load cuda\nexec "$@"', "sh", "python3", *NODE]
     )
-    words = shlex.split(launch.ssh(here, "south")[-1])
+    words = shlex.split(launch.make_ssh_command(here, "south")[-1])
     assert words[3:] == ["sh", "py", *NODE]
     done = subprocess.run(
         [*words[:4], "printf", "%s|", "x y", "$z"], capture_output=True, text=True, check=True
@@ -78,7 +81,7 @@ def test_srun() -> None:
         "--quiet",
         "--nodelist=n1",
     ]
-    assert launch.srun(Site(), "n1", Allocation("17", ("n1",))) == [
+    assert launch.make_srun_command(Site(), "n1", Allocation("17", ("n1",))) == [
         "srun",
         "--jobid=17",
         *common,
@@ -91,7 +94,7 @@ def test_salloc() -> None:
     slurm = SlurmSettings(
         partition="gpu", account="lab", time="01:00:00", gpus_per_node=8, options=["--exclusive"]
     )
-    assert launch.salloc(Site(slurm=slurm), 2) == [
+    assert launch.make_salloc_command(Site(slurm=slurm), 2) == [
         *(
             "salloc",
             "--nodes=2",
@@ -105,10 +108,12 @@ def test_salloc() -> None:
 
 
 def test_hosts_of_a_run() -> None:
-    rows = launch.table()
-    assert launch.hosts(rows["local"], Site(), 1) == ["localhost"]
-    assert launch.hosts(rows["ssh"], Site(hosts=["a", "b", "c"]), 2) == ["a", "b"]
-    assert launch.hosts(rows["slurm"], Site(hosts=["a"]), 2, Allocation("1", ("x", "y"))) == [
+    rows = launch.load_launchers()
+    assert launch.choose_hosts(rows["local"], Site(), 1) == ["localhost"]
+    assert launch.choose_hosts(rows["ssh"], Site(hosts=["a", "b", "c"]), 2) == ["a", "b"]
+    assert launch.choose_hosts(
+        rows["slurm"], Site(hosts=["a"]), 2, Allocation("1", ("x", "y"))
+    ) == [
         "x",
         "y",
     ]
@@ -129,14 +134,14 @@ def test_hosts_of_a_run() -> None:
 )
 def test_hosts_that_are_not_there(launcher: str, hosts: list[str], nodes: int, why: str) -> None:
     with pytest.raises(RequestError, match=why):
-        launch.hosts(launch.named(launcher), Site(hosts=hosts), nodes)
+        launch.choose_hosts(launch.get_launcher(launcher), Site(hosts=hosts), nodes)
 
 
 def test_an_unknown_launcher() -> None:
     with pytest.raises(
         RequestError, match="--launcher 'pbs' is not known; known: local, ssh, slurm"
     ):
-        launch.named("pbs")
+        launch.get_launcher("pbs")
 
 
 FULL = """
@@ -160,18 +165,21 @@ options = ["--exclusive"]
 
 def test_a_site_file(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(FULL)
-    found = site.read(tmp_path / "site.toml")
+    found = site.read_site(tmp_path / "site.toml")
     assert found.hosts == ["north", "me@south"]
     sha256 = hashlib.sha256(FULL.encode()).hexdigest()
-    assert found.about() == {
+    assert found.describe() == {
         "machine": "two boxes",
         "network": "25 GbE",
         "file": "site.toml",
         "file_sha256": sha256,
     }
-    assert found.python_on("me@south") == "/opt/steelyard/bin/python"
-    assert (found.prologue_on("north"), found.prologue_on("me@south")) == ("module load cuda", None)
-    assert site.read(None) == Site()
+    assert found.choose_python("me@south") == "/opt/steelyard/bin/python"
+    assert (found.choose_prologue("north"), found.choose_prologue("me@south")) == (
+        "module load cuda",
+        None,
+    )
+    assert site.read_site(None) == Site()
 
 
 # Variables through which a process loads or runs other code.
@@ -217,7 +225,7 @@ LOADERS = [
 def test_a_bad_site_file(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "site.toml").write_text(text)
     with pytest.raises(RequestError, match=why):
-        site.read(tmp_path / "site.toml")
+        site.read_site(tmp_path / "site.toml")
 
 
 @pytest.fixture
@@ -236,20 +244,20 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_site_file_is_named_or_the_users_own(own: Path, tmp_path: Path) -> None:
-    assert site.find(None) == own
-    assert site.find(tmp_path / "other.toml") == tmp_path / "other.toml"
+    assert site.find_site_file(None) == own
+    assert site.find_site_file(tmp_path / "other.toml") == tmp_path / "other.toml"
     own.unlink()
-    assert site.find(None) is None
+    assert site.find_site_file(None) is None
 
 
 def test_a_site_file_of_the_working_directory_is_not_taken(own: Path) -> None:
     here = Path("site.toml")
-    assert site.unused(own) is None
+    assert site.find_unused_site_file(own) is None
     here.write_text('[environment]\nNCCL_DEBUG = "WARN"')
-    assert site.find(None) == own
-    assert site.unused(own) == here
-    assert site.unused(None) == here
-    assert site.unused(here) is None
+    assert site.find_site_file(None) == own
+    assert site.find_unused_site_file(own) == here
+    assert site.find_unused_site_file(None) == here
+    assert site.find_unused_site_file(here) is None
 
 
 def test_a_relative_configuration_folder_is_not_taken(
@@ -260,9 +268,9 @@ def test_a_relative_configuration_folder_is_not_taken(
     (tmp_path / ".config").symlink_to("config")
     for home in (str(tmp_path / "home"), "."):
         monkeypatch.setenv("HOME", home)
-        assert site.find(None) is None
+        assert site.find_site_file(None) is None
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert site.find(None) == tmp_path / ".config" / "steelyard" / "site.toml"
+    assert site.find_site_file(None) == tmp_path / ".config" / "steelyard" / "site.toml"
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602])
@@ -271,7 +279,7 @@ def test_a_site_file_that_others_can_write_is_refused(own: Path, mode: int) -> N
     with pytest.raises(
         RequestError, match=f": it can be written by other users; run: chmod go-w '{own}'"
     ):
-        site.find(None)
+        site.find_site_file(None)
 
 
 def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> None:
@@ -281,14 +289,14 @@ def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> 
         RequestError,
         match=f"its folder can be written by other users; run: chmod go-w '{own.parent}'",
     ):
-        site.find(None)
+        site.find_site_file(None)
 
 
 def test_a_packed_site_file_is_not_unpacked(tmp_path: Path) -> None:
     """The hash in a record is of the file as it lies there."""
     (tmp_path / "site.toml").write_bytes(gzip.compress(b"devices = 2"))
     with pytest.raises(RequestError, match="is not a site file"):
-        site.read(tmp_path / "site.toml")
+        site.read_site(tmp_path / "site.toml")
 
 
 def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +305,7 @@ def test_a_site_file_of_another_user_is_refused(own: Path, monkeypatch: pytest.M
     with pytest.raises(
         RequestError, match="its folder belongs to user 4711; remove it, or name it with --site"
     ):
-        site.find(None)
+        site.find_site_file(None)
 
 
 def test_a_configuration_folder_that_cannot_be_read(
@@ -310,9 +318,9 @@ def test_a_configuration_folder_that_cannot_be_read(
     with pytest.raises(
         RequestError, match="cannot be read: Permission denied; name one with --site"
     ):
-        site.find(None)
+        site.find_site_file(None)
 
 
 def test_no_allocation_around_us() -> None:
-    assert launch.current_allocation({}) is None
-    assert launch.current_allocation({"SLURM_JOB_ID": "7"}) is None
+    assert launch.find_current_allocation({}) is None
+    assert launch.find_current_allocation({"SLURM_JOB_ID": "7"}) is None

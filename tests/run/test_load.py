@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fixtures.commands import SMOKE, Shell
-from steelyard.run import load
-from steelyard.run.load import LoadReadings, Reader
-from steelyard.run.messages import LoadSaid
+from steelyard.run import cpu_load
+from steelyard.run.cpu_load import CpuLoadReader, LoadReadings
+from steelyard.run.messages import LoadMessage
 
-TICKS = load.TICKS
+TICKS = cpu_load.TICKS_PER_S
 
 
 def put(root: Path, **files: str) -> None:
@@ -43,8 +43,8 @@ def process(
     put(root, **{f"proc/{pid}/task/{pid}/children": " ".join(map(str, children))})
 
 
-def reader(root: Path, cores: tuple[int, ...] = (0, 1)) -> Reader:
-    return Reader("t", root, cores, agent=(10, 9))
+def reader(root: Path, cores: tuple[int, ...] = (0, 1)) -> CpuLoadReader:
+    return CpuLoadReader("t", root, cores, agent_pids=(10, 9))
 
 
 def test_what_is_counted(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     one = reader(tmp_path)
     one.watch((20,))
     found = one.read(4.5)
-    assert found == LoadSaid(
+    assert found == LoadMessage(
         token="t",
         allowed=2,
         quota=None,
@@ -86,22 +86,22 @@ def test_a_host_that_does_not_count(tmp_path: Path) -> None:
 def test_descendants_are_looked_for_seldom_where_threads_are_many(tmp_path: Path) -> None:
     stat(tmp_path, (1,) * 10, (1,) * 10)
     process(tmp_path, 20, 0, 0, 0, 0)
-    for thread in range(load.FEW_THREADS + 1):
+    for thread in range(cpu_load.FEW_THREADS + 1):
         put(tmp_path, **{f"proc/20/task/{1000 + thread}/children": ""})
     one = reader(tmp_path)
     one.watch((20,))
     assert one.read(0.0).own_s == 0.0
     process(tmp_path, 21, 3, 0, 0, 0)
     put(tmp_path, **{"proc/20/task/1000/children": "21"})
-    seen = [one.read(0.0).own_s for _ in range(load.SELDOM)]
-    assert seen == [0.0] * (load.SELDOM - 1) + [3.0]
+    seen = [one.read(0.0).own_s for _ in range(cpu_load.SEARCH_EVERY)]
+    assert seen == [0.0] * (cpu_load.SEARCH_EVERY - 1) + [3.0]
 
 
 def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
     """The tightest on the way up holds; its group counts all that is in it."""
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", f"{top}/pod/box/cpu.max": "max 100000\n"})
-    assert load.tightest_group(tmp_path) is None
+    assert cpu_load.find_tightest_cgroup(tmp_path) is None
     put(
         tmp_path,
         **{
@@ -110,9 +110,9 @@ def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
         },
     )
     put(tmp_path, **{f"{top}/cpu.max": "400000 100000\n"})
-    found = load.tightest_group(tmp_path)
+    found = cpu_load.find_tightest_cgroup(tmp_path)
     assert found is not None
-    assert (found.quota, found.usage_s()) == (2.5, 3.5)
+    assert (found.quota, found.read_usage_s()) == (2.5, 3.5)
     stat(tmp_path, (1,) * 10, (1,) * 10)
     read = reader(tmp_path).read(0.0)
     assert (read.quota, read.group_s) == (2.5, 3.5)
@@ -125,7 +125,7 @@ def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
         tmp_path,
         **{f"{top}/cpu/box/cpu.cfs_quota_us": "-1", f"{top}/cpu/box/cpu.cfs_period_us": "100000"},
     )
-    assert load.tightest_group(tmp_path) is None
+    assert cpu_load.find_tightest_cgroup(tmp_path) is None
     put(
         tmp_path,
         **{
@@ -133,9 +133,9 @@ def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
             f"{top}/cpuacct/box/cpuacct.usage": "2000000000\n",
         },
     )
-    found = load.tightest_group(tmp_path)
+    found = cpu_load.find_tightest_cgroup(tmp_path)
     assert found is not None
-    assert (found.quota, found.usage_s()) == (1.5, 2.0)
+    assert (found.quota, found.read_usage_s()) == (1.5, 2.0)
     joint = tmp_path / "joint"
     put(
         joint,
@@ -151,25 +151,25 @@ def test_the_quota_of_control_groups_version_1(tmp_path: Path) -> None:
             f"{top}/cpu,cpuacct/cpuacct.usage": "1000000000",
         },
     )
-    found = load.tightest_group(joint)
+    found = cpu_load.find_tightest_cgroup(joint)
     assert found is not None
-    assert (found.quota, found.usage_s()) == (2.0, 1.0)
+    assert (found.quota, found.read_usage_s()) == (2.0, 1.0)
 
 
 def test_no_control_group_and_one_that_makes_no_sense(tmp_path: Path) -> None:
-    assert load.tightest_group(tmp_path) is None
+    assert cpu_load.find_tightest_cgroup(tmp_path) is None
     put(
         tmp_path,
         **{"proc/self/cgroup": "nonsense\n0::/../../etc\n", "sys/fs/cgroup/cpu.max": "ten 0"},
     )
-    assert load.tightest_group(tmp_path) is None
+    assert cpu_load.find_tightest_cgroup(tmp_path) is None
 
 
 def said(
     t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: float | None = None
-) -> LoadSaid:
+) -> LoadMessage:
     group = None if quota is None else 7.0 + t_s
-    return LoadSaid(
+    return LoadMessage(
         token="t",
         allowed=4,
         quota=quota,
@@ -183,10 +183,10 @@ def said(
 
 def test_what_is_kept_counts_from_the_first_reading() -> None:
     kept = LoadReadings()
-    assert kept.load() is None
+    assert kept.to_load() is None
     for row in (said(0.5, 100.0, 10.0), said(1.5, 103.0, 12.0)):
         kept.add(row)
-    found = kept.load()
+    found = kept.to_load()
     assert found is not None
     assert found.model_dump() == {
         "allowed": 4,
@@ -196,18 +196,18 @@ def test_what_is_kept_counts_from_the_first_reading() -> None:
         "agent_s": [0.0, 0.2],
     }
     kept.add(said(2.5, None))
-    assert kept.load() is None
+    assert kept.to_load() is None
 
 
 def test_a_quota_is_kept() -> None:
     kept = LoadReadings([said(0.0, 0.0, 0.0, 2.0), said(1.0, 1.0, 1.0, 2.0)])
-    found = kept.load()
+    found = kept.to_load()
     assert found is not None
     assert (found.quota, found.group_s, found.cores) == (2.0, [0.0, 1.0], 2.0)
 
 
 def test_long_runs_are_thinned_and_keep_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MAX_ROWS", 4)
+    monkeypatch.setattr(cpu_load, "MAX_READINGS", 4)
     kept = LoadReadings()
     for t in range(6):
         kept.add(said(float(t)))

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard.accelerators.events import HostEvent, ReportedEvent
 from steelyard.engine.work import Phase, Work
-from steelyard.run.measure import Budget, bare, mean_time_s, measure
+from steelyard.run.measure import Budget, measure, measure_bare, measure_mean_time_s
 
 COUNTS = {"tokens": 0, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
@@ -66,8 +66,8 @@ def test_a_pass_is_timed_to_the_end_of_the_device():
     clock = Clock()
     device = Device(clock)
     trace = measure(engine(clock, device), device, clock=clock)
-    samples = trace.samples("infer")
-    assert trace.start_at == 100.0
+    samples = trace.make_samples("infer")
+    assert trace.start_clock_s == 100.0
     # 0.25 s until the first copy, then the device is never idle: three times 0.5 + 2 s.
     assert trace.wall_s == 0.25 + 3 * 2.5
     assert [s.counts["tokens"] for s in samples] == [10, 11, 12]
@@ -82,7 +82,7 @@ def test_a_pass_is_timed_to_the_end_of_the_device():
 def test_the_loop_waits_for_the_device_only_at_the_borders():
     clock = Clock()
     device = Device(clock)
-    measure(engine(clock, device, steps=50), device, clock=clock).samples("infer")
+    measure(engine(clock, device, steps=50), device, clock=clock).make_samples("infer")
     assert device.synchronized == 2
 
 
@@ -90,7 +90,7 @@ def test_work_hidden_behind_the_last_mark_is_in_the_wall_time():
     clock = Clock()
     device = Device(clock)
     trace = measure(engine(clock, device, hidden_s=10.0), device, clock=clock)
-    samples = trace.samples("infer")
+    samples = trace.make_samples("infer")
     assert trace.wall_s == 17.75
     assert samples[-1].end_s == 7.75
 
@@ -112,7 +112,7 @@ def test_an_engine_that_marks_no_phases_has_none():
         yield Work(COUNTS | {"tokens": 1})
 
     trace = measure(plain(), device, clock=clock)
-    samples = trace.samples("val", rank=3)
+    samples = trace.make_samples("val", rank=3)
     (sample,) = samples
     assert (sample.phases, sample.rank, sample.pass_name, sample.end_s) == ({}, 3, "val", 1.0)
 
@@ -129,7 +129,7 @@ def test_a_phase_that_comes_twice_in_a_step_adds_up():
             device.launch(time_s)
         yield Work(COUNTS | {"tokens": 1})
 
-    (sample,) = measure(twice(), device, clock=clock).samples("infer")
+    (sample,) = measure(twice(), device, clock=clock).make_samples("infer")
     assert sample.phases == {"data": 1.0, "compute": 3.0}
 
 
@@ -140,15 +140,15 @@ def test_values_that_are_not_finite_become_null():
     def bad() -> Iterator[Phase | Work]:
         yield Work({}, {"loss": float("nan"), "norm": float("inf"), "fine": 2})
 
-    (sample,) = measure(bad(), device, clock=clock).samples("infer")
+    (sample,) = measure(bad(), device, clock=clock).make_samples("infer")
     assert sample.values == {"loss": None, "norm": None, "fine": 2.0}
 
 
 def test_the_bare_loop_does_the_same_work_and_keeps_nothing():
     clock = Clock()
     device = Device(clock)
-    trace = bare(engine(clock, device), device, clock)
-    assert (trace.wall_s, trace.samples("infer"), device.synchronized) == (7.75, [], 2)
+    trace = measure_bare(engine(clock, device), device, clock)
+    assert (trace.wall_s, trace.make_samples("infer"), device.synchronized) == (7.75, [], 2)
 
 
 def test_an_error_of_the_engine_passes_through():
@@ -159,7 +159,7 @@ def test_an_error_of_the_engine_passes_through():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        measure(broken(), Device(clock), clock=clock).samples("infer")
+        measure(broken(), Device(clock), clock=clock).make_samples("infer")
 
 
 def test_budget_parts_add_up_and_time_between_them_is_named():
@@ -201,7 +201,7 @@ def test_mean_time_is_device_time_over_calls():
         device.launch(0.5)
 
     # After 3 calls to warm up, batches of 3 until the host has seen 0.01 s: 12 calls.
-    assert mean_time_s(work, device, 0.01, clock) == pytest.approx(0.5, abs=1e-3)
+    assert measure_mean_time_s(work, device, 0.01, clock) == pytest.approx(0.5, abs=1e-3)
 
 
 def test_host_events_know_only_each_other():
@@ -217,11 +217,13 @@ def test_work_that_counts_too_little_is_refused():
     """A step without work counts nothing; one that counts, counts all that a formula reads."""
     clock = Clock()
     device = Device(clock)
-    assert measure(iter([Work({})]), device, clock=clock).samples("infer")[0].counts == {}
+    assert measure(iter([Work({})]), device, clock=clock).make_samples("infer")[0].counts == {}
     with pytest.raises(
         ValueError, match="the Work of step 1 does not count samples, logits, pairs, square"
     ):
-        measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).samples("infer")
+        measure(iter([Work(COUNTS), Work({"tokens": 1})]), device, clock=clock).make_samples(
+            "infer"
+        )
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,6 @@ def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | No
 
     busy = iter((1.0, 4.0))
     trace = measure(work(), Told(clock), clock=clock, busy=lambda: next(busy))
-    samples = trace.samples("train")
+    samples = trace.make_samples("train")
     assert (trace.clock, trace.wall_s, trace.device_s, trace.cpu_s) == (kind, 2.5, device_s, cpu_s)
     assert (samples[0].end_s, samples[0].host_end_s) == (2.5, 2.5)

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from steelyard.run import messages
-from steelyard.run.messages import TO_AGENT, TO_PARENT, MessageError, Ping, Pong, Stop
+from steelyard.run.messages import (
+    TO_AGENT,
+    TO_PARENT,
+    MessageError,
+    PingMessage,
+    PongMessage,
+    StopMessage,
+)
 
 TOKEN = "a" * 32
 
@@ -16,11 +23,11 @@ def line(**table: Any) -> bytes:
 
 
 def test_a_message_survives_its_line() -> None:
-    sent = Ping(token=TOKEN, sent_s=1.5)
-    raw = messages.encode(sent)
+    sent = PingMessage(token=TOKEN, sent_s=1.5)
+    raw = messages.encode_message(sent)
     assert raw.count(b"\n") == 1
-    assert messages.decode(raw, TO_AGENT, TOKEN) == sent
-    assert messages.decode(raw, TO_AGENT, None) == sent  # the first one brings the token
+    assert messages.decode_message(raw, TO_AGENT, TOKEN) == sent
+    assert messages.decode_message(raw, TO_AGENT, None) == sent  # the first one brings the token
 
 
 @pytest.mark.parametrize(
@@ -40,27 +47,29 @@ def test_a_message_survives_its_line() -> None:
 )
 def test_what_is_no_message_is_refused(raw: bytes, why: str) -> None:
     with pytest.raises(MessageError, match=why):
-        messages.decode(raw, TO_AGENT, TOKEN)
+        messages.decode_message(raw, TO_AGENT, TOKEN)
 
 
 def test_each_side_takes_only_what_is_for_it() -> None:
     with pytest.raises(MessageError):
-        messages.decode(messages.encode(Stop(token=TOKEN)), TO_PARENT, TOKEN)
+        messages.decode_message(messages.encode_message(StopMessage(token=TOKEN)), TO_PARENT, TOKEN)
     with pytest.raises(MessageError):
-        messages.decode(messages.encode(Pong(token=TOKEN, sent_s=0.0, at_s=0.0)), TO_AGENT, TOKEN)
+        messages.decode_message(
+            messages.encode_message(PongMessage(token=TOKEN, sent_s=0.0, at_s=0.0)), TO_AGENT, TOKEN
+        )
 
 
 def test_a_line_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_LINE_BYTES", 10)
     with pytest.raises(MessageError, match="more than 10 bytes"):
-        messages.decode(b"x" * 11, TO_AGENT, TOKEN)
+        messages.decode_message(b"x" * 11, TO_AGENT, TOKEN)
 
 
 def test_a_rank_file_that_changed_on_its_way() -> None:
-    said = messages.rank(TOKEN, 3, '{"rank": 3}')
-    assert messages.whole(said)
-    assert not messages.whole(said.model_copy(update={"text": '{"rank": 4}'}))
+    said = messages.make_rank_file_message(TOKEN, 3, '{"rank": 3}')
+    assert messages.is_intact(said)
+    assert not messages.is_intact(said.model_copy(update={"text": '{"rank": 4}'}))
 
 
 def test_tokens_differ() -> None:
-    assert len({messages.token() for _ in range(8)}) == 8
+    assert len({messages.make_token() for _ in range(8)}) == 8

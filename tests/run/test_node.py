@@ -20,7 +20,14 @@ from steelyard.errors import RequestError
 from steelyard.run import messages, node, processes
 from steelyard.run.failure import Failure
 from steelyard.run.host import Host
-from steelyard.run.messages import Bye, Open, Ping, Start, Stop, Sweep
+from steelyard.run.messages import (
+    ByeMessage,
+    OpenMessage,
+    PingMessage,
+    StartMessage,
+    StopMessage,
+    SweepMessage,
+)
 
 TOKEN = "c" * 32
 
@@ -39,7 +46,7 @@ class Agent:
     def send(self, message: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(
-            messages.encode(message) if not isinstance(message, bytes) else message
+            messages.encode_message(message) if not isinstance(message, bytes) else message
         )
         self.process.stdin.flush()
 
@@ -64,7 +71,7 @@ def failure(code: str, text: str) -> dict[str, Any]:
     return {"code": code, "text": text, "rank": None}
 
 
-def opening(**over: Any) -> Open:
+def opening(**over: Any) -> OpenMessage:
     base: dict[str, Any] = {
         "token": TOKEN,
         "mark": "m" * 16,
@@ -80,7 +87,7 @@ def opening(**over: Any) -> Open:
         "needs": [],
         "paths": [],
     }
-    return Open(**(base | more | over))
+    return OpenMessage(**(base | more | over))
 
 
 @pytest.fixture
@@ -127,20 +134,22 @@ def test_the_interface_of_the_route(agent: Agent) -> None:
 
 def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
     agent.open()
-    agent.send(Ping(token=TOKEN, sent_s=4.5))
+    agent.send(PingMessage(token=TOKEN, sent_s=4.5))
     assert agent.hear("pong")["sent_s"] == 4.5
 
 
 @pytest.mark.parametrize(
     "line,why",
     [
-        (messages.encode(Ping(token="d" * 32, sent_s=0.0)), b"another token"),
+        (messages.encode_message(PingMessage(token="d" * 32, sent_s=0.0)), b"another token"),
         (b"start everything\n", b"no JSON"),
         (
-            messages.encode(Start(token=TOKEN, run={}, world=1)).replace(TOKEN.encode(), b""),
+            messages.encode_message(StartMessage(token=TOKEN, run={}, world=1)).replace(
+                TOKEN.encode(), b""
+            ),
             b"token",
         ),
-        (messages.encode(opening()), b"open was not expected now"),
+        (messages.encode_message(opening()), b"open was not expected now"),
     ],
 )
 def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: bytes) -> None:
@@ -153,7 +162,7 @@ def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: 
 
 
 def test_nothing_can_be_started_before_open(agent: Agent) -> None:
-    agent.send(Start(token=TOKEN, run={}, world=1))
+    agent.send(StartMessage(token=TOKEN, run={}, world=1))
     _, err = agent.process.communicate(timeout=300)
     assert (agent.process.returncode, b"start was not expected now" in err) == (2, True)
 
@@ -171,7 +180,7 @@ def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
     it has to say.
     """
     agent.open(silence_s=0.5)
-    agent.send(messages.encode(Ping(token=TOKEN, sent_s=0.0)) * 5000)
+    agent.send(messages.encode_message(PingMessage(token=TOKEN, sent_s=0.0)) * 5000)
     assert agent.process.wait(300) == 0
 
 
@@ -195,7 +204,7 @@ def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None
 
 def test_stop_before_start(agent: Agent) -> None:
     agent.open()
-    agent.send(Stop(token=TOKEN))
+    agent.send(StopMessage(token=TOKEN))
     # without it the parent would take it for lost
     assert (agent.hear("bye")["failure"], agent.process.wait(300)) == (None, 0)
 
@@ -212,7 +221,7 @@ tempfile.mkdtemp = fail
     (shell.folder / "sitecustomize.py").write_text(fails)
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     agent.open()
-    agent.send(Start(token=TOKEN, run={}, world=1))
+    agent.send(StartMessage(token=TOKEN, run={}, world=1))
     bye = agent.hear("bye")
     assert bye["failure"]["code"] == code
     assert bye["failure"]["text"].startswith("the ranks could not be started: ")
@@ -221,7 +230,7 @@ tempfile.mkdtemp = fail
 
 def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None:
     agent.open()
-    agent.send(Start(token=TOKEN, run={"case": 1}, world=1))
+    agent.send(StartMessage(token=TOKEN, run={"case": 1}, world=1))
     assert agent.hear("exit")["code"] == 1
     bye = agent.hear("bye")
     assert bye["exits"] == {"0": 1}
@@ -230,13 +239,17 @@ def test_a_spec_that_is_none_ends_the_worker_not_the_agent(agent: Agent) -> None
 
 def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
     ours = subprocess.Popen(
-        ["sleep", "300"], env={**shell.env(), messages.MARK: "m" * 16}, start_new_session=True
+        ["sleep", "300"],
+        env={**shell.env(), messages.MARK_VARIABLE: "m" * 16},
+        start_new_session=True,
     )
-    other = subprocess.Popen(["sleep", "300"], env={**shell.env(), messages.MARK: "n" * 16})
+    other = subprocess.Popen(
+        ["sleep", "300"], env={**shell.env(), messages.MARK_VARIABLE: "n" * 16}
+    )
     try:
         for mark in "mn":
             (shell.tmp / f"steelyard-{mark * 16}-x1").mkdir()
-        agent.send(Sweep(token=TOKEN, mark="m" * 16, environment={}))
+        agent.send(SweepMessage(token=TOKEN, mark="m" * 16, environment={}))
         assert agent.hear("bye")["ended"] == 1
         assert ours.wait(300) == -signal.SIGTERM
         assert other.poll() is None
@@ -254,7 +267,7 @@ def test_sweep_ends_an_agent_that_is_stopped(agent: Agent, shell: Shell) -> None
     lost = Agent(shell)
     lost.open(mark="m" * 16)
     lost.process.send_signal(signal.SIGSTOP)
-    agent.send(Sweep(token=TOKEN, mark="m" * 16, environment={}))
+    agent.send(SweepMessage(token=TOKEN, mark="m" * 16, environment={}))
     assert agent.hear("bye")["ended"] == 1
     assert lost.process.wait(300) == 0
 
@@ -298,35 +311,35 @@ def test_workers_are_told_one_interface(
 ) -> None:
     """NCCL takes lo for every name that begins so; a site that names what it wants gets it."""
     monkeypatch.setattr(os, "environ", {})
-    found = Host(opening(environment=environment)).variables()
+    found = Host(opening(environment=environment)).make_worker_environment()
     assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told
 
 
 class Said:
     """A voice that keeps what is said."""
 
-    heard = True
+    is_connected = True
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
 
-    def say(self, message: Any) -> None:
+    def send(self, message: Any) -> None:
         self.messages.append(message)
 
-    def finish(self, within_s: float) -> None:
+    def flush(self, within_s: float) -> None:
         pass
 
 
 class Starved:
     """Ranks whose news do not fit into memory."""
 
-    over, cleaned = False, False
+    is_over, cleaned = False, False
 
-    def news(self) -> list[Any]:
+    def read_news(self) -> list[Any]:
         raise MemoryError
 
-    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[Bye]:
-        yield Bye(token=TOKEN, exits={}, stderr_tails={}, ended=1, failure=failure)
+    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[ByeMessage]:
+        yield ByeMessage(token=TOKEN, exits={}, stderr_tails={}, ended=1, failure=failure)
         self.cleaned = True
 
 
@@ -334,7 +347,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
     """An agent without a process of its own, which has heard nothing yet."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     said = Said()
-    made: Any = node.Agent(SimpleQueue(), said)  # type: ignore[arg-type]
+    made: Any = node.NodeAgent(SimpleQueue(), said)  # type: ignore[arg-type]
     made._token = TOKEN
     return made, said
 
@@ -350,25 +363,25 @@ def test_an_agent_that_runs_out_of_memory_ends_its_ranks_and_says_so(
     made, said = in_process(monkeypatch)
     made._ranks = ranks = Starved()
     made.run()
-    (bye,) = [one for one in said.messages if isinstance(one, Bye)]
+    (bye,) = [one for one in said.messages if isinstance(one, ByeMessage)]
     assert (bye.failure, bye.ended, ranks.cleaned) == (STARVED, 1, True)
 
 
 def test_so_does_one_that_never_got_to_say_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    def starve(_: Open) -> Host:
+    def starve(_: OpenMessage) -> Host:
         raise MemoryError
 
     made, said = in_process(monkeypatch)
     made._token = None
     monkeypatch.setattr(node, "Host", starve)
-    made._lines.put(messages.encode(opening()))
+    made._lines.put(messages.encode_message(opening()))
     made.run()
     assert [one.failure for one in said.messages] == [STARVED]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OSError) -> None:
-    assert node._not_started(error) == Failure(
+    assert node._explain_start_error(error) == Failure(
         "out_of_memory", golden("the-ranks-could-not-be-started")
     )
 
@@ -384,6 +397,6 @@ def test_a_working_directory_that_was_deleted_is_named(
     gone.rmdir()
     said = "the working directory no longer exists; change to one that does (cd), and run again"
     with pytest.raises(RequestError) as caught:
-        processes.check()
+        processes.check_process_control()
     assert str(caught.value) == said
-    assert Host(opening()).hello().problem == said
+    assert Host(opening()).make_hello().problem == said

@@ -275,7 +275,7 @@ def test_two_devices_answer_as_one(shell: Shell, smoke: dict[str, Path], divisio
     (two,) = done.json()["records"]
     from steelyard.record import record
 
-    one = record.to_table(record.read(smoke[division]))
+    one = record.record_to_json(record.read_record(smoke[division]))
     assert two["outputs"] == one["outputs"]
     assert two["case"]["key"] == one["case"]["key"]
     assert two["plan"] == {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
@@ -360,10 +360,10 @@ from pathlib import Path
 from steelyard import cli
 from steelyard.record import record
 from steelyard.run import parent as run
-found = record.read(Path(sys.argv[1]))
+found = record.read_record(Path(sys.argv[1]))
 def run_case(ready, *more):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    return found, record.write(found, ready.request.out)
+    return found, record.write_record(found, ready.request.out)
 run.run_case = run_case
 sys.argv = ["steelyard", *sys.argv[2:]]
 cli.main()

@@ -17,16 +17,16 @@ class Told(Worker):
         self.budget = Budget(clock)
         self.told: list[tuple[str, int, int]] = []
 
-    def tell(self, phase: str, done: int, total: int) -> None:
+    def write_progress(self, phase: str, done: int, total: int) -> None:
         self.told.append((phase, done, total))
 
 
 def test_parts_of_the_budget_are_phases() -> None:
     times = iter([0.0, 1.0, 4.0, 10.0, 16.0, 20.0])
     worker = Told(lambda: next(times))
-    with worker._phase("weights"):
-        worker.tell("weights", 3, 9)
-    with worker._phase("compile_infer"):
+    with worker._time_and_report("weights"):
+        worker.write_progress("weights", 3, 9)
+    with worker._time_and_report("compile_infer"):
         pass
     assert worker.told == [("weights", 0, 0), ("weights", 3, 9), ("compile infer", 0, 0)]
     assert worker.budget.parts() == {"weights": 3.0, "compile_infer": 6.0, "harness": 11.0}
@@ -35,11 +35,11 @@ def test_parts_of_the_budget_are_phases() -> None:
 def test_a_run_is_starting_until_a_worker_tells_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PhaseProgress] = []
     one = object.__new__(Session)
-    one.progress, one._begun_s, one._watch = None, 100.0, seen.append
+    one.progress, one._created_s, one._progress_callback = None, 100.0, seen.append
     monkeypatch.setattr(session, "now", lambda: 131.0)
-    one._show()
+    one._show_progress()
     one.progress, one._phase_s = PhaseProgress("val", 3, 9, 0.0), 125.0
-    one._show()
-    one._watch = None
-    one._show()
+    one._show_progress()
+    one._progress_callback = None
+    one._show_progress()
     assert seen == [PhaseProgress("starting", 0, 0, 31.0), PhaseProgress("val", 3, 9, 6.0)]

@@ -345,6 +345,6 @@ def test_an_interrupt_is_said_before_a_run_too(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(site, "find", interrupted)
+    monkeypatch.setattr(site, "find_site_file", interrupted)
     done = shell.ask("run", "llama2-7b-mmlu")
     assert (done.code, done.lines) == (1, ["interrupted"])

@@ -10,20 +10,20 @@ from fixtures.golden import golden
 from fixtures.records import changed, published
 from fixtures.report import make, training
 from steelyard.case import resolve
-from steelyard.case.case import Falling, Gate
+from steelyard.case.case import AccuracyGate, FallingLossGate
 from steelyard.errors import RequestError
 from steelyard.metrics import verify
-from steelyard.metrics.fields import Field
+from steelyard.metrics.record_fields import FieldDifference
 from steelyard.record.record import Record
-from steelyard.run import environment, reproduce
-from steelyard.run.ready import ready
+from steelyard.run import environment, rerun
+from steelyard.run.checked_request import check_request
 
 SMOKE = "llama2-7b-mmlu-smoke-closed"
 
 
 @pytest.fixture
 def smoke(tmp_path: Path) -> Record:
-    return verify.read(published(SMOKE, tmp_path))
+    return verify.read_verified_record(published(SMOKE, tmp_path))
 
 
 def with_changes(tmp_path: Path, **changes: Any) -> Record:
@@ -38,12 +38,12 @@ def with_changes(tmp_path: Path, **changes: Any) -> Record:
     path = changed(published(SMOKE, tmp_path), change)
     from steelyard.record import record
 
-    return record.read(path)
+    return record.read_record(path)
 
 
 def test_the_request_is_what_the_record_tells(smoke: Record) -> None:
-    found = reproduce.request(smoke)
-    assert found.resolved.case == resolve.resolve("llama2-7b-mmlu", "smoke").case
+    found = rerun.make_request(smoke)
+    assert found.resolved.case == resolve.resolve_case("llama2-7b-mmlu", "smoke").case
     assert found.resolved.origins == smoke.case.origins
     assert (found.engine, found.accelerator, found.launcher) == ("torch", "cpu", None)
     assert (found.nodes, found.devices, found.passes) == (1, 1, ("val", "infer"))
@@ -54,7 +54,7 @@ def test_the_request_is_what_the_record_tells(smoke: Record) -> None:
         None,
         None,
     )
-    made = ready(found)
+    made = check_request(found)
     assert (made.plan, made.scope) == (smoke.plan, smoke.scope)
 
 
@@ -65,37 +65,39 @@ def test_tune_scope_and_passes_are_the_records(tmp_path: Path) -> None:
         scope={"kind": "window", "steps": 3},
         case__max_interval=0.2,
     )
-    asked = reproduce.request(found)
+    asked = rerun.make_request(found)
     assert asked.resolved.case.tune.batch_tokens == 99
     assert (asked.steps, asked.sample, asked.resolved.case.max_interval) == (3, None, 0.2)
 
 
 def test_a_case_that_does_not_ship_is_rebuilt_from_its_question() -> None:
     record = training()
-    found = reproduce.case(record)
+    found = rerun.rebuild_case(record)
     assert (found.name, found.question, found.tune) == (
         "made-7b-openwebtext",
         record.question,
         record.tune,
     )
-    assert found.gate == Falling(metric="loss_after", below="loss_before")
+    assert found.gate == FallingLossGate(metric="loss_after", below="loss_before")
     assert found.divisions == ["closed"]
-    assert reproduce.remarks(record) == [golden("no-case-made-7-openwebtext-comes")]
+    assert rerun.describe_case_differences(record) == [golden("no-case-made-7-openwebtext-comes")]
 
 
 def test_a_case_that_has_changed_since_is_the_records() -> None:
     record = make(case__question__seed=11, case__max_interval=0.5)
-    found = reproduce.case(record)
+    found = rerun.rebuild_case(record)
     assert (found.question.seed, found.max_interval) == (11, 0.5)
-    assert isinstance(found.gate, Gate)
-    assert found.published == resolve.resolve("llama2-7b-mmlu").case.published
-    assert reproduce.remarks(record) == [golden("case-modified-question-max_interval-the-question")]
-    assert reproduce.remarks(make()) == []
+    assert isinstance(found.gate, AccuracyGate)
+    assert found.published == resolve.resolve_case("llama2-7b-mmlu").case.published
+    assert rerun.describe_case_differences(record) == [
+        golden("case-modified-question-max_interval-the-question")
+    ]
+    assert rerun.describe_case_differences(make()) == []
 
 
 def test_a_case_that_cannot_be_asked_is_one_line() -> None:
     with pytest.raises(RequestError, match="its case cannot be run again: name: "):
-        reproduce.case(make(case__name="../no name"))
+        rerun.rebuild_case(make(case__name="../no name"))
 
 
 REAL = {"weights": {"source": "huggingface", "header_sha256": "ab" * 32}}
@@ -124,20 +126,20 @@ def test_what_is_refused_before_anything_starts(
 ) -> None:
     found = with_changes(tmp_path, **changes)
     with pytest.raises(RequestError) as caught:
-        reproduce.check_sources(found, replace(reproduce.request(found), **here))  # type: ignore[arg-type]
+        rerun.check_sources(found, replace(rerun.make_request(found), **here))  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
 def test_a_failed_run_is_not_reproduced() -> None:
     with pytest.raises(RequestError, match="is of a failed run"):
-        reproduce.request(make(status="failed", data={}))
+        rerun.make_request(make(status="failed", data={}))
 
 
 def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
     found = with_changes(tmp_path, **REAL)
-    reproduce.check_weights(found, "ab" * 32)
+    rerun.check_weights(found, "ab" * 32)
     with pytest.raises(RequestError) as caught:
-        reproduce.check_weights(found, "cd" * 32)
+        rerun.check_weights(found, "cd" * 32)
     assert (
         str(caught.value)
         == f"other weights: weights.header_sha256: {'ab' * 32} / {'cd' * 32}; give those of the"
@@ -148,25 +150,27 @@ def test_other_weights_are_refused_with_both_hashes(tmp_path: Path) -> None:
 def test_what_differs_here_is_known_before_the_run(
     smoke: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = ready(reproduce.request(smoke))
+    one = check_request(rerun.make_request(smoke))
     told = smoke.environment
     software = told.software.model_copy(update={"kernel": "9.9.9", "cudnn": "1.0"})
     source = told.source.model_copy(update={"revision": "f" * 40})
     now = told.model_copy(update={"software": software, "source": source})
-    monkeypatch.setattr(environment, "of_host", lambda row, found, variables: now)
-    assert reproduce.here(smoke, one) == (
-        Field("environment.software.kernel", (told.software.kernel,), ("9.9.9",)),
-        Field("environment.source.revision", (told.source.revision,), ("f" * 40,)),
+    monkeypatch.setattr(environment, "describe_host", lambda row, found, variables: now)
+    assert rerun.find_host_differences(smoke, one) == (
+        FieldDifference("environment.software.kernel", (told.software.kernel,), ("9.9.9",)),
+        FieldDifference("environment.source.revision", (told.source.revision,), ("f" * 40,)),
     )
     remote = replace(one, launcher=replace(one.launcher, remote=True))
-    assert reproduce.here(smoke, remote) == ()
+    assert rerun.find_host_differences(smoke, remote) == ()
 
 
 def test_after_the_run_other_data_and_other_weights_are_told(smoke: Record, tmp_path: Path) -> None:
-    assert reproduce.differs(smoke, smoke) == ()
+    assert rerun.find_rerun_differences(smoke, smoke) == ()
     other = with_changes(tmp_path, weights__seed=5)
-    assert reproduce.differs(smoke, other) == (Field("weights.seed", (0,), (5,)),)
+    assert rerun.find_rerun_differences(smoke, other) == (
+        FieldDifference("weights.seed", (0,), (5,)),
+    )
     read = smoke.model_copy(update={"data": smoke.data.model_copy(update={"fingerprint": "beef"})})
-    assert reproduce.differs(smoke, read) == (
-        Field("question.data.fingerprint", (smoke.fingerprint,), ("beef",)),
+    assert rerun.find_rerun_differences(smoke, read) == (
+        FieldDifference("question.data.fingerprint", (smoke.fingerprint,), ("beef",)),
     )

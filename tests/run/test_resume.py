@@ -19,14 +19,14 @@ from fixtures.commands import SMOKE, Done, Shell, finish, kill_hard, wait_for
 from fixtures.golden import golden
 from fixtures.records import sentence
 from steelyard.case.request import Request
-from steelyard.case.resolve import Resolved, resolve
-from steelyard.engines.transformers.score import config
+from steelyard.case.resolve import ResolvedCase, resolve_case
+from steelyard.engines.transformers.score import make_transformers_config
 from steelyard.errors import RequestError
+from steelyard.run.checked_request import check_request, find_checkpoint
 from steelyard.run.host import Host
-from steelyard.run.messages import Open
-from steelyard.run.parent import Run
-from steelyard.run.ready import find_checkpoint, ready
-from steelyard.training import checkpoints
+from steelyard.run.messages import OpenMessage
+from steelyard.run.parent import CaseRun
+from steelyard.training import checkpoint_folders
 
 CASE = "llama1-7b-openwebtext"
 EVERY, STEPS = 3, 10
@@ -126,13 +126,15 @@ def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
 
 
 def in_a_step(folder: Path) -> bool:
-    return (folder / checkpoints.name_of(EVERY)).is_dir() and not list(folder.glob("*.part"))
+    return (folder / checkpoint_folders.format_step_folder(EVERY)).is_dir() and not list(
+        folder.glob("*.part")
+    )
 
 
 def in_a_write(folder: Path) -> bool:
     """The second checkpoint is half written."""
-    part = folder / f"{checkpoints.name_of(2 * EVERY)}.part" / "rank-0.bin"
-    return part.is_file() and not (part.parent / checkpoints.TENSORS).is_file()
+    part = folder / f"{checkpoint_folders.format_step_folder(2 * EVERY)}.part" / "rank-0.bin"
+    return part.is_file() and not (part.parent / checkpoint_folders.INDEX_FILE).is_file()
 
 
 @pytest.mark.full
@@ -144,7 +146,9 @@ def test_a_killed_run_goes_on(
     [died] = records(shell.out)
     assert (died["status"], died["reasons"][0]["code"]) == ("failed", "killed")
     assert (shell.out / died["checkpoints"]).resolve() == folder.resolve()
-    assert [path.name for path in checkpoints.whole(folder)] == [checkpoints.name_of(EVERY)]
+    assert [path.name for path in checkpoint_folders.list_finished_checkpoints(folder)] == [
+        checkpoint_folders.format_step_folder(EVERY)
+    ]
     assert bool(list(folder.glob("*.part"))) == (when is in_a_write)
     done = resume(shell, shell.out)
     assert done.code == 0, done.err
@@ -167,9 +171,9 @@ def test_a_killed_run_goes_on(
     assert shell("verify", next((shell.folder / "again").glob("*.json"))).code == 0
 
 
-def _resolved() -> Resolved:
+def _resolved() -> ResolvedCase:
     wide = [one.removeprefix("--set=") for one in WIDE]
-    return resolve(CASE, "smoke", settings=[*wide, f"tune.checkpoint_every={EVERY}"])
+    return resolve_case(CASE, "smoke", settings=[*wide, f"tune.checkpoint_every={EVERY}"])
 
 
 @pytest.fixture
@@ -191,12 +195,14 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
         "paths": [],
         "silence_s": 60.0,
     }
-    run = Run(
-        ready(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)), None, None
+    run = CaseRun(
+        check_request(Request(_resolved(), engine="torch", accelerator="cpu", out=tmp_path)),
+        None,
+        None,
     )
-    run.hellos = {"localhost": Host(Open.model_validate(asked)).hello()}
-    assert run.kept is not None
-    return run._draft(), tmp_path / run.kept
+    run.hellos = {"localhost": Host(OpenMessage.model_validate(asked)).make_hello()}
+    assert run.checkpoints_folder is not None
+    return run._write_draft(), tmp_path / run.checkpoints_folder
 
 
 @pytest.mark.process
@@ -207,8 +213,8 @@ def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], ke
     shutil.copytree(folder_of(kept), folder)
     found = find_checkpoint(Request(_resolved(), steps=STEPS, resume=path))
     assert found is not None
-    assert (found.path, found.state.step) == (folder / checkpoints.name_of(9), 9)
-    assert found.record == json.loads(path.read_bytes())["id"]
+    assert (found.path, found.state.step) == (folder / checkpoint_folders.format_step_folder(9), 9)
+    assert found.record_id == json.loads(path.read_bytes())["id"]
 
 
 @pytest.mark.process
@@ -235,7 +241,11 @@ def test_a_run_whose_parent_was_killed_goes_on(shell: Shell, unbroken: dict[str,
     path = record_of(shell.out)
     assert path.name.endswith("-unfinished.json")
     died = json.loads(path.read_bytes())
-    step = int(checkpoints.whole(folder_of(shell.out))[0].name.removeprefix("step-"))
+    step = int(
+        checkpoint_folders.list_finished_checkpoints(folder_of(shell.out))[0].name.removeprefix(
+            "step-"
+        )
+    )
     done = resume(shell, shell.out)
     assert done.code == 0, done.err
     [again] = records(shell.folder / "again")
@@ -282,7 +292,9 @@ def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
         "step-00000006",
         "step-00000009",
     ]
-    state = checkpoints.read(folder / "step-00000006" / checkpoints.STATE, checkpoints.State)
+    state = checkpoint_folders.read_checkpoint_json(
+        folder / "step-00000006" / checkpoint_folders.STATE_FILE, checkpoint_folders.CheckpointState
+    )
     assert state.losses == losses(record)[:6]
     passed = [s for s in record["samples"] if s["pass"] == "train"]
     # a sample of their own
@@ -303,15 +315,15 @@ def test_a_folder_is_enough(shell: Shell, copy: Path, unbroken: dict[str, Any]) 
 
 @pytest.mark.full
 def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
-    torn = folder_of(copy) / checkpoints.name_of(9) / "rank-0.bin"
+    torn = folder_of(copy) / checkpoint_folders.format_step_folder(9) / "rank-0.bin"
     os.truncate(torn, torn.stat().st_size - 1)
     done = resume(shell, copy)
     assert done.code == 0, done.err
     [again] = records(shell.folder / "again")
     assert (again["restarts"][0]["step"], losses(again)) == (6, losses(unbroken))
-    assert again["restarts"][0]["passed_over"] == [checkpoints.name_of(9)]
+    assert again["restarts"][0]["passed_over"] == [checkpoint_folders.format_step_folder(9)]
     assert again["notes"][-1]["code"] == "note.resumed_past"
-    assert again["notes"][-1]["values"]["damaged"] == [checkpoints.name_of(9)]
+    assert again["notes"][-1]["values"]["damaged"] == [checkpoint_folders.format_step_folder(9)]
 
 
 @pytest.mark.full
@@ -340,12 +352,19 @@ def _flip(path: Path) -> None:
 
 def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        for path in folder.glob(f"step-*/{name}") if name != checkpoints.RUN else [folder / name]:
+        for path in (
+            folder.glob(f"step-*/{name}")
+            if name != checkpoint_folders.RUN_FILE
+            else [folder / name]
+        ):
             table = json.loads(path.read_text())
-            del table[checkpoints.CHECKSUM]
+            del table[checkpoint_folders.CHECKSUM_KEY]
             change(table)
             path.write_text(
-                json.dumps(table | {checkpoints.CHECKSUM: checkpoints._checksum(table)})
+                json.dumps(
+                    table
+                    | {checkpoint_folders.CHECKSUM_KEY: checkpoint_folders._compute_checksum(table)}
+                )
             )
 
     return edit
@@ -410,79 +429,101 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         "not a checkpoint's table",
     ),
     "a path": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(file="../../x")),
+        _edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(file="../../x")
+        ),
         "not a checkpoint's table",
     ),
     "beyond": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(at=10**12)),
+        _edit(checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(at=10**12)),
         "lies beyond the end",
     ),
     "another size": (
-        _edit(checkpoints.TENSORS, lambda t: _turn(_first(t))),
+        _edit(checkpoint_folders.INDEX_FILE, lambda t: _turn(_first(t))),
         "the model has float32 of [2048, 192]",
     ),
     "another type": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t).update(dtype="float64")),
+        _edit(checkpoint_folders.INDEX_FILE, lambda t: _first(t).update(dtype="float64")),
         "is float64 of [2048, 192]",
     ),
     "one missing": (
-        _edit(checkpoints.TENSORS, lambda t: t["tensors"].pop("exp_avg.embed.weight")),
+        _edit(checkpoint_folders.INDEX_FILE, lambda t: t["tensors"].pop("exp_avg.embed.weight")),
         "is missing; the model has",
     ),
     "a hole": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])),
+        _edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(sizes=[1, 192])
+        ),
         "do not add up to it",
     ),
-    "twice": (_edit(checkpoints.TENSORS, lambda t: _halves(_first(t), 0)), "do not add up to it"),
+    "twice": (
+        _edit(checkpoint_folders.INDEX_FILE, lambda t: _halves(_first(t), 0)),
+        "do not add up to it",
+    ),
     "before it": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])),
+        _edit(
+            checkpoint_folders.INDEX_FILE, lambda t: _first(t)["chunks"][0].update(offset=[-5, 0])
+        ),
         "do not add up to it",
     ),
     "behind it": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[2**70, 0])),
+        _edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _first(t)["chunks"][0].update(offset=[2**70, 0]),
+        ),
         "do not add up to it",
     ),
     "turned": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048])),
+        _edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _first(t)["chunks"][0].update(sizes=[192, 2048]),
+        ),
         "do not add up to it",
     ),
     "less than none": (
-        _edit(checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(sizes=[-2048, -192])),
+        _edit(
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _first(t)["chunks"][0].update(sizes=[-2048, -192]),
+        ),
         "do not add up to it",
     ),
     "flat": (
         _edit(
-            checkpoints.TENSORS, lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216])
+            checkpoint_folders.INDEX_FILE,
+            lambda t: _first(t)["chunks"][0].update(offset=[0], sizes=[393216]),
         ),
         "do not add up",
     ),
     "huge losses": (
-        _edit(checkpoints.STATE, lambda t: t.update(losses=[1e308] * 9)),
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(losses=[1e308] * 9)),
         "not a checkpoint's table: losses",
     ),
     "no numbers": (
-        _edit(checkpoints.STATE, lambda t: t.update(numbers={})),
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(numbers={})),
         "not a checkpoint's table: numbers.updates",
     ),
     "fewer than no updates": (
-        _edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=-7)),
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=-7)),
         "numbers.updates",
     ),
     "too many updates": (
-        _edit(checkpoints.STATE, lambda t: t["numbers"].update(updates=1e300)),
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t["numbers"].update(updates=1e300)),
         "numbers.updates",
     ),
-    "fewer losses": (_edit(checkpoints.STATE, lambda t: t["losses"].pop()), "losses of"),
+    "fewer losses": (
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t["losses"].pop()),
+        "losses of",
+    ),
     "no step": (
-        _edit(checkpoints.STATE, lambda t: t.update(step=0)),
+        _edit(checkpoint_folders.STATE_FILE, lambda t: t.update(step=0)),
         "not a checkpoint's table: step",
     ),
     "other data": (
-        _edit(checkpoints.RUN, lambda t: t.update(key="0" * 16)),
+        _edit(checkpoint_folders.RUN_FILE, lambda t: t.update(key="0" * 16)),
         "the data or their tokens differ",
     ),
     "other weights": (
-        _edit(checkpoints.RUN, lambda t: t["question"].update(seed=5)),
+        _edit(checkpoint_folders.RUN_FILE, lambda t: t["question"].update(seed=5)),
         "with seed=5, asked is llama1-7b-openwebtext with seed=0",
     ),
 }
@@ -518,10 +559,10 @@ def test_another_question_is_refused(
     shell: Shell, kept: Path, more: tuple[str, ...], said: str
 ) -> None:
     if "WEIGHTS" in more:
-        shape = resolve(
+        shape = resolve_case(
             CASE, "smoke", settings=[one.removeprefix("--set=") for one in WIDE]
         ).case.question.model
-        LlamaForCausalLM(config(shape)).save_pretrained(shell.folder / "hf")
+        LlamaForCausalLM(make_transformers_config(shape)).save_pretrained(shell.folder / "hf")
         more = ("--weights", str(shell.folder / "hf"))
     done = resume(shell, kept, *more)
     assert (done.code, done.out) == (2, "")

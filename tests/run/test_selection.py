@@ -14,10 +14,10 @@ from steelyard import report
 from steelyard.case import resolve
 from steelyard.case.request import Request
 from steelyard.errors import RequestError
-from steelyard.metrics import compare, engines, history, repeats, verify
-from steelyard.record.record import Record, Scope, to_table
-from steelyard.run import reproduce
-from steelyard.run.ready import ready
+from steelyard.metrics import engine_groups, rate_history, repeat_groups, side_comparison, verify
+from steelyard.record.record import Record, Scope, record_to_json
+from steelyard.run import rerun
+from steelyard.run.checked_request import check_request
 
 MMLU, LAMBADA = ("run", "llama2-7b-mmlu"), ("run", "aquila2-34b-lambada")
 SMOKE = ("--size", "smoke", "--accelerator", "cpu", "--passes", "val")
@@ -64,8 +64,8 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
 
 
 def asked(**changes: Any) -> Scope:
-    return ready(
-        Request(resolve.resolve("llama2-7b-mmlu", "smoke"), accelerator="cpu", **changes)
+    return check_request(
+        Request(resolve.resolve_case("llama2-7b-mmlu", "smoke"), accelerator="cpu", **changes)
     ).scope
 
 
@@ -88,26 +88,35 @@ def named(**scope: Any) -> Record:
 
 def test_runs_of_other_questions_are_not_compared() -> None:
     one, same, other = named(subjects=["x"]), named(subjects=["x"]), named(rows=["0-7"])
-    base = compare.side("base", [one])
-    assert compare.compare(base, compare.side("new", [same]), [], 0.01).differs == ()
+    base = side_comparison.make_side("base", [one])
+    assert (
+        side_comparison.compare_sides(
+            base, side_comparison.make_side("new", [same]), [], 0.01
+        ).setting_differences
+        == ()
+    )
     with pytest.raises(RequestError) as caught:
-        compare.compare(base, compare.side("new", [other]), [], 0.01)
+        side_comparison.compare_sides(base, side_comparison.make_side("new", [other]), [], 0.01)
     assert str(caught.value) == (golden("the-questions-differ-scope-subjects-none"))
-    across = compare.compare(base, compare.side("new", [other]), ["scope"], 0.01)
-    assert [field.name for field in across.across] == ["scope.subjects", "scope.rows"]
+    across = side_comparison.compare_sides(
+        base, side_comparison.make_side("new", [other]), ["scope"], 0.01
+    )
+    assert [field.name for field in across.question_differences] == ["scope.subjects", "scope.rows"]
     with pytest.raises(
         RequestError, match=r"these records are not repeats of one run: scope\.subjects"
     ):
-        compare.side("both", [one, other.model_copy(update={"id": "b"})])
+        side_comparison.make_side("both", [one, other.model_copy(update={"id": "b"})])
 
 
 def test_groups_are_of_one_scope() -> None:
     one, other = named(subjects=["x"]), named(rows=["0-7"])
     engine = scored("transformers", "A" * 8).engine
     theirs = [record.model_copy(update={"id": "b", "engine": engine}) for record in (one, other)]
-    assert [len(group.records) for group in engines.groups([one, *theirs])] == [2]
+    assert [len(group.records) for group in engine_groups.find_engine_groups([one, *theirs])] == [2]
     again = one.model_copy(update={"id": "c"})
-    assert [len(group.records) for group in repeats.groups([one, again, other])] == [2]
+    assert [
+        len(group.records) for group in repeat_groups.find_repeat_groups([one, again, other])
+    ] == [2]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +129,14 @@ def test_groups_are_of_one_scope() -> None:
     ],
 )
 def test_a_trend_is_of_one_scope(scope: dict[str, Any], name: str) -> None:
-    assert history._entry(named(**scope)).scope == name
+    assert rate_history._make_entry(named(**scope)).scope == name
 
 
 def test_a_record_is_run_again_with_its_scope() -> None:
     found = named(subjects=["x"], sample=4)
-    request = reproduce.request(found)
+    request = rerun.make_request(found)
     assert (request.subjects, request.rows, request.sample) == (("x",), None, 4)
-    request = reproduce.request(named(rows=["0-7"]))
+    request = rerun.make_request(named(rows=["0-7"]))
     assert (request.subjects, request.rows, request.sample) == (None, ("0-7",), None)
 
 
@@ -149,7 +158,7 @@ def test_a_page_says_which_questions() -> None:
 
 def only(shell: Shell) -> tuple[Path, Record]:
     [path] = shell.out.glob("*.json")
-    return path, verify.read(path)
+    return path, verify.read_verified_record(path)
 
 
 @pytest.mark.full
@@ -167,7 +176,7 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
         "steps": None,
         "subjects": ["made_orchards_1", "made_tides_0"],
     }
-    assert table == to_table(found)
+    assert table == record_to_json(found)
     outputs = table["outputs"]
     assert {outputs["subjects"][one] for one in outputs["subject_of"]} == {
         "made_tides_0",
@@ -201,7 +210,7 @@ def test_rows_are_the_same_with_every_engine_and_run_again(shell: Shell) -> None
             "question.precision=fp32",
         )
         assert done.code == 0, done.err
-    ours, theirs = (verify.read(path) for path in sorted(shell.out.glob("*.json")))
+    ours, theirs = (verify.read_verified_record(path) for path in sorted(shell.out.glob("*.json")))
     assert ours.scope == theirs.scope == Scope(kind="window", rows=("1-3", "7"))
     one, other = ours.outputs, theirs.outputs
     assert one["index"] == other["index"] == [1, 2, 3, 7]

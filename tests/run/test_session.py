@@ -9,13 +9,13 @@ import pytest
 from steelyard.run import launch
 from steelyard.run.clock import now
 from steelyard.run.failure import Failure
-from steelyard.run.messages import Start
+from steelyard.run.messages import StartMessage
 from steelyard.run.session import Session
 from steelyard.run.site import Site
 
 
 def session(*connections: Any) -> Session:
-    made = Session(launch.named("local"), Site(), 1)
+    made = Session(launch.get_launcher("local"), Site(), 1)
     made.connections = list(connections)
     return made
 
@@ -23,7 +23,11 @@ def session(*connections: Any) -> Session:
 def ended(said: str, code: int = 1) -> Any:
     """A connection that closed without a last message."""
     return SimpleNamespace(
-        name="localhost", bye=None, closed=True, exit_code=lambda: code, said=lambda: said
+        name="localhost",
+        bye=None,
+        disconnected=True,
+        wait_for_exit_code=lambda: code,
+        read_output=lambda: said,
     )
 
 
@@ -46,7 +50,7 @@ def ended(said: str, code: int = 1) -> Any:
     ],
 )
 def test_an_agent_that_ended_without_a_word(said: str, code: str, text: str) -> None:
-    found = session(ended(said))._lost()
+    found = session(ended(said))._find_lost_host()
     assert found is not None
     assert (found.code, found.text) == (code, text)
 
@@ -55,26 +59,28 @@ def test_an_agent_that_ended_without_a_word(said: str, code: str, text: str) -> 
 def test_a_hang_and_a_limit_say_the_seconds_that_were_asked(seconds: float, told: str) -> None:
     made = session()
     made._progress_s = now() - 2 * seconds
-    hang = made._late(now(), seconds, None)
+    hang = made._find_timeout(now(), seconds, None)
     assert hang is not None
     assert hang.text == f"nothing was heard of the workers for {told} s, in phase 'start'"
-    late = made._late(now() - 2 * seconds, 10 * seconds, seconds)
+    late = made._find_timeout(now() - 2 * seconds, 10 * seconds, seconds)
     assert late is not None
     assert late.text == f"the run took longer than its limit of {told} s, in phase 'start'"
 
 
 def test_on_several_hosts_a_rank_is_named_with_its_host() -> None:
-    made = Session(launch.named("ssh"), Site(hosts=["north", "south"]), 2)
-    assert [made._name(rank, 2) for rank in (1, 3)] == ["rank 1 on north", "rank 3 on south"]
-    assert session()._name(1, 2) == "rank 1"
+    made = Session(launch.get_launcher("ssh"), Site(hosts=["north", "south"]), 2)
+    assert [made._format_rank(rank, 2) for rank in (1, 3)] == ["rank 1 on north", "rank 3 on south"]
+    assert session()._format_rank(1, 2) == "rank 1"
 
 
 def test_ctrl_c_is_a_failure_once_there_is_a_run_to_record() -> None:
-    def interrupted() -> Start:
+    def interrupted() -> StartMessage:
         raise KeyboardInterrupt
 
     with ExitStack() as undisturbed, pytest.raises(KeyboardInterrupt):
-        session().lead(interrupted, 0.0, 1.0, None, None, undisturbed)
+        session().run_to_end(interrupted, 0.0, 1.0, None, None, undisturbed)
     with ExitStack() as undisturbed:
-        found = session().lead(interrupted, 0.0, 1.0, None, None, undisturbed, begun=lambda: True)
+        found = session().run_to_end(
+            interrupted, 0.0, 1.0, None, None, undisturbed, has_begun=lambda: True
+        )
     assert found == Failure("interrupted", "interrupted by the user")

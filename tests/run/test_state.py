@@ -11,7 +11,7 @@ from run.test_load import put
 from steelyard import accelerators
 from steelyard.accelerators import nvml
 from steelyard.errors import RequestError
-from steelyard.run import fitness, host, load
+from steelyard.run import cpu_load, host, machine_inspection
 
 CPUS = "sys/devices/system/cpu"
 
@@ -38,8 +38,8 @@ def whole(root: Path) -> None:
 
 def test_a_whole_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole(tmp_path)
-    monkeypatch.setattr(load, "affinity", lambda: frozenset({0, 1}))
-    found = host.state_of(accelerators.CPU, accelerators.CPU.find(), tmp_path)
+    monkeypatch.setattr(cpu_load, "read_allowed_cores", lambda: frozenset({0, 1}))
+    found = host.read_host_state(accelerators.CPU, accelerators.CPU.find(), tmp_path)
     assert found.model_dump() == {
         "load_1m": 30.25,
         "cores": 5,
@@ -64,7 +64,7 @@ def test_governors_of_older_kernels(tmp_path: Path) -> None:
             f"{CPUS}/cpu11/cpufreq/scaling_governor": "ondemand",
         },
     )
-    assert host.state_of(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
+    assert host.read_host_state(accelerators.CPU, [], tmp_path).governors == ["ondemand"]
 
 
 @pytest.mark.parametrize("text", ["", "what ever\n", "nan 1", "0-x,,"])
@@ -76,7 +76,7 @@ def test_a_host_that_tells_nothing(text: str, tmp_path: Path) -> None:
         "sys/devices/system/node/online",
     ):
         put(tmp_path, **{name: text})
-    told = host.state_of(accelerators.CPU, [], tmp_path).model_dump()
+    told = host.read_host_state(accelerators.CPU, [], tmp_path).model_dump()
     assert set(told) == {"cores", "allowed", "devices"}
 
 
@@ -88,9 +88,9 @@ def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
             "sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1\n",
         },
     )
-    assert nvml.numa_node("00000001:3B:00.0", tmp_path) == 3
-    assert nvml.numa_node("00000000:5E:00.0", tmp_path) is None
-    assert nvml.numa_node("00000000:FF:00.0", tmp_path) is None
+    assert nvml.read_numa_node("00000001:3B:00.0", tmp_path) == 3
+    assert nvml.read_numa_node("00000000:5E:00.0", tmp_path) is None
+    assert nvml.read_numa_node("00000000:FF:00.0", tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_the_node_of_a_pci_device(tmp_path: Path) -> None:
 )
 def test_what_torch_was_built_for(text: str, build: str | None, tmp_path: Path) -> None:
     (tmp_path / "version.py").write_text(text)
-    assert nvml.torch_build(tmp_path) == build
-    assert nvml.torch_build(tmp_path / "nowhere") is None
+    assert nvml.read_torch_cuda_version(tmp_path) == build
+    assert nvml.read_torch_cuda_version(tmp_path / "nowhere") is None
 
 
 def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    found = fitness.free_bytes(tmp_path / "records" / "of" / "today")
+    found = machine_inspection.measure_free_bytes(tmp_path / "records" / "of" / "today")
     assert found is not None
     assert found > 0
 
@@ -121,10 +121,12 @@ def test_a_driver_that_does_not_answer_is_a_finding(
         raise RequestError("NVML: Unknown Error")
 
     row = accelerators.Accelerator("broken", find, lambda found: [], {})  # type: ignore[arg-type]
-    monkeypatch.setattr(accelerators, "table", lambda: {"broken": row, "cpu": accelerators.CPU})
-    monkeypatch.setattr(fitness, "WATCH_S", 0.0)
+    monkeypatch.setattr(
+        accelerators, "load_accelerators", lambda: {"broken": row, "cpu": accelerators.CPU}
+    )
+    monkeypatch.setattr(machine_inspection, "WATCH_S", 0.0)
     for asked in (None, "broken"):
-        found = fitness.machine(asked, tmp_path)
+        found = machine_inspection.inspect_machine(asked, tmp_path)
         assert (found.accelerator, found.problem, found.devices) == (
             "broken",
             "NVML: Unknown Error",

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from steelyard.accelerators import cpu
-from steelyard.accelerators.row import Reading, Source
-from steelyard.metrics import readings
-from steelyard.record.facts import Columns, Series
+from steelyard.accelerators.row import Reading, TelemetrySource
+from steelyard.metrics import device_readings
+from steelyard.record.run_facts import TelemetryColumns, TelemetrySeries
 from steelyard.run import telemetry
 from steelyard.run.clock import now
-from steelyard.run.telemetry import DeviceReadings, Sampler
+from steelyard.run.telemetry import DeviceReadings, TelemetrySampler
 
 NEVER_S = 3600.0
 
@@ -27,22 +27,26 @@ def ticking(step_s: float = 1.0) -> Callable[[], float]:
     return lambda: 100.0 + step_s * next(ticks)
 
 
-def series(**columns: list[Any]) -> Series:
-    return Series(device="cuda:0", period_s=0.2, baseline_processes=0, columns=Columns(**columns))
+def series(**columns: list[Any]) -> TelemetrySeries:
+    return TelemetrySeries(
+        device="cuda:0", period_s=0.2, baseline_processes=0, columns=TelemetryColumns(**columns)
+    )
 
 
-def collect(sampler: Sampler, host: str, severity: dict[str, str]) -> list[Series]:
+def collect(
+    sampler: TelemetrySampler, host: str, severity: dict[str, str]
+) -> list[TelemetrySeries]:
     """What a sampler has read since it was last asked."""
     out = []
-    period_s, rows = sampler.take()
+    period_s, rows = sampler.take_new_rows()
     for source, columns in zip(sampler.sources, rows, strict=True):
         kept = DeviceReadings(host, source.device, severity)
         kept.add(period_s, columns)
-        out.append(kept.series())
+        out.append(kept.to_series())
     return out
 
 
-def plain(one: Series) -> dict[str, Any]:
+def plain(one: TelemetrySeries) -> dict[str, Any]:
     """As a record has it."""
     return one.model_dump(mode="json")
 
@@ -50,8 +54,11 @@ def plain(one: Series) -> dict[str, Any]:
 def test_first_and_last_sample_are_taken_at_start_and_stop() -> None:
     rows: list[Reading] = [{"memory_bytes": 5, "processes": 2}, {"memory_bytes": 6, "processes": 1}]
     seen = iter(rows)
-    sampler = Sampler(
-        [Source("cuda:0", lambda _: next(seen))], origin_s=90.0, clock=ticking(), period_s=NEVER_S
+    sampler = TelemetrySampler(
+        [TelemetrySource("cuda:0", lambda _: next(seen))],
+        origin_s=90.0,
+        clock=ticking(),
+        period_s=NEVER_S,
     )
     sampler.start()
     sampler.stop()
@@ -79,7 +86,9 @@ def test_the_thread_samples_until_stop() -> None:
             enough.set()
         return {"memory_bytes": number}
 
-    sampler = Sampler([Source("cpu", read)], origin_s=100.0, clock=ticking(), period_s=0.001)
+    sampler = TelemetrySampler(
+        [TelemetrySource("cpu", read)], origin_s=100.0, clock=ticking(), period_s=0.001
+    )
     sampler.start()
     assert enough.wait(300)
     sampler.stop()
@@ -96,7 +105,7 @@ def test_watch_says_which_processes() -> None:
     def read(pids: tuple[int, ...]) -> Reading:
         return {"memory_bytes": sum(pids) if pids else None}
 
-    sampler = Sampler([Source("cpu", read)], origin_s=0.0, period_s=NEVER_S)
+    sampler = TelemetrySampler([TelemetrySource("cpu", read)], origin_s=0.0, period_s=NEVER_S)
     sampler.start()
     sampler.watch((8, 3))
     sampler.stop()
@@ -115,7 +124,7 @@ def test_an_error_is_raised_by_stop() -> None:
         failed.set()
         raise ZeroDivisionError("the second reading")
 
-    sampler = Sampler([Source("cpu", read)], origin_s=0.0, period_s=0.001)
+    sampler = TelemetrySampler([TelemetrySource("cpu", read)], origin_s=0.0, period_s=0.001)
     sampler.start()
     assert failed.wait(300)
     with pytest.raises(ZeroDivisionError, match="the second reading"):
@@ -129,14 +138,14 @@ def test_long_runs_are_thinned() -> None:
     def read(_: tuple[int, ...]) -> Reading:
         return {"power_w": float(next(reads))}
 
-    sampler = Sampler(
-        [Source("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4
+    sampler = TelemetrySampler(
+        [TelemetrySource("a", read)], origin_s=100.0, clock=ticking(), period_s=NEVER_S, max_rows=4
     )
     kept = DeviceReadings("here", "a", {})
     lengths = []
     for _ in range(12):
         sampler._sample()
-        period_s, (rows,) = sampler.take()
+        period_s, (rows,) = sampler.take_new_rows()
         kept.add(period_s, rows)
         lengths.append(len(kept.columns["t_s"]))
     assert lengths == [1, 2, 3, 4, 3, 4, 3, 4, 3, 4, 3, 4]
@@ -149,11 +158,11 @@ def test_rows_that_come_after_two_halvings_at_once() -> None:
     kept.add(0.2, {"t_s": [0.0, 1.0, 2.0, 3.0]})
     kept.add(0.8, {"t_s": [4.0]})
     assert kept.columns == {"t_s": [0.0, 4.0]}
-    assert kept.series(lambda t_s: t_s - 1).columns.t_s == [-1.0, 3.0]
+    assert kept.to_series(lambda t_s: t_s - 1).columns.t_s == [-1.0, 3.0]
 
 
 def test_halving_keeps_what_must_not_vanish() -> None:
-    assert telemetry.halve(
+    assert telemetry.halve_rows(
         {
             "t_s": [0.0, 1.0, 2.0, 3.0, 4.0],
             "power_w": [10.0, 90.0, 20.0, 80.0, 30.0],
@@ -168,7 +177,7 @@ def test_halving_keeps_what_must_not_vanish() -> None:
         "processes": [1, 2, 1],
         "reasons": [["a", "b"], ["c"], []],
     }
-    assert telemetry.halve({"t_s": [0.0, 1.0], "memory_bytes": [1, 2]}) == {
+    assert telemetry.halve_rows({"t_s": [0.0, 1.0], "memory_bytes": [1, 2]}) == {
         "t_s": [0.0],
         "memory_bytes": [2],
     }
@@ -180,36 +189,43 @@ def test_the_limit_is_4096_rows_at_five_a_second() -> None:
 
 @pytest.mark.process
 def test_memory_of_this_process() -> None:
-    sampler = Sampler([cpu.source()], now(), period_s=NEVER_S)
+    sampler = TelemetrySampler([cpu.make_cpu_source()], now(), period_s=NEVER_S)
     sampler.start()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         sampler.watch((os.getpid(),))
         sampler.stop()
         first, last = collect(sampler, "here", {})[0].columns.memory_bytes
-        alone = cpu._resident_bytes(os.getpid())
+        alone = cpu._read_resident_bytes(os.getpid())
         assert first is None
         assert alone is not None
         assert last is not None
         assert last > alone > 1 << 20  # with what it started
-        assert child.pid in cpu.below((os.getpid(),))
+        assert child.pid in cpu.list_descendants((os.getpid(),))
     finally:
         child.kill()
         child.wait()
-    assert cpu.source().read((child.pid,)) == {"memory_bytes": None}
+    assert cpu.make_cpu_source().read((child.pid,)) == {"memory_bytes": None}
 
 
 def test_window_includes_its_borders() -> None:
     whole = series(t_s=[0.0, 1.0, 2.0, 3.0], power_w=[5.0, 6.0, None, 8.0])
-    assert readings.window(whole, 1.0, 2.0) == series(t_s=[1.0, 2.0], power_w=[6.0, None])
-    assert readings.window(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
+    assert device_readings.select_readings(whole, 1.0, 2.0) == series(
+        t_s=[1.0, 2.0], power_w=[6.0, None]
+    )
+    assert device_readings.select_readings(whole, 1.1, 1.9) == series(t_s=[], power_w=[])
     assert whole.columns.t_s == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_peak_memory() -> None:
-    assert readings.peak_memory(series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])) == 7
-    assert readings.peak_memory(series(t_s=[0.0], memory_bytes=[None])) is None
-    assert readings.peak_memory(series(t_s=[0.0])) is None
+    assert (
+        device_readings.find_peak_memory_bytes(
+            series(t_s=[0.0, 1.0, 2.0], memory_bytes=[3, 7, None])
+        )
+        == 7
+    )
+    assert device_readings.find_peak_memory_bytes(series(t_s=[0.0], memory_bytes=[None])) is None
+    assert device_readings.find_peak_memory_bytes(series(t_s=[0.0])) is None
 
 
 COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 160.0, 180.0])
@@ -229,17 +245,20 @@ COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 1
     ],
 )
 def test_energy(start_s: float, end_s: float, expected: float | None) -> None:
-    assert readings.energy_j(COUNTER, start_s, end_s) == expected
+    assert device_readings.count_energy_j(COUNTER, start_s, end_s) == expected
 
 
 def test_energy_without_a_counter() -> None:
-    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
-    assert readings.energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0) is None
+    assert device_readings.count_energy_j(series(t_s=[0.0, 1.0, 2.0]), 0.0, 2.0) is None
+    assert (
+        device_readings.count_energy_j(series(t_s=[0.0, 1.0, 2.0], energy_j=[None] * 3), 0.0, 2.0)
+        is None
+    )
 
 
 def test_energy_over_a_missed_reading() -> None:
     assert (
-        readings.energy_j(
+        device_readings.count_energy_j(
             series(t_s=[0.0, 1.0, 2.0, 3.0], energy_j=[0.0, None, 20.0, 50.0]), 1.0, 3.0
         )
         == 40.0
@@ -250,17 +269,20 @@ def test_slowdowns() -> None:
     seen = series(
         t_s=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0], reasons=[["x"], ["a"], ["a", "b"], [], ["a"], None]
     )
-    assert readings.slowdowns(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
-    assert readings.slowdowns(seen, 3.0, 3.0) == {}
-    assert readings.slowdowns(seen, 5.0, 6.0) == {}
-    assert readings.slowdowns(series(t_s=[0.0]), 0.0, 1.0) == {}
+    assert device_readings.find_slowdown_shares(seen, 1.0, 5.0) == {"a": 0.75, "b": 0.25}
+    assert device_readings.find_slowdown_shares(seen, 3.0, 3.0) == {}
+    assert device_readings.find_slowdown_shares(seen, 5.0, 6.0) == {}
+    assert device_readings.find_slowdown_shares(series(t_s=[0.0]), 0.0, 1.0) == {}
 
 
 def test_foreign() -> None:
     seen = series(t_s=[0.0, 1.0, 2.0, 3.0, 4.0], processes=[2, 1, 1, 2, None])
-    assert readings.foreign(seen, 0.5, 2.5) is False
-    assert readings.foreign(seen, 0.5, 3.0) is True
-    assert readings.foreign(seen, 0.5, 3.0, workers=2) is False
-    assert readings.foreign(seen, 3.5, 4.5) is None
-    assert readings.foreign(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0) is None
-    assert readings.foreign(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None
+    assert device_readings.has_foreign_processes(seen, 0.5, 2.5) is False
+    assert device_readings.has_foreign_processes(seen, 0.5, 3.0) is True
+    assert device_readings.has_foreign_processes(seen, 0.5, 3.0, workers=2) is False
+    assert device_readings.has_foreign_processes(seen, 3.5, 4.5) is None
+    assert (
+        device_readings.has_foreign_processes(series(t_s=[0.0, 1.0], processes=[0, 0]), 0.0, 1.0)
+        is None
+    )
+    assert device_readings.has_foreign_processes(series(t_s=[0.0, 1.0]), 0.0, 1.0) is None

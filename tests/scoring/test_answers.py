@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 
 from steelyard.engines.torch.tensor_parallel import TensorParallelGroup
-from steelyard.models.placements import Shard, vocab_rows
-from steelyard.models.tensors import send
+from steelyard.models.llama_placements import Shard, count_vocab_rows
+from steelyard.models.tensors import send_array
 from steelyard.scoring import answers as readers
-from steelyard.scoring.answers import LossReader, Picked
+from steelyard.scoring.answers import AnswerRequest, LossReader
 from steelyard.tasks.lambada.data import LambadaTexts
 
 CPU = torch.device("cpu")
@@ -77,15 +77,15 @@ def answered(
 ) -> dict:
     reader = LossReader(TEXTS, VOCAB, group.share, group.gather, CPU)
     items = [0, 1, 2, 3]
-    asked: Picked = reader.ask(items, ends(), partial(send, device=CPU))
+    asked: AnswerRequest = reader.ask(items, ends(), partial(send_array, device=CPU))
     assert len(asked.pick) == sum(len(row) - 1 for row in ROWS)
     answers = reader.answer(lambda rows: rows @ output.T, hidden[asked.pick], asked, compiled)
-    return reader.table(items, answers)
+    return reader.to_lists(items, answers)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4096])
 def test_losses_equal_the_long_way(chunk, monkeypatch):
-    monkeypatch.setattr(readers, "CHUNK", chunk)
+    monkeypatch.setattr(readers, "CHUNK_TOKENS", chunk)
     hidden, output = logits_of()
     found = answered(TensorParallelGroup(), hidden, output)
     for i, (nll, last, hit) in enumerate(literal(hidden, output)):
@@ -122,11 +122,11 @@ def test_of_equal_logits_the_first_wins_as_argmax_has_it():
 
 
 def test_likeliest_tokens_of_very_long_words_are_not_kept(monkeypatch):
-    monkeypatch.setattr(readers, "MOST_WORD", max(LAST) - 1)
+    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST) - 1)
     hidden, output = logits_of()
     found = answered(TensorParallelGroup(), hidden, output)
     assert list(found) == ["items", "nll", "last_nll", "hit"]
-    monkeypatch.setattr(readers, "MOST_WORD", max(LAST))
+    monkeypatch.setattr(readers, "MAX_WORD_TOKENS", max(LAST))
     kept = answered(TensorParallelGroup(), hidden, output)
     assert {name: column for name, column in kept.items() if name != "argmax"} == found
     assert kept["argmax"] == likeliest(hidden, output)
@@ -136,7 +136,7 @@ def test_a_rank_without_passages_has_no_answers():
     reader = LossReader(
         TEXTS, VOCAB, TensorParallelGroup().share, TensorParallelGroup().gather, CPU
     )
-    assert reader.table([], torch.zeros(0)) == {
+    assert reader.to_lists([], torch.zeros(0)) == {
         "items": [],
         "nll": [],
         "last_nll": [],
@@ -149,7 +149,7 @@ def test_a_rank_without_passages_has_no_answers():
 def test_a_divided_vocabulary_gives_the_same(count):
     hidden, output = logits_of(1)
     whole = answered(TensorParallelGroup(), hidden, output)
-    rows = vocab_rows(VOCAB, count)
+    rows = count_vocab_rows(VOCAB, count)
     assert rows * count > VOCAB  # the last share is padded, and at 8 some hold nothing but padding
     # padding that would win if it were looked at
     padded = torch.full((rows * count, HIDDEN), 100.0)
@@ -183,9 +183,9 @@ def test_choices_see_the_whole_vocabulary_and_no_padding():
     hidden, output = logits_of(3)
     hidden = hidden[:2]
     whole = readers.ChoiceReader(texts, VOCAB, Shard(), TensorParallelGroup().gather, CPU)
-    asked = whole.ask([0, 1], np.array([0, 1]), partial(send, device=CPU))
+    asked = whole.ask([0, 1], np.array([0, 1]), partial(send_array, device=CPU))
     alone = whole.answer(lambda rows: rows @ output.T, hidden, asked, False)
-    rows = vocab_rows(VOCAB, 2)
+    rows = count_vocab_rows(VOCAB, 2)
     padded = torch.full((rows * 2, HIDDEN), 100.0)
     padded[:VOCAB] = output
     parts = [hidden @ padded[i * rows : (i + 1) * rows].T for i in range(2)]

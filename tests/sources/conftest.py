@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from fixtures.web import Server, serving
-from steelyard.sources.download import Meter, Tools
-from steelyard.sources.http import Web
+from steelyard.sources.download import DownloadTools, TransferMeter
+from steelyard.sources.http import HttpClient
 
 
 @dataclass
@@ -18,9 +18,9 @@ class Told:
     slept: list[float] = field(default_factory=list)
     watched: list[tuple[int, int]] = field(default_factory=list)
 
-    def tools(self, timeout_s: float = 10.0) -> Tools:
-        meter = Meter(lambda done, total: self.watched.append((done, total)))
-        return Tools(Web(timeout_s), self.slept.append, self.lines.append, meter)
+    def tools(self, timeout_s: float = 10.0) -> DownloadTools:
+        meter = TransferMeter(lambda done, total: self.watched.append((done, total)))
+        return DownloadTools(HttpClient(timeout_s), self.slept.append, self.lines.append, meter)
 
 
 @pytest.fixture(autouse=True)

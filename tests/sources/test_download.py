@@ -16,9 +16,9 @@ import pytest
 from fixtures.golden import golden
 from fixtures.web import Page, Server, serving
 from steelyard.sources import download as downloads
-from steelyard.sources.download import DownloadError, Expected, NoSpaceError, download
-from steelyard.sources.http import RefusedError, _Redirects
-from steelyard.sources.store import Downloaded
+from steelyard.sources.download import DownloadError, ExpectedFile, NoSpaceError, download_file
+from steelyard.sources.http import RefusedAddressError, _RedirectHandler
+from steelyard.sources.store import DownloadedFile
 
 CONTENT = random.Random(7).randbytes(300_000)
 OTHER = random.Random(8).randbytes(300_000)
@@ -31,20 +31,20 @@ def expected(
     sha256: str | None = SHA256,
     most: int = 1 << 20,
     blob: str | None = None,
-) -> Expected:
-    return Expected("f.bin", size, sha256, blob, most, "the table")
+) -> ExpectedFile:
+    return ExpectedFile("f.bin", size, sha256, blob, most, "the table")
 
 
 def fetch(
     server: Server,
     told,
     folder: Path,
-    wanted: Expected | None = None,
+    wanted: ExpectedFile | None = None,
     paths=("/f",),
     timeout_s: float = 10.0,
-) -> Downloaded:
+) -> DownloadedFile:
     urls = tuple(path if "://" in path else f"{server.url}{path}" for path in paths)
-    return download(wanted or expected(), urls, folder, told.tools(timeout_s))
+    return download_file(wanted or expected(), urls, folder, told.tools(timeout_s))
 
 
 def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
@@ -57,7 +57,7 @@ def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
 def test_a_file_arrives_whole_and_checked(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT)
     got = fetch(server, told, tmp_path)
-    assert got == Downloaded(
+    assert got == DownloadedFile(
         name="f.bin",
         url=f"{server.url}/f",
         size_bytes=len(CONTENT),
@@ -292,8 +292,8 @@ def test_git_itself_names_it_so(tmp_path):
     done = subprocess.run(
         ["git", "hash-object", tmp_path / "x"], capture_output=True, text=True, check=True
     )
-    wanted = Expected("x", None, None, done.stdout.strip(), 1 << 20, "git")
-    made = downloads.check(tmp_path / "x", wanted)
+    wanted = ExpectedFile("x", None, None, done.stdout.strip(), 1 << 20, "git")
+    made = downloads.check_file(tmp_path / "x", wanted)
     assert (made.size_bytes, made.sha256) == (len(CONTENT), SHA256)
 
 
@@ -380,21 +380,24 @@ def test_no_redirect_leads_out_of_http(server, told, tmp_path, place):
 )
 def test_no_other_scheme_is_opened(told, tmp_path, url):
     with pytest.raises(DownloadError, match="is neither https nor http"):
-        download(expected(None, None), (url,), tmp_path, told.tools())
+        download_file(expected(None, None), (url,), tmp_path, told.tools())
 
 
 def test_https_is_never_left():
     ask = Request("https://a.example/f")
     for place in ("http://a.example/f", "file:///f"):
-        with pytest.raises(RefusedError, match="which is not https"):
-            _Redirects().redirect_request(ask, None, 302, "", {}, place)  # type: ignore[arg-type]
-    assert _Redirects().redirect_request(ask, None, 302, "", {}, "https://b.example/f") is not None  # type: ignore[arg-type]
+        with pytest.raises(RefusedAddressError, match="which is not https"):
+            _RedirectHandler().redirect_request(ask, None, 302, "", {}, place)  # type: ignore[arg-type]
+    assert (
+        _RedirectHandler().redirect_request(ask, None, 302, "", {}, "https://b.example/f")
+        is not None
+    )  # type: ignore[arg-type]
 
 
 def test_plain_http_needs_a_hash_or_loopback(told, tmp_path):
     line = "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
     with pytest.raises(DownloadError, match=line):
-        download(expected(None, None), ("http://files.invalid/f",), tmp_path, told.tools())
+        download_file(expected(None, None), ("http://files.invalid/f",), tmp_path, told.tools())
     assert told.slept == []
 
 
@@ -402,7 +405,8 @@ def test_proxies_are_those_of_the_environment(server, told, tmp_path, monkeypatc
     monkeypatch.setenv("http_proxy", server.url)
     server.pages["http://files.invalid/f"] = Page(CONTENT)
     assert (
-        download(expected(), ("http://files.invalid/f",), tmp_path, told.tools()).sha256 == SHA256
+        download_file(expected(), ("http://files.invalid/f",), tmp_path, told.tools()).sha256
+        == SHA256
     )
     assert server.seen[0].headers["host"] == "files.invalid"
 
@@ -471,7 +475,7 @@ def test_a_full_disk_is_said_before_the_transfer(server, told, tmp_path, monkeyp
 def test_the_meter_counts_files_that_are_ahead(server, told, tmp_path):
     server.pages["/f"] = Page(CONTENT)
     tools = told.tools()
-    tools.meter.expect(len(CONTENT) + 50)
-    tools.meter.passed(len(CONTENT))
-    download(expected(), (f"{server.url}/f",), tmp_path, tools)
+    tools.meter.set_ahead(len(CONTENT) + 50)
+    tools.meter.start_file(len(CONTENT))
+    download_file(expected(), (f"{server.url}/f",), tmp_path, tools)
     assert told.watched[-1] == (len(CONTENT), len(CONTENT) + 50)

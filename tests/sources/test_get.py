@@ -21,12 +21,12 @@ from fixtures.commands import SRC, wait_for
 from fixtures.golden import golden
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
+from steelyard.sources import catalog
 from steelyard.sources import download as downloads
-from steelyard.sources import table
+from steelyard.sources.catalog import CatalogSource, SourceFile
 from steelyard.sources.download import DownloadError, NoSpaceError
-from steelyard.sources.get import Wish, get
-from steelyard.sources.store import MANIFEST, Store, slug
-from steelyard.sources.table import File, Source
+from steelyard.sources.fetch import FetchOptions, fetch_source
+from steelyard.sources.store import MANIFEST_NAME, SourceStore, make_folder_name
 
 A, B = random.Random(1).randbytes(200_000), random.Random(2).randbytes(50_000)
 TODAY = "2026-11-16T12:00:00.000+00:00"
@@ -36,8 +36,8 @@ def sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def source(server: Server, *files: File) -> Source:
-    return Source(
+def source(server: Server, *files: SourceFile) -> CatalogSource:
+    return CatalogSource(
         name="some",
         title="Some data",
         licence="MIT",
@@ -48,32 +48,40 @@ def source(server: Server, *files: File) -> Source:
     )
 
 
-def one(server: Server, told, store: Store, wanted: Source, wish: Wish | None = None):
-    return get(store, wanted, wish or Wish(), told.tools(), lambda: TODAY)
+def one(
+    server: Server,
+    told,
+    store: SourceStore,
+    wanted: CatalogSource,
+    wish: FetchOptions | None = None,
+):
+    return fetch_source(store, wanted, wish or FetchOptions(), told.tools(), lambda: TODAY)
 
 
 @pytest.fixture
 def store(tmp_path):
     (tmp_path / "store").mkdir()
-    return Store(tmp_path / "store")
+    return SourceStore(tmp_path / "store")
 
 
-def visible(store: Store) -> list[str]:
+def visible(store: SourceStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir() if not path.name.endswith(".lock"))
 
 
 def test_a_source_appears_whole_with_its_manifest(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(B)}
     wanted = source(
-        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B))
+        server,
+        SourceFile("a.bin", ("/a",), len(A), sha(A)),
+        SourceFile("b.bin", ("/b",), None, sha(B)),
     )
     assert store.find("some") is None
     here, before = one(server, told, store, wanted)
     assert (here.path, before) == (store.folder / "some", False)
     assert {
-        path.name: path.read_bytes() for path in here.path.iterdir() if path.name != MANIFEST
+        path.name: path.read_bytes() for path in here.path.iterdir() if path.name != MANIFEST_NAME
     } == {"a.bin": A, "b.bin": B}
-    assert json.loads((here.path / MANIFEST).read_text()) == {
+    assert json.loads((here.path / MANIFEST_NAME).read_text()) == {
         "version": 1,
         "name": "some",
         "licence": "MIT",
@@ -107,7 +115,9 @@ def test_a_source_appears_whole_with_its_manifest(server, told, store):
 def test_nothing_appears_before_all_of_it_is_right(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(A)}
     wanted = source(
-        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), None, sha(B))
+        server,
+        SourceFile("a.bin", ("/a",), len(A), sha(A)),
+        SourceFile("b.bin", ("/b",), None, sha(B)),
     )
     with pytest.raises(
         DownloadError,
@@ -130,9 +140,9 @@ def test_progress_counts_what_is_left_of_all_files(server, told, store):
     """
     server.pages |= {"/a": Page(A), "/b": Page(B, cuts=[20_000, 0, 0, 0])}
     files = (
-        File("a.bin", ("/a",), len(A), sha(A)),
-        File("b.bin", ("/b",), len(B), sha(B)),
-        File("c.bin", ("/a",), len(A), sha(A)),
+        SourceFile("a.bin", ("/a",), len(A), sha(A)),
+        SourceFile("b.bin", ("/b",), len(B), sha(B)),
+        SourceFile("c.bin", ("/a",), len(A), sha(A)),
     )
     with pytest.raises(DownloadError):
         one(server, told, store, source(server, *files))
@@ -145,10 +155,12 @@ def test_progress_counts_what_is_left_of_all_files(server, told, store):
 
 def test_a_file_that_was_damaged_on_its_way_is_got_again(server, told, store):
     server.pages |= {"/a": Page(A), "/b": Page(B, statuses=[404])}
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",)))
+    wanted = source(
+        server, SourceFile("a.bin", ("/a",), len(A), sha(A)), SourceFile("b.bin", ("/b",))
+    )
     with pytest.raises(DownloadError):
         one(server, told, store, wanted)
-    (store.working("some") / "a.bin").write_bytes(A[::-1])
+    (store.working_folder("some") / "a.bin").write_bytes(A[::-1])
     here, _ = one(server, told, store, wanted)
     assert (here.path / "a.bin").read_bytes() == A
 
@@ -156,9 +168,9 @@ def test_a_file_that_was_damaged_on_its_way_is_got_again(server, told, store):
 @pytest.mark.parametrize("harm", ["shorter", "gone", "no manifest", "odd manifest"])
 def test_a_source_that_is_not_whole_is_not_here(server, told, store, harm):
     server.pages["/a"] = Page(A)
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)))
+    wanted = source(server, SourceFile("a.bin", ("/a",), len(A), sha(A)))
     here, _ = one(server, told, store, wanted)
-    file, manifest = here.path / "a.bin", here.path / MANIFEST
+    file, manifest = here.path / "a.bin", here.path / MANIFEST_NAME
     harms = {
         "shorter": lambda: file.write_bytes(A[:-1]),
         "gone": file.unlink,
@@ -174,14 +186,16 @@ def test_a_source_that_is_not_whole_is_not_here(server, told, store, harm):
 
 def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
     page = server.pages["/a"] = Page(A)
-    wanted = source(server, File("a.bin", ("/a",)))
+    wanted = source(server, SourceFile("a.bin", ("/a",)))
     here, _ = one(server, told, store, wanted)
     assert [(made.sha256, made.checked_by) for made in here.manifest.downloads] == [
         (sha(A), "first use")
     ]
     pin = {"url": f"{server.url}/a", "size_bytes": len(A), "sha256": sha(A), "time": TODAY}
     assert json.loads(store.pins_path.read_text()) == {"version": 1, "pins": {"some/a.bin": pin}}
-    later, _ = get(store, wanted, Wish(again=True), told.tools(), lambda: "2027-01-01")
+    later, _ = fetch_source(
+        store, wanted, FetchOptions(again=True), told.tools(), lambda: "2027-01-01"
+    )
     assert [made.checked_by for made in later.manifest.downloads] == ["pins"]
     # of the first use, still
     assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}
@@ -191,19 +205,19 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
         f" --repin. says {sha(A)}"
     )
     with pytest.raises(DownloadError, match=line):
-        one(server, told, store, wanted, Wish(again=True))
+        one(server, told, store, wanted, FetchOptions(again=True))
     assert (here.path / "a.bin").read_bytes() == A  # what was here still is
-    again, before = one(server, told, store, wanted, Wish(repin=True))
+    again, before = one(server, told, store, wanted, FetchOptions(repin=True))
     assert (before, (again.path / "a.bin").read_bytes()) == (False, A[::-1])
-    assert store.pins()["some/a.bin"].sha256 == sha(A[::-1])
+    assert store.read_pins()["some/a.bin"].sha256 == sha(A[::-1])
 
 
 def test_the_table_is_not_overruled_by_a_pin(server, told, store):
     server.pages["/a"] = Page(B)
-    one(server, told, store, source(server, File("a.bin", ("/a",))))
-    known = source(server, File("a.bin", ("/a",), len(A), sha(A)))
+    one(server, told, store, source(server, SourceFile("a.bin", ("/a",))))
+    known = source(server, SourceFile("a.bin", ("/a",), len(A), sha(A)))
     with pytest.raises(DownloadError, match=f"the table of sources says {len(A)}"):
-        one(server, told, store, known, Wish(repin=True))
+        one(server, told, store, known, FetchOptions(repin=True))
 
 
 def test_a_damaged_lock_file_is_not_taken_for_an_empty_one(server, told, store):
@@ -211,7 +225,7 @@ def test_a_damaged_lock_file_is_not_taken_for_an_empty_one(server, told, store):
     with pytest.raises(
         RequestError, match=r"pins\.json: not a lock file of Steelyard; bring it back, or remove it"
     ):
-        one(server, told, store, source(server, File("a.bin", ("/a",))))
+        one(server, told, store, source(server, SourceFile("a.bin", ("/a",))))
 
 
 def record_zip(**names: bytes) -> bytes:
@@ -227,8 +241,8 @@ def test_an_archive_is_unpacked_and_files_lie_beside_it(server, told, store):
     server.pages |= {"/z": Page(packed), "/v": Page(B)}
     wanted = source(
         server,
-        File("r.zip", ("/z",), None, sha(packed), top="train.jsonl"),
-        File("vocab.txt", ("/v",)),
+        SourceFile("r.zip", ("/z",), None, sha(packed), top="train.jsonl"),
+        SourceFile("vocab.txt", ("/v",)),
     )
     here, _ = one(server, told, store, wanted)
     assert sorted(piece.path for piece in here.manifest.files) == [
@@ -242,19 +256,23 @@ def test_an_archive_is_unpacked_and_files_lie_beside_it(server, told, store):
 
 def test_an_archive_that_is_none_is_neither_kept_nor_pinned(server, told, store):
     server.pages["/z"] = Page(b"an error, as text")
-    wanted = source(server, File("r.zip", ("/z",), top="train.jsonl"))
+    wanted = source(server, SourceFile("r.zip", ("/z",), top="train.jsonl"))
     with pytest.raises(DownloadError, match=r"r\.zip from .*/z: not a readable tar or zip: "):
         one(server, told, store, wanted)
-    assert (store.pins(), store.find("some")) == ({}, None)
+    assert (store.read_pins(), store.find("some")) == ({}, None)
     server.pages["/z"] = Page(record_zip(train=b"1\n"))
     assert one(server, told, store, wanted)[0].manifest.files[0].path == "train.jsonl"
 
 
 def test_a_mirror_is_asked_first(server, told, store):
     server.pages |= {"/mirror/some/a.bin": Page(A), "/a": Page(A)}
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)))
+    wanted = source(server, SourceFile("a.bin", ("/a",), len(A), sha(A)))
     here, _ = one(
-        server, told, store, wanted, Wish(mirrors=(f"{server.url}/none", f"{server.url}/mirror/"))
+        server,
+        told,
+        store,
+        wanted,
+        FetchOptions(mirrors=(f"{server.url}/none", f"{server.url}/mirror/")),
     )
     assert [seen.path for seen in server.seen] == ["/none/some/a.bin", "/mirror/some/a.bin"]
     assert here.manifest.downloads[0].url == f"{server.url}/mirror/some/a.bin"
@@ -264,8 +282,10 @@ def test_a_mirror_is_asked_first(server, told, store):
 def test_a_folder_brings_the_files(server, told, store, tmp_path, below):
     folder = tmp_path / "usb" / below
     folder.mkdir(parents=True)
-    wanted = source(server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",)))
-    offline = Wish(offline=tmp_path / "usb")
+    wanted = source(
+        server, SourceFile("a.bin", ("/a",), len(A), sha(A)), SourceFile("b.bin", ("/b",))
+    )
+    offline = FetchOptions(offline=tmp_path / "usb")
     (folder / "a.bin").write_bytes(A)
     with pytest.raises(
         RequestError, match=f"no b.bin in it, nor in its some/; bring it there from {server.url}/b"
@@ -275,16 +295,16 @@ def test_a_folder_brings_the_files(server, told, store, tmp_path, below):
     here, _ = one(server, told, store, wanted, offline)
     assert ((here.path / "a.bin").read_bytes(), (here.path / "b.bin").read_bytes()) == (A, B)
     assert here.manifest.downloads[0].url == (folder / "a.bin").absolute().as_uri()
-    assert (list(store.pins()), server.seen) == (["some/b.bin"], [])
+    assert (list(store.read_pins()), server.seen) == (["some/b.bin"], [])
 
 
 def test_a_folder_with_another_file_is_refused(server, told, store, tmp_path):
     (tmp_path / "a.bin").write_bytes(B)
-    wanted = source(server, File("a.bin", ("/a",), None, sha(A)))
+    wanted = source(server, SourceFile("a.bin", ("/a",), None, sha(A)))
     with pytest.raises(
         DownloadError, match=f"a.bin: sha256 {sha(B)}; the table of sources says {sha(A)}"
     ):
-        one(server, told, store, wanted, Wish(offline=tmp_path))
+        one(server, told, store, wanted, FetchOptions(offline=tmp_path))
     assert store.find("some") is None
 
 
@@ -292,7 +312,9 @@ def test_room_is_looked_at_for_all_files_before_the_first(server, told, store, m
     server.pages["/a"] = Page(A)
     monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 << 20))
     wanted = source(
-        server, File("a.bin", ("/a",), len(A), sha(A)), File("b.bin", ("/b",), 10**9, sha(B))
+        server,
+        SourceFile("a.bin", ("/a",), len(A), sha(A)),
+        SourceFile("b.bin", ("/b",), 10**9, sha(B)),
     )
     with pytest.raises(
         NoSpaceError, match=f"^{len(A) + 10**9} bytes are needed in .*, and 0 are free"
@@ -304,19 +326,19 @@ def test_room_is_looked_at_for_all_files_before_the_first(server, told, store, m
 WORKER = """
 import sys
 from pathlib import Path
-from steelyard.sources.download import Meter, Tools
-from steelyard.sources.get import Wish, get
-from steelyard.sources.http import Web
-from steelyard.sources.store import Store
-from steelyard.sources.table import File, Source
-source = Source("some", "", "MIT", "", (File("a.bin", (sys.argv[2] + "/a",)), File("b.bin", (sys.argv[2] + "/b",))))
+from steelyard.sources.download import TransferMeter, DownloadTools
+from steelyard.sources.fetch import FetchOptions, fetch_source
+from steelyard.sources.http import HttpClient
+from steelyard.sources.store import SourceStore
+from steelyard.sources.catalog import SourceFile, CatalogSource
+source = CatalogSource("some", "", "MIT", "", (SourceFile("a.bin", (sys.argv[2] + "/a",)), SourceFile("b.bin", (sys.argv[2] + "/b",))))
 say = lambda text: print(text, flush=True)
-here, before = get(Store(Path(sys.argv[1])), source, Wish(), Tools(Web(), None, say, Meter(lambda *_: None)), lambda: "now")
+here, before = fetch_source(SourceStore(Path(sys.argv[1])), source, FetchOptions(), DownloadTools(HttpClient(), None, say, TransferMeter(lambda *_: None)), lambda: "now")
 print(before, here.manifest.size_bytes)
 """
 
 
-def worker(store: Store, server: Server) -> "subprocess.Popen[str]":
+def worker(store: SourceStore, server: Server) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", WORKER, str(store.folder), server.url]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True
@@ -343,16 +365,16 @@ def test_a_killed_process_leaves_a_part_and_no_lock(server, told, store):
     page = server.pages["/a"] = Page(A, stalls=[150_000])
     server.pages["/b"] = Page(B)
     process = worker(store, server)
-    part = store.working("some") / "a.bin.part"
+    part = store.working_folder("some") / "a.bin.part"
     assert wait_for(lambda: part.exists() and part.stat().st_size > 0)
     process.kill()
     process.communicate()
     had = part.stat().st_size
     assert (0 < had <= 150_000, store.find("some")) == (True, None)
-    assert store.partial_bytes("some") >= had
+    assert store.count_partial_bytes("some") >= had
     server.seen.clear()
     page.stalls.clear()
-    wanted = source(server, File("a.bin", ("/a",)), File("b.bin", ("/b",)))
+    wanted = source(server, SourceFile("a.bin", ("/a",)), SourceFile("b.bin", ("/b",)))
     here, _ = one(server, told, store, wanted)
     assert [(seen.path, seen.range) for seen in server.seen] == [
         ("/a", f"bytes={had}-"),
@@ -364,15 +386,15 @@ def test_a_killed_process_leaves_a_part_and_no_lock(server, told, store):
 @pytest.mark.parametrize("name", ["", "..", ".x", "a b", "a\\b", "a\nb", "ä"])
 def test_a_name_is_a_plain_folder(name):
     with pytest.raises(RequestError, match="is no name of a source"):
-        slug(name)
-    assert slug("a/../b") == "a--..--b"
+        make_folder_name(name)
+    assert make_folder_name("a/../b") == "a--..--b"
 
 
 def test_the_table_is_sound():
-    for kind, sources in table.TABLE.items():
+    for kind, sources in catalog.CATALOG.items():
         assert len({row.name for row in sources}) == len(sources)
         for row in sources:
-            assert slug(row.name) == row.name
+            assert make_folder_name(row.name) == row.name
             assert bool(row.files) != bool(row.hub), row.name
             assert row.licence
             assert row.page.startswith("https://")
@@ -383,14 +405,15 @@ def test_the_table_is_sound():
                 assert file.urls
                 assert file.sha256 is None or len(bytes.fromhex(file.sha256)) == 32
                 assert file.git_blob is None or len(bytes.fromhex(file.git_blob)) == 20
-            assert table.row(kind, row.name) is row
+            assert catalog.find_source(kind, row.name) is row
 
 
 def test_every_shipped_task_has_a_source():
     from steelyard import tasks
 
     assert {
-        task.name: getattr(table.of_task(task.name), "name", None) for task in tasks.SHIPPED
+        task.name: getattr(catalog.find_task_source(task.name), "name", None)
+        for task in tasks.SHIPPED_TASKS
     } == {
         "mmlu": "mmlu",
         "lambada": "lambada",
@@ -415,13 +438,13 @@ def test_unknown_names_are_refused_with_the_nearest():
         ("weights", "a/b/c", "no weights 'a/b/c' to get; known: "),
     ):
         with pytest.raises(RequestError) as caught:
-            table.row(kind, name)
+            catalog.find_source(kind, name)
         assert str(caught.value).startswith(line)
-    assert table.row("weights", "org/model").hub == "org/model"
+    assert catalog.find_source("weights", "org/model").hub == "org/model"
 
 
 def test_known_hashes_are_those_of_the_files_that_are_here(data_dir):
-    files = {file.name: file for row in table.DATA for file in row.files}
+    files = {file.name: file for row in catalog.DATA_SOURCES for file in row.files}
     for name, path in (
         ("lambada_test.jsonl", data_dir / "lambada" / "lambada_test.jsonl"),
         ("vocab.txt", data_dir / "tokenizers" / "bert-large-uncased" / "vocab.txt"),

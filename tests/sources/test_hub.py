@@ -11,16 +11,16 @@ from fixtures.golden import golden
 from fixtures.hub import FILES, REVISION, WEIGHTS, publish
 from fixtures.web import Page, Server
 from steelyard.errors import RequestError
-from steelyard.sources import hub, table
+from steelyard.sources import catalog, huggingface
 from steelyard.sources.download import DownloadError
-from steelyard.sources.get import Wish
-from steelyard.sources.store import Store
+from steelyard.sources.fetch import FetchOptions
+from steelyard.sources.store import SourceStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> SourceStore:
     (tmp_path / "weights").mkdir()
-    return Store(tmp_path / "weights")
+    return SourceStore(tmp_path / "weights")
 
 
 @pytest.fixture(autouse=True)
@@ -30,16 +30,19 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def get(server: Server, told, store: Store):
+def get(server: Server, told, store: SourceStore):
     def ask(
-        name: str = "org/tiny", revision: str | None = None, wish: Wish | None = None, at: str = ""
+        name: str = "org/tiny",
+        revision: str | None = None,
+        wish: FetchOptions | None = None,
+        at: str = "",
     ):
-        row = table.row("weights", name)
-        return hub.get(
+        row = catalog.find_source("weights", name)
+        return huggingface.fetch_model(
             store,
             row,
             revision,
-            wish or Wish(),
+            wish or FetchOptions(),
             told.tools(),
             lambda: "2026-11-16",
             at or server.url,
@@ -63,7 +66,7 @@ def test_a_model_is_taken_without_its_code_and_its_second_weights(server, get, t
         name: hashlib.sha256(FILES[name]).hexdigest() for name in taken
     }
     assert told.watched[-1] == (sum(len(FILES[name]) for name in taken),) * 2
-    assert store.pins()["org/tiny"].revision == REVISION
+    assert store.read_pins()["org/tiny"].revision == REVISION
     server.seen.clear()
     assert get() == (here, True)
     assert server.seen == []
@@ -73,13 +76,13 @@ def test_the_revision_of_the_first_use_stays(server, get, told, store):
     publish(server, "org/tiny", FILES)
     get()
     publish(server, "org/tiny", {**FILES, "config.json": b'{"model_type": "other"}'}, "f" * 40)
-    here, _ = get(wish=Wish(again=True))
+    here, _ = get(wish=FetchOptions(again=True))
     assert (here.manifest.revision, (here.path / "config.json").read_bytes()) == (
         REVISION,
         FILES["config.json"],
     )
-    here, _ = get(wish=Wish(repin=True))
-    assert (here.manifest.revision, store.pins()["org/tiny"].revision) == ("f" * 40,) * 2
+    here, _ = get(wish=FetchOptions(repin=True))
+    assert (here.manifest.revision, store.read_pins()["org/tiny"].revision) == ("f" * 40,) * 2
     here, before = get(revision=REVISION)
     assert (here.manifest.revision, before) == (REVISION, False)
 
@@ -96,7 +99,7 @@ def test_a_file_that_is_not_what_the_hub_lists_is_refused(server, get, told, sto
 
 def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told, store):
     publish(server, "org/tiny", FILES)
-    tree = store.working("org/tiny") / "tree"
+    tree = store.working_folder("org/tiny") / "tree"
     tree.mkdir(parents=True)
     (tree / "model-00001-of-00002.safetensors").write_bytes(b"of another revision")
     (tree / "config.json").write_bytes(b"of another revision")
@@ -157,7 +160,7 @@ def test_a_hub_that_is_not_there_is_one_line(get):
 
 
 def test_without_the_library_it_says_what_to_install(get, monkeypatch):
-    monkeypatch.setattr(hub, "find_spec", lambda name: None)
+    monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match=r"run pip install 'steelyard\[hub\]'"):
         get()
 
@@ -169,14 +172,14 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
     with pytest.raises(
         RequestError, match=r"no config\.json in it, nor in org--tiny/ or tiny/ below it"
     ):
-        get(wish=Wish(offline=tmp_path / "usb"))
+        get(wish=FetchOptions(offline=tmp_path / "usb"))
     for name in ("config.json", "model.safetensors", "modeling_odd.py"):
         (folder / name).write_bytes(FILES[name])
-    here, _ = get(wish=Wish(offline=tmp_path / "usb"))
+    here, _ = get(wish=FetchOptions(offline=tmp_path / "usb"))
     assert [piece.path for piece in here.manifest.files] == ["config.json", "model.safetensors"]
     assert (server.seen, here.manifest.revision) == ([], None)
     assert {made.checked_by for made in here.manifest.downloads} == {"nothing"}
-    assert store.pins() == {}
+    assert store.read_pins() == {}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_a_folder_brings_a_model(server, get, store, tmp_path, below):
     ],
 )
 def test_the_files_that_are_taken(names, taken):
-    assert hub.chosen(names) == taken
+    assert huggingface.choose_files(names) == taken
 
 
 def test_a_branch_that_names_the_same_commit_is_here(server, get, told, store):
@@ -230,14 +233,14 @@ def test_a_model_without_weights_is_refused(server, get, tmp_path):
         get()
     (tmp_path / "config.json").write_bytes(FILES["config.json"])
     with pytest.raises(RequestError, match="neither safetensors nor"):
-        get(wish=Wish(offline=tmp_path))
+        get(wish=FetchOptions(offline=tmp_path))
 
 
 def test_bytes_count_once(told):
     """The library shows what a store of chunks sends on a bar of its own, unless this one can."""
     meter = told.tools().meter
-    meter.begin(100)
-    bar = hub._bar(meter)(total=100)
+    meter.begin_transfer(100)
+    bar = huggingface._make_bar_class(meter)(total=100)
     bar.update_transfer(60)
     bar.set_transfer_postfix_str("60 B/s")
     bar.update(100)

@@ -15,7 +15,7 @@ import pytest
 from fixtures.golden import golden
 from steelyard.sources import unpack as unpacking
 from steelyard.sources.download import MismatchError
-from steelyard.sources.unpack import unpack
+from steelyard.sources.unpack import unpack_archive
 
 MOST = 1 << 20
 
@@ -52,7 +52,7 @@ def zipped(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
 def refusal(path: Path, most: int = MOST) -> str:
     folder = path.parent / "out"
     with pytest.raises(MismatchError) as caught:
-        unpack(path, folder, "top.txt", most)
+        unpack_archive(path, folder, "top.txt", most)
     assert sorted(one.name for one in path.parent.iterdir()) == [path.name]
     return str(caught.value)
 
@@ -70,7 +70,7 @@ def test_a_tar_is_unpacked_from_the_folder_of_its_top(tmp_path, compress):
         ("beside.txt", b"3"),
         compress=compress,
     )
-    unpack(path, tmp_path / "out", "top.txt", MOST)
+    unpack_archive(path, tmp_path / "out", "top.txt", MOST)
     found = {
         one.relative_to(tmp_path / "out").as_posix(): one.read_bytes()
         for one in (tmp_path / "out").rglob("*.*")
@@ -87,7 +87,7 @@ def test_a_zip_is_unpacked_from_the_folder_of_its_top(tmp_path):
         ("R/val.txt", b"2"),
         ("__MACOSX/R/top.txt", b"no"),
     )
-    unpack(path, tmp_path / "out", "top.txt", MOST)
+    unpack_archive(path, tmp_path / "out", "top.txt", MOST)
     assert {one.name: one.read_bytes() for one in (tmp_path / "out").iterdir()} == {
         "top.txt": b"1",
         "val.txt": b"2",
@@ -97,7 +97,7 @@ def test_a_zip_is_unpacked_from_the_folder_of_its_top(tmp_path):
 def test_a_tar_that_ends_in_a_zip_is_a_tar(tmp_path):
     inner = zipped(tmp_path / "inner.zip", ("top.txt", b"of the zip")).read_bytes()
     (tmp_path / "inner.zip").unlink()
-    unpack(
+    unpack_archive(
         tar(tmp_path / "x", ("top.txt", b"1"), ("inner.zip", inner)),
         tmp_path / "out",
         "top.txt",
@@ -109,7 +109,7 @@ def test_a_tar_that_ends_in_a_zip_is_a_tar(tmp_path):
 def test_files_are_no_programs_whatever_the_archive_says(tmp_path):
     info = tarfile.TarInfo("top.txt")
     info.mode = 0o6777
-    unpack(tar(tmp_path / "x", info), tmp_path / "out", "top.txt", MOST)
+    unpack_archive(tar(tmp_path / "x", info), tmp_path / "out", "top.txt", MOST)
     assert stat.S_IMODE((tmp_path / "out" / "top.txt").stat().st_mode) & 0o7133 == 0
 
 
@@ -185,7 +185,7 @@ def test_the_names_of_a_tar_have_a_limit(tmp_path):
 
 
 def test_the_number_of_files_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(unpacking, "MOST_FILES", 3)
+    monkeypatch.setattr(unpacking, "MAX_ENTRIES", 3)
     assert (
         refusal(tar(tmp_path / "x", *((f"{n}", b"") for n in range(4))))
         == "more than 3 files and folders"

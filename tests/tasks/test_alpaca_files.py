@@ -14,7 +14,7 @@ from fixtures.golden import golden
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import conversations, data
 from steelyard.tasks.alpaca.data import Conversation
-from steelyard.tasks.alpaca.task import MadeConversations
+from steelyard.tasks.alpaca.task import GeneratedConversationsConfig
 
 ELEMENTS = [
     {"instruction": "Name a cat.", "input": "", "output": "Tom"},
@@ -47,7 +47,7 @@ LINES = (
 
 def refusal(source: Path) -> str:
     with pytest.raises(RequestError) as caught:
-        data.read(source)
+        data.read_conversations(source)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -71,10 +71,14 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         (path.parent / "README.md").touch()
         (path.parent / "tokenizer.json").touch()
         (path.parent / "more.json").mkdir()
-        assert data.read(path) == data.read(path.parent) == (SAID, path.name), name
+        assert (
+            data.read_conversations(path)
+            == data.read_conversations(path.parent)
+            == (SAID, path.name)
+        ), name
     other = tmp_path / "no suffix"
     other.write_bytes(gzip.compress(LINES, mtime=0))
-    assert data.read(other) == (SAID, "no suffix")
+    assert data.read_conversations(other) == (SAID, "no suffix")
 
 
 def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: Path) -> None:
@@ -84,21 +88,25 @@ def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: P
     elements, lines = tmp_path / "x.json", tmp_path / "x.jsonl"
     elements.write_text(json.dumps(ELEMENTS))
     joined = Conversation((("human", "Count.\n\n\nnaïve “dogs”\n"), ("assistant", "")))
-    assert data.read(elements, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
+    assert data.read_conversations(elements, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
     lines.write_bytes(LINES.replace(b"Count.\\n", b"Count.\\n\\n\\n"))
-    assert data.read(lines)[0] == data.read(lines, "\n\n\n")[0] == [SAID[0], joined, SAID[2]]
-    assert data.fingerprint(data.read(lines)[0], Words()) == data.fingerprint(
-        data.read(elements, "\n\n\n")[0], Words()
+    assert (
+        data.read_conversations(lines)[0]
+        == data.read_conversations(lines, "\n\n\n")[0]
+        == [SAID[0], joined, SAID[2]]
     )
-    assert data.fingerprint(data.read(elements)[0], Words()) != data.fingerprint(
-        data.read(lines)[0], Words()
-    )
+    assert data.fingerprint_conversations(
+        data.read_conversations(lines)[0], Words()
+    ) == data.fingerprint_conversations(data.read_conversations(elements, "\n\n\n")[0], Words())
+    assert data.fingerprint_conversations(
+        data.read_conversations(elements)[0], Words()
+    ) != data.fingerprint_conversations(data.read_conversations(lines)[0], Words())
 
 
 def test_turns_and_an_instruction(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(line(("human", "a"), ("gpt", "b"), ("user", "c"), instruction="Be kind."))
-    assert data.read(path) == ([LONG], "x.jsonl")
+    assert data.read_conversations(path) == ([LONG], "x.jsonl")
 
 
 def test_a_folder_holds_one(tmp_path: Path) -> None:
@@ -275,7 +283,7 @@ def test_files_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     packed.write_bytes(gzip.compress(LINES, mtime=0))
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES))
     monkeypatch.setattr(conversations, "MAX_GZIP_BYTES", packed.stat().st_size)
-    assert data.read(plain)[0] == data.read(packed)[0] == SAID
+    assert data.read_conversations(plain)[0] == data.read_conversations(packed)[0] == SAID
     monkeypatch.setattr(conversations, "MAX_FILE_BYTES", len(LINES) - 1)
     for path in (plain, packed):
         assert (
@@ -297,7 +305,7 @@ def test_a_file_that_unpacks_without_end_is_refused_early(
 
 
 def test_made_conversations_can_be_written_and_read(tmp_path: Path) -> None:
-    made = data.make(MadeConversations(conversations=20))
+    made = data.generate_conversations(GeneratedConversationsConfig(conversations=20))
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(line(*one.turns, instruction=one.instruction) for one in made))
-    assert data.read(path) == (made, "x.jsonl")
+    assert data.read_conversations(path) == (made, "x.jsonl")

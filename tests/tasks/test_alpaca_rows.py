@@ -13,12 +13,12 @@ import pytest
 from fixtures.alpaca import Words
 from fixtures.golden import golden
 from steelyard.data import counting
-from steelyard.data.rows import IGNORED, Rows
-from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.data.tokenizer import WordHashTokenizer
+from steelyard.data.training_rows import IGNORED, TrainingRows
 from steelyard.errors import RequestError
 from steelyard.tasks.alpaca import data
-from steelyard.tasks.alpaca.data import AlpacaRows, Conversation, ConversationSample
-from steelyard.tasks.alpaca.task import MadeConversations
+from steelyard.tasks.alpaca.data import Conversation, ConversationRows, ConversationSample
+from steelyard.tasks.alpaca.task import GeneratedConversationsConfig
 
 
 def said(*texts: str, instruction: str = "") -> Conversation:
@@ -44,15 +44,21 @@ BY_HAND = [
 
 
 def test_samples_by_hand() -> None:
-    assert data.encode(BY_HAND, Words(), 18) == ([ONE, TWO, OPEN], 0)
-    assert data.totals([ONE, TWO, OPEN]) == {
+    assert data.encode_conversations(BY_HAND, Words(), 18) == ([ONE, TWO, OPEN], 0)
+    assert data.count_totals([ONE, TWO, OPEN]) == {
         "samples": 3,
         "tokens": 40,
         "learned": 11,
         "longest": 18,
         "mean": 40 / 3,
     }
-    assert data.totals([]) == {"samples": 0, "tokens": 0, "learned": 0, "longest": 0, "mean": 0.0}
+    assert data.count_totals([]) == {
+        "samples": 0,
+        "tokens": 0,
+        "learned": 0,
+        "longest": 0,
+        "mean": 0.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -65,7 +71,10 @@ def test_what_a_tokenizer_puts_around_a_text_stands_once(
     expected = ConversationSample(
         (*begin, *ONE.tokens[1:]), (*(False for _ in begin), *ONE.learned[1:])
     )
-    assert data.encode([BY_HAND[0]], Words(begin=begin, close=close), 18) == ([expected], 0)
+    assert data.encode_conversations([BY_HAND[0]], Words(begin=begin, close=close), 18) == (
+        [expected],
+        0,
+    )
 
 
 def test_a_tokenizer_that_begins_texts_unlike_is_refused() -> None:
@@ -74,28 +83,31 @@ def test_a_tokenizer_that_begins_texts_unlike_is_refused() -> None:
             return [[1, 3] if len(text) < 2 else [3] for text in texts]
 
     with pytest.raises(RequestError) as caught:
-        data.encode(BY_HAND, Fickle(), 18)
+        data.encode_conversations(BY_HAND, Fickle(), 18)
     assert str(caught.value) == (golden("tokenizer-words-does-not-begin-and"))
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        data.encode(BY_HAND, Words(end=None), 18)
+        data.encode_conversations(BY_HAND, Words(end=None), 18)
     assert str(caught.value) == (golden("tokenizer-words-does-not-say-which"))
 
 
 def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() -> None:
-    assert data.encode(BY_HAND, Words(), 17) == (
+    assert data.encode_conversations(BY_HAND, Words(), 17) == (
         [ONE, ConversationSample(TWO.tokens[:17], TWO.learned[:17]), OPEN],
         1,
     )
     cut = [ConversationSample(one.tokens[:9], one.learned[:9]) for one in (ONE, OPEN)]
-    assert data.encode(BY_HAND, Words(), 9) == (cut, 3)  # nine tokens of the second hold no answer
-    assert data.encode(BY_HAND, Words(), 7) == (
+    assert data.encode_conversations(BY_HAND, Words(), 9) == (
+        cut,
+        3,
+    )  # nine tokens of the second hold no answer
+    assert data.encode_conversations(BY_HAND, Words(), 7) == (
         [ConversationSample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)],
         3,
     )
-    assert data.encode(BY_HAND, Words(), 6) == ([], 3)
+    assert data.encode_conversations(BY_HAND, Words(), 6) == ([], 3)
 
 
 def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
@@ -107,18 +119,27 @@ def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
             whole[number].tokens[:length], whole[number].learned[:length], beyond
         )
 
-    assert data.encode(BY_HAND, Words(), 18, last_target=True) == (whole, 0)
+    assert data.encode_conversations(BY_HAND, Words(), 18, last_target=True) == (whole, 0)
     # all targets are there
-    assert data.encode(BY_HAND, Words(), 17, last_target=True) == ([ONE, cut(1, 17, 2), OPEN], 0)
-    assert data.encode(BY_HAND, Words(), 16, last_target=True) == ([ONE, cut(1, 16, 14), OPEN], 1)
+    assert data.encode_conversations(BY_HAND, Words(), 17, last_target=True) == (
+        [ONE, cut(1, 17, 2), OPEN],
+        0,
+    )
+    assert data.encode_conversations(BY_HAND, Words(), 16, last_target=True) == (
+        [ONE, cut(1, 16, 14), OPEN],
+        1,
+    )
     # Behind nine tokens: the end of ONE, an answer's first token of TWO, nothing learned of OPEN.
-    assert data.encode(BY_HAND, Words(), 9, last_target=True) == (
+    assert data.encode_conversations(BY_HAND, Words(), 9, last_target=True) == (
         [cut(0, 9, 2), cut(1, 9, 15), cut(2, 9, None)],
         2,
     )
-    assert data.encode(BY_HAND, Words(), 6, last_target=True) == ([cut(0, 6, 16), cut(2, 6, 16)], 3)
-    assert data.encode(BY_HAND, Words(), 5, last_target=True) == ([], 3)
-    assert data.totals([cut(1, 9, 15)]) == {
+    assert data.encode_conversations(BY_HAND, Words(), 6, last_target=True) == (
+        [cut(0, 6, 16), cut(2, 6, 16)],
+        3,
+    )
+    assert data.encode_conversations(BY_HAND, Words(), 5, last_target=True) == ([], 3)
+    assert data.count_totals([cut(1, 9, 15)]) == {
         "samples": 1,
         "tokens": 9,
         "learned": 1,
@@ -129,31 +150,38 @@ def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
 
 def test_the_row_of_a_cut_sample_by_hand() -> None:
     no = IGNORED
-    (kept,), _ = data.encode(BY_HAND[:1], Words(), 8, last_target=True)
-    row = AlpacaRows([kept], 8, 1, 0, 0).row((0,))
+    (kept,), _ = data.encode_conversations(BY_HAND[:1], Words(), 8, last_target=True)
+    row = ConversationRows([kept], 8, 1, 0, 0).row((0,))
     assert row.tokens.tolist() == [1, 10, 12, 15, 14, 13, 16, 19]
     assert row.targets.tolist() == [no] * 5 + [16, 19, 14]
     assert (row.lens, row.real, row.samples) == ((8,), 8, 1)
-    (lost,), _ = data.encode(BY_HAND[:1], Words(), 8)
-    assert AlpacaRows([lost], 8, 1, 0, 0).row((0,)).targets.tolist() == [no] * 5 + [16, 19, no]
+    (lost,), _ = data.encode_conversations(BY_HAND[:1], Words(), 8)
+    assert ConversationRows([lost], 8, 1, 0, 0).row((0,)).targets.tolist() == [no] * 5 + [
+        16,
+        19,
+        no,
+    ]
     assert [
-        counting.of_row(AlpacaRows([one], 8, 1, 0, 0).row((0,)))["logits"] for one in (lost, kept)
+        counting.count_row(ConversationRows([one], 8, 1, 0, 0).row((0,)))["logits"]
+        for one in (lost, kept)
     ] == [2, 3]
     # the target of one is no target of the other
-    behind = AlpacaRows([kept, lost], 18, 2, 0, 0).row((0, 1))
+    behind = ConversationRows([kept, lost], 18, 2, 0, 0).row((0, 1))
     assert behind.targets.tolist() == [no] * 5 + [16, 19, 14] + [no] * 5 + [16, 19, no] + [no] * 2
 
 
 def test_many_conversations_are_encoded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = data.make(MadeConversations(conversations=40))
-    whole = data.encode(made, MadeTokenizer(512), 256)
-    monkeypatch.setattr(data, "_AT_ONCE", 7)
-    assert data.encode(made, MadeTokenizer(512), 256) == whole
-    assert [data.encode([one], MadeTokenizer(512), 256)[0][0] for one in made] == whole[0]
+    made = data.generate_conversations(GeneratedConversationsConfig(conversations=40))
+    whole = data.encode_conversations(made, WordHashTokenizer(512), 256)
+    monkeypatch.setattr(data, "_ENCODE_BATCH", 7)
+    assert data.encode_conversations(made, WordHashTokenizer(512), 256) == whole
+    assert [
+        data.encode_conversations([one], WordHashTokenizer(512), 256)[0][0] for one in made
+    ] == whole[0]
 
 
 def test_a_row_by_hand() -> None:
-    rows = AlpacaRows([ONE, TWO, OPEN], 32, 3, 0, 0)
+    rows = ConversationRows([ONE, TWO, OPEN], 32, 3, 0, 0)
     assert rows.batch(0) == [(1, 2), (0,)]
     row = rows.row((1, 2))
     assert row.tokens.tolist() == [*TWO.tokens, *OPEN.tokens, 0, 0]
@@ -163,7 +191,7 @@ def test_a_row_by_hand() -> None:
     )
     assert (row.lens, row.real, row.samples) == ((18, 12, 2), 30, 2)
     assert row.tokens.dtype == row.targets.dtype == np.int64
-    full = AlpacaRows([ONE, TWO, OPEN], 30, 3, 0, 0).row((1, 2))
+    full = ConversationRows([ONE, TWO, OPEN], 30, 3, 0, 0).row((1, 2))
     assert (full.lens, full.real, full.samples, len(full.tokens)) == ((18, 12), 30, 2, 30)
 
 
@@ -171,15 +199,17 @@ def test_first_fit_decreasing_by_hand() -> None:
     lengths = dict(enumerate([3, 7, 5, 2, 6, 4, 2, 10, 3]))
     expected = [(7,), (1, 0), (4, 5), (2, 8, 3), (6,)]
     for order in ([*lengths], [*reversed(lengths)], sorted(lengths, key=lambda i: i * 5 % 9)):
-        assert data.first_fit_decreasing(lengths, order, 10) == expected
-    assert data.first_fit_decreasing({3: 4}, [3, 3, 3], 10) == [(3, 3), (3,)]
-    assert data.first_fit_decreasing({}, [], 10) == []
+        assert data.pack_first_fit(lengths, order, 10) == expected
+    assert data.pack_first_fit({3: 4}, [3, 3, 3], 10) == [(3, 3), (3,)]
+    assert data.pack_first_fit({}, [], 10) == []
 
 
 @pytest.fixture(scope="module")
 def samples() -> list[ConversationSample]:
-    return data.encode(
-        data.make(MadeConversations(conversations=101, seed=4)), MadeTokenizer(512), 200
+    return data.encode_conversations(
+        data.generate_conversations(GeneratedConversationsConfig(conversations=101, seed=4)),
+        WordHashTokenizer(512),
+        200,
     )[0]
 
 
@@ -190,12 +220,12 @@ def flat(keys: list[tuple[int, ...]]) -> list[int]:
 def test_a_batch_holds_each_of_its_samples_once_and_whole(
     samples: list[ConversationSample],
 ) -> None:
-    rows: Rows = AlpacaRows(samples, 200, 16, 3, 5)
-    again = AlpacaRows(samples, 200, 16, 3, 5)
+    rows: TrainingRows = ConversationRows(samples, 200, 16, 3, 5)
+    again = ConversationRows(samples, 200, 16, 3, 5)
     for step in (0, 1, 2, 11):
         keys = rows.batch(step)
         assert keys == again.batch(step) == rows.batch(step)
-        unpacked = AlpacaRows(samples, 200, 16, 3, 5, pack=False).batch(step)
+        unpacked = ConversationRows(samples, 200, 16, 3, 5, pack=False).batch(step)
         assert sorted(flat(keys)) == sorted(flat(unpacked))
         assert len(flat(keys)) == 16 > len(keys)
         for key in keys:
@@ -218,7 +248,7 @@ def test_a_batch_holds_each_of_its_samples_once_and_whole(
 
 
 def test_unpacked_every_sample_is_a_row(samples: list[ConversationSample]) -> None:
-    rows = AlpacaRows(samples, 200, 16, 3, 5, pack=False)
+    rows = ConversationRows(samples, 200, 16, 3, 5, pack=False)
     for key in rows.batch(0) + rows.held_out():
         (i,), row = key, rows.row(key)
         size = len(samples[i].tokens)
@@ -231,7 +261,7 @@ def test_unpacked_every_sample_is_a_row(samples: list[ConversationSample]) -> No
 def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
     samples: list[ConversationSample], pack: bool
 ) -> None:
-    rows = AlpacaRows(samples, 200, 16, 3, 5, pack)
+    rows = ConversationRows(samples, 200, 16, 3, 5, pack)
     held = flat(rows.held_out())
     assert len(set(held)) == len(held) == 5
     epochs = [
@@ -244,12 +274,12 @@ def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
 
 
 def test_a_batch_runs_on_into_the_next_epoch(samples: list[ConversationSample]) -> None:
-    rows = AlpacaRows(samples[:10], 200, 4, 0, 1, pack=False)
+    rows = ConversationRows(samples[:10], 200, 4, 0, 1, pack=False)
     line = flat([key for step in range(9) for key in rows.batch(step)])
     assert [Counter(line[start : start + 9]) for start in (0, 9, 18, 27)] == [
         Counter(set(line))
     ] * 4
-    large = AlpacaRows(samples[:10], 200, 36, 0, 1)
+    large = ConversationRows(samples[:10], 200, 36, 0, 1)
     assert sorted(flat(large.batch(0))) == sorted(line)
     assert [large.row(key).samples for key in large.batch(0)] == [
         len(key) for key in large.batch(0)
@@ -257,10 +287,12 @@ def test_a_batch_runs_on_into_the_next_epoch(samples: list[ConversationSample]) 
 
 
 def test_seeds_differ(samples: list[ConversationSample]) -> None:
-    one, other = (AlpacaRows(samples, 200, 16, seed, 20) for seed in (0, 1))
+    one, other = (ConversationRows(samples, 200, 16, seed, 20) for seed in (0, 1))
     assert one.batch(0) != other.batch(0)
     assert one.held_out() != other.held_out()
-    assert set(flat(AlpacaRows(samples, 200, 16, 0, 5).held_out())) < set(flat(one.held_out()))
+    assert set(flat(ConversationRows(samples, 200, 16, 0, 5).held_out())) < set(
+        flat(one.held_out())
+    )
 
 
 @pytest.mark.parametrize(
@@ -277,7 +309,7 @@ def test_rows_that_cannot_be(
     count: int, length: int, batch: int, held_out: int, reason: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        AlpacaRows([ONE, TWO, OPEN][:count], length, batch, 0, held_out)
+        ConversationRows([ONE, TWO, OPEN][:count], length, batch, 0, held_out)
     assert str(caught.value) == reason
 
 
@@ -287,17 +319,23 @@ def test_a_fingerprint_sees_every_text_their_order_and_the_vocabulary() -> None:
         % (b"0" * 64)
     ).hexdigest()
     some = [said("a", "é"), said("c", "", instruction="b")]
-    assert data.fingerprint(some, Words()) == by_hand
+    assert data.fingerprint_conversations(some, Words()) == by_hand
     others = [some[::-1], some[:1], [some[0], said("c", "")], [said("a", "e"), some[1]]]
-    assert by_hand not in [data.fingerprint(other, Words()) for other in others]
-    assert by_hand != data.fingerprint(some, Words(sha256="1" * 64))
+    assert by_hand not in [data.fingerprint_conversations(other, Words()) for other in others]
+    assert by_hand != data.fingerprint_conversations(some, Words(sha256="1" * 64))
 
 
 def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_asked() -> None:
-    made = data.make(MadeConversations(conversations=600, seed=2))
-    assert made == data.make(MadeConversations(conversations=600, seed=2))
-    assert made[:100] == data.make(MadeConversations(conversations=100, seed=2))
-    assert made != data.make(MadeConversations(conversations=600, seed=3))
+    made = data.generate_conversations(GeneratedConversationsConfig(conversations=600, seed=2))
+    assert made == data.generate_conversations(
+        GeneratedConversationsConfig(conversations=600, seed=2)
+    )
+    assert made[:100] == data.generate_conversations(
+        GeneratedConversationsConfig(conversations=100, seed=2)
+    )
+    assert made != data.generate_conversations(
+        GeneratedConversationsConfig(conversations=600, seed=3)
+    )
     assert len(set(made)) == len(made) == 600
     assert {len(one.turns) for one in made} == {2, 4}
     for one in made:
@@ -308,9 +346,10 @@ def test_made_conversations_are_the_same_each_time_and_answered_by_what_was_aske
 
 def test_made_instructions_have_inputs_behind_the_joint() -> None:
     made, joined = (
-        data.make(MadeConversations(conversations=200), joint) for joint in ("\n", "\n\n\n")
+        data.generate_conversations(GeneratedConversationsConfig(conversations=200), joint)
+        for joint in ("\n", "\n\n\n")
     )
-    assert made == data.make(MadeConversations(conversations=200))
+    assert made == data.generate_conversations(GeneratedConversationsConfig(conversations=200))
     asked = [
         [text for one in found for role, text in one.turns if role == "human"]
         for found in (made, joined)
@@ -320,9 +359,9 @@ def test_made_instructions_have_inputs_behind_the_joint() -> None:
 
 
 def test_made_answers_are_tokens_of_what_was_asked() -> None:
-    made = data.make(MadeConversations(conversations=50))
-    tokens = MadeTokenizer(512)
-    found, shortened = data.encode(made, tokens, 256)
+    made = data.generate_conversations(GeneratedConversationsConfig(conversations=50))
+    tokens = WordHashTokenizer(512)
+    found, shortened = data.encode_conversations(made, tokens, 256)
     assert shortened == 0
     newline = tokens.encode(["\n"])[0][1]
     for sample in found:

@@ -162,14 +162,14 @@ WRONG: dict[str, tuple[str, Callable[[Path], Path], str]] = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_tasks_own_data(name: str, tmp_path: Path) -> None:
     task, make = RIGHT[name]
-    tasks.row(task).check_data(make(tmp_path))
+    tasks.find_task(task).check_data(make(tmp_path))
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_data_of_a_task(name: str, tmp_path: Path) -> None:
     task, make, said = WRONG[name]
     with pytest.raises(RequestError) as caught:
-        tasks.row(task).check_data(make(tmp_path))
+        tasks.find_task(task).check_data(make(tmp_path))
     assert said in str(caught.value)
 
 
@@ -179,7 +179,7 @@ def test_a_long_file_is_not_read_to_its_end(
     """What lies behind the first bytes is for the worker; a first element that is longer than these
     is no error."""
     monkeypatch.setattr(conversations, "BEGIN_BYTES", 64)
-    good, row = {"instruction": "é" * 10, "output": "b"}, tasks.row("alpaca")
+    good, row = {"instruction": "é" * 10, "output": "b"}, tasks.find_task("alpaca")
     row.check_data(written(tmp_path / "1.json", json.dumps([good, 1], ensure_ascii=False).encode()))
     row.check_data(
         written(
@@ -191,7 +191,7 @@ def test_a_long_file_is_not_read_to_its_end(
 
 
 def test_every_shipped_task_has_a_check() -> None:
-    assert [row.name for row in tasks.table().values() if not row.data_check] == []
+    assert [row.name for row in tasks.load_tasks().values() if not row.data_check] == []
 
 
 def test_nothing_is_started_with_wrong_data(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from fixtures.commands import Shell
 from fixtures.golden import golden
 from steelyard import plugins, tasks
-from steelyard.case.precision import SCORE, TRAIN, presets
+from steelyard.case.precision import SCORING_PRESETS, TRAINING_PRESETS, load_presets
 from steelyard.case.question import Question
 from steelyard.errors import RequestError
 from steelyard.report.columns import TableLayout
@@ -21,12 +21,12 @@ CASE = PACKAGE / "counting.toml"
 RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "recite")
 
 
-@pytest.mark.parametrize("kind", kinds.SHIPPED, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", kinds.SHIPPED_KINDS, ids=lambda kind: kind.name)
 def test_a_row_holds_together(kind: kinds.Kind) -> None:
     """What a row names exists, and passes that have a meaning are among its passes."""
     references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
-    assert all(plugins.load(one) is not None for one in references)
-    assert isinstance(plugins.load(kind.columns), TableLayout)
+    assert all(plugins.load_reference(one) is not None for one in references)
+    assert isinstance(plugins.load_reference(kind.columns), TableLayout)
     named = (
         kind.headline,
         kind.judged,
@@ -40,21 +40,21 @@ def test_a_row_holds_together(kind: kinds.Kind) -> None:
 
 
 def test_shipped_rows() -> None:
-    assert {name: (row.passes, row.headline) for name, row in kinds.table().items()} == {
+    assert {name: (row.passes, row.headline) for name, row in kinds.load_kinds().items()} == {
         "score": (("val", "infer", "bare"), ("infer", "val")),
         "train": (("before", "train", "after"), ("train",)),
     }
     assert (kinds.SCORE.forwards, kinds.TRAIN.forwards) == (1, 3)
-    assert [kinds.TRAIN.forwards_of(name) for name in kinds.TRAIN.passes] == [1, 3, 1]
-    assert presets() == {"score": SCORE, "train": TRAIN}
-    assert {task.work for task in tasks.table().values()} == {
-        work for row in kinds.SHIPPED for work in row.works
+    assert [kinds.TRAIN.forwards_in_pass(name) for name in kinds.TRAIN.passes] == [1, 3, 1]
+    assert load_presets() == {"score": SCORING_PRESETS, "train": TRAINING_PRESETS}
+    assert {task.work for task in tasks.load_tasks().values()} == {
+        work for row in kinds.SHIPPED_KINDS for work in row.works
     }
 
 
 def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"^no kind of work 'recite'; known: score, train$"):
-        kinds.row("recite")
+        kinds.find_kind("recite")
     with pytest.raises(ValueError, match="no kind of work 'recite'; known: score, train"):
         Question.model_validate({"kind": "recite", "task": "mmlu"})
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from fixtures.golden import golden
-from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.data.seeded_draws import choose_items
+from steelyard.data.tokenizer import WordHashTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks.lambada import data as lambada
-from steelyard.tasks.lambada.task import LambadaData, MadePassages
+from steelyard.tasks.lambada.task import GeneratedPassagesConfig, LambadaData
 
 TEXTS = [
     "The stone was blue.\n\n“Blue,” he said",
@@ -63,7 +63,7 @@ class Words:
 
 def refusal(source: Path, data: LambadaData = DATA) -> str:
     with pytest.raises(RequestError) as caught:
-        lambada.load(data, source)
+        lambada.load_passages(data, source)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -91,10 +91,13 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_bytes(content)
-        assert lambada.read(path) == TEXTS, name
-        assert lambada.load(DATA, path) == (TEXTS, path.name)
+        assert lambada.read_passages(path) == TEXTS, name
+        assert lambada.load_passages(DATA, path) == (TEXTS, path.name)
         if path.name.startswith("lambada"):
-            assert lambada.load(DATA, tmp_path / name.partition("/")[0]) == (TEXTS, path.name)
+            assert lambada.load_passages(DATA, tmp_path / name.partition("/")[0]) == (
+                TEXTS,
+                path.name,
+            )
 
 
 def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
@@ -104,9 +107,9 @@ def test_the_first_of_a_folders_files_is_read(tmp_path: Path) -> None:
         ("lambada_test_bak.jsonl", "a bak"),
     ):
         (tmp_path / name).write_text(json.dumps({"text": text}))
-    assert lambada.read(tmp_path) == ["a bak"]
+    assert lambada.read_passages(tmp_path) == ["a bak"]
     (tmp_path / "lambada_test.jsonl").write_text(json.dumps({"text": "the test"}))
-    assert lambada.read(tmp_path) == ["the test"]
+    assert lambada.read_passages(tmp_path) == ["the test"]
 
 
 JSON = 'is not JSON in UTF-8: {}; a line is {{"text": "…"}}'
@@ -216,7 +219,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     )
     assert refusal(tmp_path) == (golden("no-lambada_test-jsonl-in-it-nor", tmp_path))
     with pytest.raises(RequestError) as caught:
-        lambada.load(DATA, None)
+        lambada.load_passages(DATA, None)
     assert str(caught.value) == (golden("this-size-needs-lambada-give-lambada_test"))
 
 
@@ -225,7 +228,7 @@ def test_another_number_of_passages_is_another_set(tmp_path: Path) -> None:
     path.write_bytes(LINES)
     whole = LambadaData(kind="lambada")
     assert refusal(path, whole) == (golden("4-passages-the-case-has-5153-2", path))
-    made = whole.model_copy(update={"made": MadePassages(passages=3)})
+    made = whole.model_copy(update={"made": GeneratedPassagesConfig(passages=3)})
     assert refusal(path, made) == golden("4-passages-the-case-has-5153", path)
 
 
@@ -247,7 +250,7 @@ def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     longest = max(map(len, LINES.split(b"\n")))
     monkeypatch.setattr(lambada, "MAX_LINES", 4)
     monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest)
-    assert lambada.read(path) == TEXTS
+    assert lambada.read_passages(path) == TEXTS
     monkeypatch.setattr(lambada, "MAX_LINE_BYTES", longest - 1)
     assert refusal(path) == f"{path}: line 1 has {longest} bytes; allowed: at most {longest - 1}"
     monkeypatch.setattr(lambada, "MAX_LINES", 3)
@@ -256,7 +259,7 @@ def test_lines_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_rows_and_last_words_by_hand() -> None:
     texts = ["the cat saw a dog", "the dog saw dogs", "the cat saw a dog-house", "the cat"]
-    found = lambada.encode(texts, Words(), 9, None, 0)
+    found = lambada.encode_passages(texts, Words(), 9, None, 0)
     assert found.rows == [
         [1, 10, 11, 12, 13, 14, 2],
         [1, 10, 14, 12, 15, 2],
@@ -269,9 +272,9 @@ def test_rows_and_last_words_by_hand() -> None:
 
 def test_an_end_that_the_tokenizer_adds_is_not_added_twice() -> None:
     texts = ["the cat saw a dog", "the cat saw a dog-house"]
-    assert lambada.encode(texts, Words(closes=True), 9, None, 0) == lambada.encode(
-        texts, Words(), 9, None, 0
-    )
+    assert lambada.encode_passages(
+        texts, Words(closes=True), 9, None, 0
+    ) == lambada.encode_passages(texts, Words(), 9, None, 0)
 
 
 def test_a_last_word_begins_where_the_tokens_part() -> None:
@@ -280,7 +283,7 @@ def test_a_last_word_begins_where_the_tokens_part() -> None:
             return [[9, 5] if text == "the cat" else [9, 6, 7] for text in texts]
 
     # 5 is no longer there: 6 and 7 are the word's
-    assert lambada.encode(["the cat saw"], Merging(), 9, None, 0).last == [2]
+    assert lambada.encode_passages(["the cat saw"], Merging(), 9, None, 0).last == [2]
 
 
 @pytest.mark.parametrize("ids", [[[1, 10, 11]], [[1, 10]]])
@@ -290,59 +293,62 @@ def test_a_last_word_without_tokens_is_refused(ids: list[list[int]]) -> None:
             return [[1, 10, 11]] if texts == ["the cat"] else ids
 
     with pytest.raises(RequestError) as caught:
-        lambada.encode(["the cat saw"], Deaf(), 9, None, 0)
+        lambada.encode_passages(["the cat saw"], Deaf(), 9, None, 0)
     assert str(caught.value) == golden("tokenizer-words-the-last-word-of")
 
 
 def test_a_row_that_does_not_fit_is_refused_and_not_cut() -> None:
     texts = ["the cat", "the cat saw a dog"]
-    assert [len(row) for row in lambada.encode(texts, Words(), 7, None, 0).rows] == [4, 7]
+    assert [len(row) for row in lambada.encode_passages(texts, Words(), 7, None, 0).rows] == [4, 7]
     with pytest.raises(RequestError) as caught:
-        lambada.encode(texts, Words(), 6, None, 0)
+        lambada.encode_passages(texts, Words(), 6, None, 0)
     assert str(caught.value) == golden("passage-2-its-line-has-7")
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        lambada.encode(["the cat"], Words(end=None), 9, None, 0)
+        lambada.encode_passages(["the cat"], Words(end=None), 9, None, 0)
     assert str(caught.value) == (golden("tokenizer-words-does-not-say-which"))
 
 
 def test_a_sample_holds_the_same_rows_as_the_whole() -> None:
-    tokens, texts = MadeTokenizer(512), lambada.make(MadePassages(passages=30))
-    whole, part = (
-        lambada.encode(texts, tokens, 128, None, 0),
-        lambada.encode(texts, tokens, 128, 11, 5),
+    tokens, texts = (
+        WordHashTokenizer(512),
+        lambada.generate_passages(GeneratedPassagesConfig(passages=30)),
     )
-    assert part.index == chosen(30, 11, 5)
+    whole, part = (
+        lambada.encode_passages(texts, tokens, 128, None, 0),
+        lambada.encode_passages(texts, tokens, 128, 11, 5),
+    )
+    assert part.index == choose_items(30, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.last == [whole.last[i] for i in part.index]
     assert part.groups == list(range(11))
 
 
 def test_only_the_sample_is_encoded() -> None:
-    index = chosen(3, 1, 0)
+    index = choose_items(3, 1, 0)
     texts = ["the cat" if i in index else "not in the table" for i in range(3)]
-    assert lambada.encode(texts, Words(), 4, 1, 0).rows == [[1, 10, 11, 2]]
+    assert lambada.encode_passages(texts, Words(), 4, 1, 0).rows == [[1, 10, 11, 2]]
 
 
 def test_a_sample_has_bounds() -> None:
     with pytest.raises(RequestError) as caught:
-        lambada.encode(["the cat"], Words(), 9, 2, 0)
+        lambada.encode_passages(["the cat"], Words(), 9, 2, 0)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("--sample 2: the data has 1 ")
 
 
 def test_a_fingerprint_sees_the_texts_their_order_and_the_vocabulary() -> None:
     by_hand = hashlib.sha256(b"0" * 64 + '["a b","né ü"]'.encode()).hexdigest()
-    assert lambada.fingerprint(["a b", "né ü"], Words()) == by_hand
+    assert lambada.fingerprint_passages(["a b", "né ü"], Words()) == by_hand
     assert (
         len(
             {
                 by_hand,
-                lambada.fingerprint(["né ü", "a b"], Words()),
-                lambada.fingerprint(["a b"], Words()),
-                lambada.fingerprint(["a b", "né ü"], Words(sha256="1" * 64)),
+                lambada.fingerprint_passages(["né ü", "a b"], Words()),
+                lambada.fingerprint_passages(["a b"], Words()),
+                lambada.fingerprint_passages(["a b", "né ü"], Words(sha256="1" * 64)),
             }
         )
         == 4
@@ -350,11 +356,13 @@ def test_a_fingerprint_sees_the_texts_their_order_and_the_vocabulary() -> None:
 
 
 def test_made_passages_end_in_a_word_that_stood_before_and_are_the_same_each_time() -> None:
-    made = MadePassages(passages=600, seed=2)
-    texts = lambada.make(made)
-    assert texts == lambada.make(made)
-    assert texts[:200] == lambada.make(MadePassages(passages=200, seed=2))
-    assert not set(texts) & set(lambada.make(MadePassages(passages=600, seed=3)))
+    made = GeneratedPassagesConfig(passages=600, seed=2)
+    texts = lambada.generate_passages(made)
+    assert texts == lambada.generate_passages(made)
+    assert texts[:200] == lambada.generate_passages(GeneratedPassagesConfig(passages=200, seed=2))
+    assert not set(texts) & set(
+        lambada.generate_passages(GeneratedPassagesConfig(passages=600, seed=3))
+    )
     assert len(set(texts)) == len(texts) == 600
     sizes = [len(text.split()) for text in texts]
     assert (min(sizes), max(sizes)) == (15, 59)
@@ -367,10 +375,13 @@ def test_made_passages_end_in_a_word_that_stood_before_and_are_the_same_each_tim
 
 
 def test_made_passages_are_read_with_the_made_tokenizer() -> None:
-    data = DATA.model_copy(update={"made": MadePassages(passages=40)})
-    texts, label = lambada.load(data, None)
-    assert (texts, label) == (lambada.make(MadePassages(passages=40)), "made")
-    found = lambada.encode(texts, MadeTokenizer(512), 80, None, 0)
+    data = DATA.model_copy(update={"made": GeneratedPassagesConfig(passages=40)})
+    texts, label = lambada.load_passages(data, None)
+    assert (texts, label) == (
+        lambada.generate_passages(GeneratedPassagesConfig(passages=40)),
+        "made",
+    )
+    found = lambada.encode_passages(texts, WordHashTokenizer(512), 80, None, 0)
     assert all(
         row[0] == 1 and row[-1] == 0 and all(6 <= one < 512 for one in row[1:-1])
         for row in found.rows
@@ -380,7 +391,7 @@ def test_made_passages_are_read_with_the_made_tokenizer() -> None:
 
 
 def test_made_passages_can_be_written_and_read(tmp_path: Path) -> None:
-    texts = lambada.make(MadePassages(passages=20))
+    texts = lambada.generate_passages(GeneratedPassagesConfig(passages=20))
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert lambada.read(path) == texts
+    assert lambada.read_passages(path) == texts

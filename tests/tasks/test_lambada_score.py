@@ -8,12 +8,12 @@ import pytest
 from fixtures.golden import golden
 from steelyard.tasks.lambada import score
 from steelyard.tasks.lambada.task import TASK
-from steelyard.tasks.task import Differences, Selected, Tally
+from steelyard.tasks.task import Differences, Selection, Tally
 
-COMMON = score.outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
+COMMON = score.make_passage_outputs(targets=[4, 8, 2, 10], last=[1, 2, 1, 3], index=[3, 5, 8, 9])
 RANK_0 = {"items": [3, 0], "nll": [20.0, 6.0], "last_nll": [1.5, 0.5], "hit": [0, 1]}
 RANK_1 = {"items": [2, 1], "nll": [5.0, 4.0], "last_nll": [2.0, 1.0], "hit": [1, 1]}
-WHOLE = score.merge(COMMON, "infer", [RANK_0, RANK_1])
+WHOLE = score.merge_passage_answers(COMMON, "infer", [RANK_0, RANK_1])
 
 
 def passes(found: score.LambadaOutputs) -> dict[str, Any]:
@@ -42,14 +42,14 @@ def test_ranks_merge_in_the_order_of_the_passages() -> None:
             "repeated": 0,
         }
     }
-    assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == WHOLE
-    both = score.merge(WHOLE, "val", [RANK_0])
+    assert score.merge_passage_answers(COMMON, "infer", [RANK_1, RANK_0]) == WHOLE
+    both = score.merge_passage_answers(WHOLE, "val", [RANK_0])
     assert passes(both)["infer"] == passes(WHOLE)["infer"]
     assert list(passes(both)) == ["infer", "val"]
 
 
 def test_scores_by_hand() -> None:
-    assert score.score(WHOLE, "infer") == {
+    assert score.score_passage_answers(WHOLE, "infer") == {
         "loss": (1.5 + 0.5 + 2.5 + 2.0) / 4,
         "loss_token": 35 / 24,
         "perplexity": exp(35 / 24),
@@ -60,7 +60,9 @@ def test_scores_by_hand() -> None:
 
 
 def test_a_missing_answer_is_no_wrong_answer() -> None:
-    found = score.merge(COMMON, "val", [RANK_0, {name: [] for name in score.ANSWERS}])
+    found = score.merge_passage_answers(
+        COMMON, "val", [RANK_0, {name: [] for name in score.ANSWER_COLUMNS}]
+    )
     assert passes(found)["val"] == {
         "nll": [6.0, None, None, 20.0],
         "last_nll": [0.5, None, None, 1.5],
@@ -68,7 +70,7 @@ def test_a_missing_answer_is_no_wrong_answer() -> None:
         "not_finite": 0,
         "repeated": 0,
     }
-    assert score.score(found, "val") == {
+    assert score.score_passage_answers(found, "val") == {
         "loss": (1.5 + 2.0) / 2,
         "loss_token": 26 / 14,
         "perplexity": exp(26 / 14),
@@ -76,44 +78,54 @@ def test_a_missing_answer_is_no_wrong_answer() -> None:
         "acc": 1 / 2,
         "se": (0.5 * 0.5 / 2) ** 0.5,
     }
-    assert score.tally(found, "val") == Tally(4, 2, 0, 0)
+    assert score.tally_passage_answers(found, "val") == Tally(4, 2, 0, 0)
 
 
 def test_nothing_answered_is_no_score() -> None:
-    none = score.merge(COMMON, "val", [])
+    none = score.merge_passage_answers(COMMON, "val", [])
     assert passes(none)["val"]["hits"] == "????"
-    assert score.score(none, "val") == {}
-    assert score.score(none, "infer") == {}
-    assert score.score(COMMON, "infer") == {}
-    assert (score.tally(none, "val"), score.tally(none, "infer")) == (Tally(4, 4, 0, 0), None)
+    assert score.score_passage_answers(none, "val") == {}
+    assert score.score_passage_answers(none, "infer") == {}
+    assert score.score_passage_answers(COMMON, "infer") == {}
+    assert (
+        score.tally_passage_answers(none, "val"),
+        score.tally_passage_answers(none, "infer"),
+    ) == (Tally(4, 4, 0, 0), None)
 
 
 @pytest.mark.parametrize("column", ["nll", "last_nll"])
 def test_one_passage_that_is_not_finite_makes_the_losses_unknown(column: str) -> None:
-    found = score.merge(COMMON, "infer", [table(**{column: [None, 1.0]}), RANK_1])
+    found = score.merge_passage_answers(COMMON, "infer", [table(**{column: [None, 1.0]}), RANK_1])
     assert passes(found)["infer"]["hits"] == "1110"
     assert passes(found)["infer"]["not_finite"] == 1
-    assert score.score(found, "infer") == {"acc": 3 / 4, "se": (0.75 * 0.25 / 4) ** 0.5}
-    assert score.tally(found, "infer") == Tally(4, 0, 0, 1)
+    assert score.score_passage_answers(found, "infer") == {
+        "acc": 3 / 4,
+        "se": (0.75 * 0.25 / 4) ** 0.5,
+    }
+    assert score.tally_passage_answers(found, "infer") == Tally(4, 0, 0, 1)
 
 
 def test_what_no_float_holds_is_left_out() -> None:
-    found = score.merge(COMMON, "infer", [table(nll=[8000.0, 6.0], last_nll=[1500.0, 0.5])])
+    found = score.merge_passage_answers(
+        COMMON, "infer", [table(nll=[8000.0, 6.0], last_nll=[1500.0, 0.5])]
+    )
     names = {"loss", "loss_token", "acc", "se"}
     # exp(8006/14) is a float, exp(750.25) is none
-    assert score.score(found, "infer").keys() == names | {"perplexity"}
-    found = score.merge(COMMON, "infer", [table(nll=[1e5, 6.0])])
-    assert score.score(found, "infer").keys() == names | {"perplexity_last"}
-    found = score.merge(
+    assert score.score_passage_answers(found, "infer").keys() == names | {"perplexity"}
+    found = score.merge_passage_answers(COMMON, "infer", [table(nll=[1e5, 6.0])])
+    assert score.score_passage_answers(found, "infer").keys() == names | {"perplexity_last"}
+    found = score.merge_passage_answers(
         COMMON, "infer", [table(nll=[1.7e308, 1.7e308], last_nll=[1.7e308, 1.7e308])]
     )
-    assert score.score(found, "infer").keys() == {"loss", "acc", "se"}
+    assert score.score_passage_answers(found, "infer").keys() == {"loss", "acc", "se"}
 
 
 def test_sums_do_not_depend_on_the_version_of_python() -> None:
-    common = score.outputs([1] * 10, [1] * 10, list(range(10)))
+    common = score.make_passage_outputs([1] * 10, [1] * 10, list(range(10)))
     answers = {"items": list(range(10)), "nll": [0.1] * 10, "last_nll": [0.1] * 10, "hit": [0] * 10}
-    found = score.score(score.merge(common, "val", [answers]), "val")
+    found = score.score_passage_answers(
+        score.merge_passage_answers(common, "val", [answers]), "val"
+    )
     assert (found["loss"], found["loss_token"], found["acc"], found["se"]) == (
         0.1,
         0.1,
@@ -129,7 +141,7 @@ def test_repeated_answers_are_counted() -> None:
         "last_nll": [1.0, 2.0, None],
         "hit": [1, 0, 0],
     }
-    found = score.merge(COMMON, "val", [RANK_0, again])
+    found = score.merge_passage_answers(COMMON, "val", [RANK_0, again])
     assert passes(found)["val"] == {
         "nll": [7.0, None, None, 20.0],
         "last_nll": [2.0, None, None, 1.5],
@@ -137,15 +149,24 @@ def test_repeated_answers_are_counted() -> None:
         "not_finite": 2,
         "repeated": 2,
     }
-    assert score.tally(found, "val") == Tally(4, 1, 2, 2)
+    assert score.tally_passage_answers(found, "val") == Tally(4, 1, 2, 2)
 
 
 def test_agreement_is_over_what_both_answered() -> None:
-    assert score.agreement(WHOLE, "infer", "val") is None
+    assert score.measure_passage_agreement(WHOLE, "infer", "val") is None
     other = {"items": [0, 1, 3], "nll": [None] * 3, "last_nll": [None] * 3, "hit": [1, 0, 0]}
-    found = score.merge(WHOLE, "val", [other])
-    assert score.agreement(found, "infer", "val") == score.agreement(found, "val", "infer") == 2 / 3
-    assert score.agreement(score.merge(WHOLE, "val", []), "infer", "val") is None
+    found = score.merge_passage_answers(WHOLE, "val", [other])
+    assert (
+        score.measure_passage_agreement(found, "infer", "val")
+        == score.measure_passage_agreement(found, "val", "infer")
+        == 2 / 3
+    )
+    assert (
+        score.measure_passage_agreement(
+            score.merge_passage_answers(WHOLE, "val", []), "infer", "val"
+        )
+        is None
+    )
 
 
 def test_passages_have_no_parts() -> None:
@@ -153,16 +174,16 @@ def test_passages_have_no_parts() -> None:
 
 
 def test_good_answers_pass_and_what_is_not_finite_becomes_none() -> None:
-    assert score.check(RANK_0, COMMON) == RANK_0
-    empty: dict[str, Any] = {name: [] for name in score.ANSWERS}
-    assert score.check(empty, COMMON) == empty
+    assert score.check_passage_answers(RANK_0, COMMON) == RANK_0
+    empty: dict[str, Any] = {name: [] for name in score.ANSWER_COLUMNS}
+    assert score.check_passage_answers(empty, COMMON) == empty
     odd = {
         "items": [0, 1, 2, 3],
         "nll": [nan, None, -1e-4, inf],
         "last_nll": [0.0, -inf, 2.0, 1e300],
         "hit": [0, 1, 1, 0],
     }
-    assert score.check({**odd, "more": "is not read"}, COMMON) == {
+    assert score.check_passage_answers({**odd, "more": "is not read"}, COMMON) == {
         "items": [0, 1, 2, 3],
         "nll": [None, None, -1e-4, None],
         "last_nll": [0.0, None, 2.0, 1e300],
@@ -211,7 +232,7 @@ RANGE = "the engine's outputs name a passage beyond 0 to 3, or a hit that is not
 )
 def test_answers_no_record_can_be_made_of(answers: Any, kind: type[Exception], line: str) -> None:
     with pytest.raises(kind) as caught:
-        score.check(answers, COMMON)
+        score.check_passage_answers(answers, COMMON)
     assert type(caught.value) is kind
     assert str(caught.value) == line
 
@@ -223,21 +244,26 @@ def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
         "last_nll": [0.5, 1.0, 2.0],
         "hit": [1, 0, 0],
     }
-    theirs = score.merge(COMMON, "infer", [other])
+    theirs = score.merge_passage_answers(COMMON, "infer", [other])
     # Of tokens 4, 8 and 2: 1 / 4, 0 and 1 / 2.
     assert (
-        score.differences(WHOLE, theirs, "infer")
-        == score.differences(theirs, WHOLE, "infer")
+        score.compare_passage_outputs(WHOLE, theirs, "infer")
+        == score.compare_passage_outputs(theirs, WHOLE, "infer")
         == Differences(3, 2, 0.5)
     )
-    assert score.differences(WHOLE, WHOLE, "infer") == Differences(4, 0, 0.0)
-    assert score.differences(WHOLE, theirs, "val") is None
+    assert score.compare_passage_outputs(WHOLE, WHOLE, "infer") == Differences(4, 0, 0.0)
+    assert score.compare_passage_outputs(WHOLE, theirs, "val") is None
     assert (
-        score.differences(WHOLE, theirs.model_copy(update={"index": [0, 1, 2, 3]}), "infer") is None
+        score.compare_passage_outputs(
+            WHOLE, theirs.model_copy(update={"index": [0, 1, 2, 3]}), "infer"
+        )
+        is None
     )
-    wild = score.merge(COMMON, "infer", [score.check(other | {"nll": [nan, nan, nan]}, COMMON)])
-    assert score.differences(WHOLE, wild, "infer") == Differences(3, 2, None)
-    assert TASK.differences is score.differences
+    wild = score.merge_passage_answers(
+        COMMON, "infer", [score.check_passage_answers(other | {"nll": [nan, nan, nan]}, COMMON)]
+    )
+    assert score.compare_passage_outputs(WHOLE, wild, "infer") == Differences(3, 2, None)
+    assert TASK.differences is score.compare_passage_outputs
 
 
 WORDS_0 = RANK_0 | {"argmax": [[7, 8, 9], [5]]}  # passages 3 and 0
@@ -245,31 +271,36 @@ WORDS_1 = RANK_1 | {"argmax": [[6], [3, 4]]}
 
 
 def test_the_likeliest_last_words_are_kept_in_one_list() -> None:
-    found = score.merge(COMMON, "infer", [score.check(one, COMMON) for one in (WORDS_0, WORDS_1)])
+    found = score.merge_passage_answers(
+        COMMON, "infer", [score.check_passage_answers(one, COMMON) for one in (WORDS_0, WORDS_1)]
+    )
     assert passes(found)["infer"]["argmax"] == [5, 3, 4, 6, 7, 8, 9]
-    assert score.argmax(found, "infer") == [(5,), (3, 4), (6,), (7, 8, 9)]
-    part = score.merge(COMMON, "infer", [WORDS_0])
+    assert score.list_likeliest_words(found, "infer") == [(5,), (3, 4), (6,), (7, 8, 9)]
+    part = score.merge_passage_answers(COMMON, "infer", [WORDS_0])
     assert passes(part)["infer"]["argmax"] == [5, -1, -1, -1, 7, 8, 9]
     assert score.LambadaOutputs.model_validate(found.model_dump(mode="json")) == found
     # One rank that does not tell them leaves them unknown, and so does every record of version 1.
-    assert "argmax" not in passes(score.merge(COMMON, "infer", [WORDS_0, RANK_1]))["infer"]
-    assert score.argmax(WHOLE, "infer") is None
+    assert (
+        "argmax"
+        not in passes(score.merge_passage_answers(COMMON, "infer", [WORDS_0, RANK_1]))["infer"]
+    )
+    assert score.list_likeliest_words(WHOLE, "infer") is None
 
 
 def test_last_words_are_compared_where_both_have_them() -> None:
-    found = score.merge(COMMON, "infer", [WORDS_0, WORDS_1])
+    found = score.merge_passage_answers(COMMON, "infer", [WORDS_0, WORDS_1])
     other = WORDS_1 | {"argmax": [[6], [3, 5]]}  # as right or wrong as before, and another word
-    theirs = score.merge(COMMON, "infer", [WORDS_0, other])
-    assert score.differences(found, theirs, "infer") == Differences(4, 1, 0.0, 1)
-    assert score.differences(found, WHOLE, "infer") == Differences(4, 0, 0.0)
+    theirs = score.merge_passage_answers(COMMON, "infer", [WORDS_0, other])
+    assert score.compare_passage_outputs(found, theirs, "infer") == Differences(4, 1, 0.0, 1)
+    assert score.compare_passage_outputs(found, WHOLE, "infer") == Differences(4, 0, 0.0)
     both = found.model_copy(
         update={"passes": {"infer": found.passes["infer"], "val": theirs.passes["infer"]}}
     )
-    assert score.agreement(both, "infer", "val") == 3 / 4
+    assert score.measure_passage_agreement(both, "infer", "val") == 3 / 4
     old = found.model_copy(
         update={"passes": {"infer": WHOLE.passes["infer"], "val": theirs.passes["infer"]}}
     )
-    assert score.agreement(old, "infer", "val") == 1.0
+    assert score.measure_passage_agreement(old, "infer", "val") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -297,19 +328,19 @@ def test_last_words_are_compared_where_both_have_them() -> None:
 )
 def test_last_words_no_record_can_be_made_of(argmax: Any, kind: type[Exception], line: str) -> None:
     with pytest.raises(kind, match=line):
-        score.check(RANK_0 | {"argmax": argmax}, COMMON)
+        score.check_passage_answers(RANK_0 | {"argmax": argmax}, COMMON)
 
 
 def test_a_record_has_as_many_tokens_as_last_words_have() -> None:
-    table = score.merge(COMMON, "infer", [WORDS_0, WORDS_1]).model_dump(mode="json")
+    table = score.merge_passage_answers(COMMON, "infer", [WORDS_0, WORDS_1]).model_dump(mode="json")
     table["passes"]["infer"]["argmax"].pop()
     with pytest.raises(ValueError, match="argmax are not those of 7 tokens of last words"):
         score.LambadaOutputs.model_validate(table)
 
 
 def test_passages_are_those_of_the_scope_or_not() -> None:
-    assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9"))) is None
+    assert score.explain_passage_mismatch(COMMON, Selection(rows=("3", "5", "8-9"))) is None
     for rows in (("3", "5", "8", "10"), ("3-5",), ("0-999999999",)):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == golden(
+        assert score.explain_passage_mismatch(COMMON, Selection(rows=rows)) == golden(
             "4-passages-which-are-not-the"
         )

@@ -16,13 +16,13 @@ import pytest
 
 from fixtures.files import gunzip
 from fixtures.golden import golden
-from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import MadeTokenizer
+from steelyard.data.seeded_draws import choose_items
+from steelyard.data.tokenizer import WordHashTokenizer
 from steelyard.errors import RequestError
 from steelyard.tasks import questions
 from steelyard.tasks.mmlu import data as mmlu
 from steelyard.tasks.mmlu.task import MmluData
-from steelyard.tasks.questions import MadeQuestions, McqRow, Subject
+from steelyard.tasks.questions import GeneratedQuestionsConfig, McqRow, Subject
 
 ASTRONOMY: tuple[list[McqRow], list[McqRow]] = (
     [
@@ -81,7 +81,7 @@ def refusal(source: Path, data: MmluData = DATA) -> str:
     """The one line with which reading this is refused; nothing is unpacked by it."""
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(RequestError) as caught:
-        mmlu.load(data, source)
+        mmlu.load_subjects(data, source)
     assert sorted(source.parent.rglob("*")) == before
     line = str(caught.value)
     assert "\n" not in line
@@ -113,8 +113,8 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
         "folder with one tar": write_tar(tmp_path / "tars" / "mmlu.tgz", files, "w:gz").parent,
     }
     for name, source in sources.items():
-        assert mmlu.read(source) == SMALL, name
-        assert mmlu.load(DATA, source) == (SMALL, source.name)
+        assert mmlu.read_subjects(source) == SMALL, name
+        assert mmlu.load_subjects(DATA, source) == (SMALL, source.name)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_wrong_count_of_subjects(tmp_path: Path) -> None:
 
 def test_no_source() -> None:
     with pytest.raises(RequestError) as caught:
-        mmlu.load(DATA, None)
+        mmlu.load_subjects(DATA, None)
     assert str(caught.value) == (golden("this-size-needs-mmlu-give-its"))
 
 
@@ -292,7 +292,7 @@ def test_all_files_together_have_a_limit(
         len(content) for name, content in files.items() if name.endswith(("_dev.csv", "_test.csv"))
     )
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size)
-    assert mmlu.read(source) == SMALL
+    assert mmlu.read_subjects(source) == SMALL
     monkeypatch.setattr(mmlu, "MAX_ALL_BYTES", size - 1)
     assert (
         refusal(source)
@@ -303,7 +303,7 @@ def test_all_files_together_have_a_limit(
 def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tar(tmp_path / "x.tar", files_of(SMALL))
     monkeypatch.setattr(mmlu, "MAX_MEMBERS", 6)
-    assert mmlu.read(source) == SMALL
+    assert mmlu.read_subjects(source) == SMALL
     monkeypatch.setattr(mmlu, "MAX_MEMBERS", 5)
     assert refusal(source) == f"{source}: more than 5 members; MMLU has 173"
 
@@ -326,37 +326,40 @@ def test_members_that_are_not_files_are_ignored(kind: bytes, tmp_path: Path) -> 
 def test_a_member_that_climbs_out_is_only_a_name(tmp_path: Path) -> None:
     files = {f"../../{name}": content for name, content in files_of(SMALL).items()}
     (tmp_path / "in").mkdir()
-    assert mmlu.read(write_tar(tmp_path / "in" / "x.tar", files)) == SMALL
+    assert mmlu.read_subjects(write_tar(tmp_path / "in" / "x.tar", files)) == SMALL
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["in", "x.tar"]
 
 
 def test_prompt_of_made_rows() -> None:
-    assert questions.prompt(SMALL[1], SMALL[1].test[0], 2) == (
+    assert questions.format_prompt(SMALL[1], SMALL[1].test[0], 2) == (
         golden("the-following-are-multiple-choice-questions-3")
     )
-    assert questions.prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
+    assert questions.format_prompt(SMALL[0], SMALL[0].test[1], 2, dropped=1) == (
         golden("the-following-are-multiple-choice-questions-2")
     )
-    assert questions.prompt(SMALL[0], SMALL[0].test[1], 0) == (
+    assert questions.format_prompt(SMALL[0], SMALL[0].test[1], 0) == (
         golden("the-following-are-multiple-choice-questions")
     )
 
 
 def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
-    tokens = MadeTokenizer(512)
+    tokens = WordHashTokenizer(512)
     subject, row = SMALL[0], SMALL[0].test[0]
     sizes = [
-        len(tokens.encode([questions.prompt(subject, row, 2, dropped)])[0]) for dropped in (0, 1, 2)
+        len(tokens.encode([questions.format_prompt(subject, row, 2, dropped)])[0])
+        for dropped in (0, 1, 2)
     ]
     assert sizes[0] > sizes[1] > sizes[2] > 16
     for dropped, size in enumerate(sizes):
         data = DATA.model_copy(update={"context": size})
-        found = questions.encode([Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0)
-        assert found.rows == tokens.encode([questions.prompt(subject, row, 2, dropped)])
+        found = questions.encode_questions(
+            [Subject("astronomy", subject.dev, (row,))], data, tokens, None, 0
+        )
+        assert found.rows == tokens.encode([questions.format_prompt(subject, row, 2, dropped)])
         assert found.shortened == (dropped > 0)
     data = DATA.model_copy(update={"context": sizes[2] - 1})
     with pytest.raises(RequestError) as caught:
-        questions.encode(SMALL, data, tokens, None, 0, place=mmlu.PLACE)
+        questions.encode_questions(SMALL, data, tokens, None, 0, location=mmlu.TEST_FILE)
     expected = (
         f"test/astronomy_test.csv: row 1 alone has {sizes[2]} tokens; the context is {sizes[2] - 1}"
     )
@@ -364,11 +367,13 @@ def test_leading_shots_are_dropped_until_a_prompt_fits() -> None:
 
 
 def test_prompts_of_different_shots_are_different_groups() -> None:
-    tokens = MadeTokenizer(512)
+    tokens = WordHashTokenizer(512)
     long, short = SMALL[0].test
-    size = len(tokens.encode([questions.prompt(SMALL[0], short, 2)])[0])
-    assert size < len(tokens.encode([questions.prompt(SMALL[0], long, 2)])[0])
-    found = questions.encode(SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0)
+    size = len(tokens.encode([questions.format_prompt(SMALL[0], short, 2)])[0])
+    assert size < len(tokens.encode([questions.format_prompt(SMALL[0], long, 2)])[0])
+    found = questions.encode_questions(
+        SMALL, DATA.model_copy(update={"context": size}), tokens, None, 0
+    )
     assert found.groups == [0, 1, 2]
     assert (found.shortened, found.index, found.gold, found.subject_of) == (
         1,
@@ -378,36 +383,40 @@ def test_prompts_of_different_shots_are_different_groups() -> None:
     )
     assert found.subjects == ["astronomy", "world_history"]
     assert found.letters == [2, 3, 4, 5]
-    assert questions.encode(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
+    assert questions.encode_questions(SMALL, DATA, tokens, None, 0).groups == [0, 0, 1]
 
 
 def test_a_sample_holds_the_same_prompts_as_the_whole() -> None:
-    tokens, data = MadeTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
-    subjects = questions.make("mmlu", MadeQuestions(subjects=3, questions=9, seed=4), 3)
-    whole = questions.encode(subjects, data, tokens, None, 0)
-    part = questions.encode(subjects, data, tokens, 11, 5)
-    assert part.index == chosen(27, 11, 5)
+    tokens, data = WordHashTokenizer(512), MmluData(kind="mmlu", shots=3, context=512, subjects=3)
+    subjects = questions.generate_questions(
+        "mmlu", GeneratedQuestionsConfig(subjects=3, questions=9, seed=4), 3
+    )
+    whole = questions.encode_questions(subjects, data, tokens, None, 0)
+    part = questions.encode_questions(subjects, data, tokens, 11, 5)
+    assert part.index == choose_items(27, 11, 5)
     assert part.rows == [whole.rows[i] for i in part.index]
     assert part.gold == [whole.gold[i] for i in part.index]
     assert part.subject_of == [whole.subject_of[i] for i in part.index]
 
 
 def test_sampling_is_seeded_sorted_and_bounded() -> None:
-    assert chosen(14042, 8, 0) == [1246, 1972, 8014, 9551, 10137, 10491, 11834, 13462]
-    assert chosen(14042, 8, 0) == chosen(14042, 8, 0)
-    assert chosen(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
-    assert chosen(5, None, 3) == chosen(5, 5, 3) == [0, 1, 2, 3, 4]
+    assert choose_items(14042, 8, 0) == [1246, 1972, 8014, 9551, 10137, 10491, 11834, 13462]
+    assert choose_items(14042, 8, 0) == choose_items(14042, 8, 0)
+    assert choose_items(14042, 8, 1) == [2427, 2888, 3597, 4339, 6201, 8132, 8906, 12811]
+    assert choose_items(5, None, 3) == choose_items(5, 5, 3) == [0, 1, 2, 3, 4]
     for sample in (0, -1, 6):
         with pytest.raises(RequestError) as caught:
-            chosen(5, sample, 0)
+            choose_items(5, sample, 0)
         assert str(caught.value) == f"--sample {sample}: the data has 5 questions; allowed: 1 to 5"
 
 
 def test_made_questions_are_answerable_and_the_same_each_time() -> None:
-    made = MadeQuestions(subjects=8, questions=7, seed=2)
-    subjects = questions.make("mmlu", made, 5)
-    assert subjects == questions.make("mmlu", made, 5)
-    assert subjects != questions.make("mmlu", MadeQuestions(subjects=8, questions=7, seed=3), 5)
+    made = GeneratedQuestionsConfig(subjects=8, questions=7, seed=2)
+    subjects = questions.generate_questions("mmlu", made, 5)
+    assert subjects == questions.generate_questions("mmlu", made, 5)
+    assert subjects != questions.generate_questions(
+        "mmlu", GeneratedQuestionsConfig(subjects=8, questions=7, seed=3), 5
+    )
     names = [subject.name for subject in subjects]
     assert names == sorted(set(names))
     assert len(names) == 8
@@ -423,45 +432,49 @@ def test_made_questions_are_answerable_and_the_same_each_time() -> None:
 
 
 def test_made_data_needs_no_source() -> None:
-    data = DATA.model_copy(update={"made": MadeQuestions(subjects=2, questions=3)})
-    assert mmlu.load(data, None) == (
-        questions.make("mmlu", MadeQuestions(subjects=2, questions=3), 2),
+    data = DATA.model_copy(update={"made": GeneratedQuestionsConfig(subjects=2, questions=3)})
+    assert mmlu.load_subjects(data, None) == (
+        questions.generate_questions("mmlu", GeneratedQuestionsConfig(subjects=2, questions=3), 2),
         "made",
     )
 
 
 def test_a_fingerprint_sees_every_part() -> None:
-    tokens = MadeTokenizer(512)
+    tokens = WordHashTokenizer(512)
     seen = {
-        questions.fingerprint(SMALL, tokens),
-        questions.fingerprint(SMALL, MadeTokenizer(513)),
-        questions.fingerprint(SMALL[:1], tokens),
+        questions.fingerprint_questions(SMALL, tokens),
+        questions.fingerprint_questions(SMALL, WordHashTokenizer(513)),
+        questions.fingerprint_questions(SMALL[:1], tokens),
     }
     for i in range(6):
         row = SMALL[0].test[1]
         other: McqRow = (*row[:i], "A" if i == 5 else "other", *row[i + 1 :])  # type: ignore[assignment]
         seen.add(
-            questions.fingerprint(
+            questions.fingerprint_questions(
                 [Subject("astronomy", SMALL[0].dev, (SMALL[0].test[0], other)), SMALL[1]], tokens
             )
         )
     seen.add(
-        questions.fingerprint([Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens)
+        questions.fingerprint_questions(
+            [Subject("anatomy", SMALL[0].dev, SMALL[0].test), SMALL[1]], tokens
+        )
     )
     seen.add(
-        questions.fingerprint([Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens)
+        questions.fingerprint_questions(
+            [Subject("astronomy", SMALL[0].test, SMALL[0].dev), SMALL[1]], tokens
+        )
     )
     assert len(seen) == 11
-    assert questions.fingerprint(list(SMALL), tokens) in seen
+    assert questions.fingerprint_questions(list(SMALL), tokens) in seen
 
 
 def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
-    class Letters(MadeTokenizer):
+    class Letters(WordHashTokenizer):
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[ord(letter) for letter in text] for text in texts]
 
     with pytest.raises(RequestError) as caught:
-        questions.answer_tokens(Letters(512))
+        questions.find_answer_tokens(Letters(512))
     assert str(caught.value) == golden("tokenizer-made-the-answer-is-not")
 
 

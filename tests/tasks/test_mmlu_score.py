@@ -6,9 +6,9 @@ import pytest
 
 from fixtures.golden import golden
 from steelyard.tasks import choices as score
-from steelyard.tasks.task import Breakdown, Differences, Selected, Tally
+from steelyard.tasks.task import Breakdown, Differences, Selection, Tally
 
-COMMON = score.outputs(
+COMMON = score.make_choice_outputs(
     gold=[0, 1, 2, 3, 0, 1],
     subject_of=[0, 0, 1, 1, 1, 1],
     subjects=["one", "two"],
@@ -26,7 +26,7 @@ def passes(found: score.ChoiceOutputs) -> dict[str, Any]:
 
 def test_ranks_merge_in_the_order_of_the_questions() -> None:
     assert COMMON.gold == "ABCDAB"
-    found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
+    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
     answers = {
         "choices": "ABADBB",
         "hits": "110001",
@@ -36,24 +36,26 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
         "others": [99],
     }
     assert passes(found) == {"infer": answers}
-    assert score.argmax(found, "infer") == [10, 11, 10, 99, 11, 11]
-    assert score.merge(COMMON, "infer", [RANK_1, RANK_0]) == found
+    assert score.list_likeliest_tokens(found, "infer") == [10, 11, 10, 99, 11, 11]
+    assert score.merge_choice_answers(COMMON, "infer", [RANK_1, RANK_0]) == found
     assert COMMON.passes == {}
-    both = score.merge(found, "val", [RANK_0])
+    both = score.merge_choice_answers(found, "val", [RANK_0])
     assert passes(both)["infer"] == passes(found)["infer"]
 
 
 def test_scores_by_hand() -> None:
-    found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
-    assert score.score(found, "infer") == {
+    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
+    assert score.score_choice_answers(found, "infer") == {
         "acc": 3 / 6,
         "se": pytest.approx((0.5 * 0.5 / 6) ** 0.5, rel=1e-15),
         "macro": (2 / 2 + 1 / 4) / 2,
         "choice": 4 / 6,
     }
-    assert score.subject_accuracy(found, "infer") == {"one": 1.0, "two": 0.25}
-    [page] = score.breakdowns(
-        score.merge(found, "val", [{name: column[:1] for name, column in RANK_0.items()}])
+    assert score.compute_subject_accuracy(found, "infer") == {"one": 1.0, "two": 0.25}
+    [page] = score.make_choice_breakdowns(
+        score.merge_choice_answers(
+            found, "val", [{name: column[:1] for name, column in RANK_0.items()}]
+        )
     )
     assert page == Breakdown(
         ("Accuracy by subject", "各学科准确率"),
@@ -63,7 +65,7 @@ def test_scores_by_hand() -> None:
 
 
 def test_missing_answers_are_no_wrong_answers() -> None:
-    found = score.merge(
+    found = score.merge_choice_answers(
         COMMON, "val", [RANK_0, {"items": [], "best": [], "choice": [], "finite": []}]
     )
     answers = {
@@ -75,25 +77,25 @@ def test_missing_answers_are_no_wrong_answers() -> None:
         "others": [99],
     }
     assert passes(found)["val"] == answers
-    assert score.argmax(found, "val") == [10, None, None, 99, None, 11]
-    assert score.score(found, "val") == {
+    assert score.list_likeliest_tokens(found, "val") == [10, None, None, 99, None, 11]
+    assert score.score_choice_answers(found, "val") == {
         "acc": 2 / 3,
         "se": pytest.approx((2 / 3 * (1 / 3) / 3) ** 0.5, rel=1e-15),
         "macro": (1 / 1 + 1 / 2) / 2,
         "choice": 3 / 3,
     }
-    assert score.score(found, "infer") == {}
-    none = score.merge(COMMON, "val", [])
+    assert score.score_choice_answers(found, "infer") == {}
+    none = score.merge_choice_answers(COMMON, "val", [])
     assert passes(none)["val"]["hits"] == "??????"
-    assert score.score(none, "val") == {}
-    assert score.tally(found, "val") == Tally(6, 3, 0, 0)
-    assert score.tally(none, "infer") is None
-    assert score.breakdowns(none) == []
+    assert score.score_choice_answers(none, "val") == {}
+    assert score.tally_choice_answers(found, "val") == Tally(6, 3, 0, 0)
+    assert score.tally_choice_answers(none, "infer") is None
+    assert score.make_choice_breakdowns(none) == []
 
 
 def test_repeated_answers_are_counted() -> None:
     again = {"items": [5, 5, 4], "best": [12, 13, 10], "choice": [2, 3, 0], "finite": [0, 1, 0]}
-    found = score.merge(COMMON, "val", [RANK_0, again])
+    found = score.merge_choice_answers(COMMON, "val", [RANK_0, again])
     answers = {
         "choices": "A??DAD",
         "hits": "1??010",
@@ -106,23 +108,27 @@ def test_repeated_answers_are_counted() -> None:
 
 
 def test_agreement_is_over_what_both_answered() -> None:
-    found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
-    assert score.agreement(found, "infer", "val") is None
+    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
+    assert score.measure_choice_agreement(found, "infer", "val") is None
     other = {
         "items": [0, 1, 3, 4, 5],
         "best": [10, 11, 13, 12, 11],
         "choice": [0, 1, 3, 2, 1],
         "finite": [1] * 5,
     }
-    found = score.merge(found, "val", [other])
+    found = score.merge_choice_answers(found, "val", [other])
     assert passes(found)["val"]["choices"] == "AB?DCB"
-    assert score.agreement(found, "infer", "val") == score.agreement(found, "val", "infer") == 4 / 5
-    none = score.merge(found, "val", [])
-    assert score.agreement(none, "infer", "val") is None
+    assert (
+        score.measure_choice_agreement(found, "infer", "val")
+        == score.measure_choice_agreement(found, "val", "infer")
+        == 4 / 5
+    )
+    none = score.merge_choice_answers(found, "val", [])
+    assert score.measure_choice_agreement(none, "infer", "val") is None
 
 
 def test_differences_are_of_the_letters_that_both_chose() -> None:
-    one = score.merge(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
+    one = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
     # AD?DCB
     other = {
         "items": [0, 1, 3, 4, 5],
@@ -130,19 +136,21 @@ def test_differences_are_of_the_letters_that_both_chose() -> None:
         "choice": [0, 3, 3, 2, 1],
         "finite": [1] * 5,
     }
-    theirs = score.merge(COMMON, "infer", [other])
+    theirs = score.merge_choice_answers(COMMON, "infer", [other])
     assert (
-        score.differences(one, theirs, "infer")
-        == score.differences(theirs, one, "infer")
+        score.compare_choice_outputs(one, theirs, "infer")
+        == score.compare_choice_outputs(theirs, one, "infer")
         == Differences(5, 2, tokens=2)
     )
-    assert score.differences(one, one, "infer") == Differences(6, 0, tokens=0)
+    assert score.compare_choice_outputs(one, one, "infer") == Differences(6, 0, tokens=0)
     # a record of before they were kept
-    assert score.differences(one, old(theirs), "infer") == Differences(5, 2)
-    assert score.differences(one, theirs, "val") is None
+    assert score.compare_choice_outputs(one, old(theirs), "infer") == Differences(5, 2)
+    assert score.compare_choice_outputs(one, theirs, "val") is None
     # other questions
     assert (
-        score.differences(one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer")
+        score.compare_choice_outputs(
+            one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer"
+        )
         is None
     )
 
@@ -159,11 +167,11 @@ def old(found: score.ChoiceOutputs) -> score.ChoiceOutputs:
 
 
 def test_answers_of_version_1_stay_readable() -> None:
-    found = score.merge(COMMON, "infer", [RANK_0, RANK_1])
+    found = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])
     assert found.version == 2
     before = old(found)
-    assert (before.version, score.argmax(before, "infer")) == (None, None)
-    assert score.score(before, "infer") == score.score(found, "infer")
+    assert (before.version, score.list_likeliest_tokens(before, "infer")) == (None, None)
+    assert score.score_choice_answers(before, "infer") == score.score_choice_answers(found, "infer")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,7 @@ def test_answers_of_version_1_stay_readable() -> None:
 def test_tokens_that_are_not_those_of_the_hits_are_no_answers(
     change: dict[str, Any], line: str
 ) -> None:
-    table = score.merge(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
+    table = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1]).model_dump(mode="json")
     table["passes"]["infer"] |= change
     with pytest.raises(ValueError, match=line):
         score.ChoiceOutputs.model_validate(table)
@@ -192,18 +200,24 @@ def test_tokens_that_are_not_those_of_the_hits_are_no_answers(
 def test_a_token_that_no_vocabulary_has_is_no_answer() -> None:
     for token in (-1, 1 << 31):
         with pytest.raises(ValueError, match="a token in best beyond 0 to 2147483647"):
-            score.check({**RANK_0, "best": [10, token, 11]}, COMMON)
+            score.check_choice_answers({**RANK_0, "best": [10, token, 11]}, COMMON)
 
 
 def test_answers_are_those_of_the_scope_or_not() -> None:
-    assert score.off_scope(COMMON, Selected()) is None
-    assert score.off_scope(COMMON, Selected(subjects=("one", "two"))) is None
-    assert score.off_scope(COMMON, Selected(subjects=("one",))) == "subjects two"
-    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"))) == "subjects three"
+    assert score.explain_choice_mismatch(COMMON, Selection()) is None
+    assert score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "two"))) is None
+    assert score.explain_choice_mismatch(COMMON, Selection(subjects=("one",))) == "subjects two"
+    assert (
+        score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two")))
+        == "subjects three"
+    )
     # none was drawn of it
-    assert score.off_scope(COMMON, Selected(subjects=("one", "three", "two"), sample=6)) is None
-    assert score.off_scope(COMMON, Selected(rows=("3", "5", "8-9", "11-12"))) is None
-    assert score.off_scope(COMMON, Selected(rows=("one/0-1", "two/0-3"))) is None
+    assert (
+        score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two"), sample=6))
+        is None
+    )
+    assert score.explain_choice_mismatch(COMMON, Selection(rows=("3", "5", "8-9", "11-12"))) is None
+    assert score.explain_choice_mismatch(COMMON, Selection(rows=("one/0-1", "two/0-3"))) is None
     for rows in (
         ("3", "5", "8-9", "11", "13"),
         ("3", "5", "8-9"),
@@ -211,6 +225,6 @@ def test_answers_are_those_of_the_scope_or_not() -> None:
         ("one/0-2", "two/0-2"),
         ("one/0-5",),
     ):
-        assert score.off_scope(COMMON, Selected(rows=rows)) == golden(
+        assert score.explain_choice_mismatch(COMMON, Selection(rows=rows)) == golden(
             "6-questions-which-are-not-the"
         )

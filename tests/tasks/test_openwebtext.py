@@ -1,14 +1,14 @@
 """Made documents in place of OpenWebText's."""
 
-from steelyard.data.corpus import CorpusRows, check_ids, fingerprint
-from steelyard.data.tokenizer import MadeTokenizer
-from steelyard.tasks.openwebtext.data import make
-from steelyard.tasks.openwebtext.task import MadeText
+from steelyard.data.corpus import CorpusRows, check_ids, fingerprint_corpus
+from steelyard.data.tokenizer import WordHashTokenizer
+from steelyard.tasks.openwebtext.data import generate_corpus
+from steelyard.tasks.openwebtext.task import GeneratedTextConfig
 
 
 def test_made_text_is_seeded_and_learnable() -> None:
-    tokenizer = MadeTokenizer(512)
-    found = make(MadeText(documents=50), tokenizer)
+    tokenizer = WordHashTokenizer(512)
+    found = generate_corpus(GeneratedTextConfig(documents=50), tokenizer)
     assert len(found.ends) == 50
     assert found.name == "made"
     check_ids(found, 512)
@@ -17,10 +17,12 @@ def test_made_text_is_seeded_and_learnable() -> None:
     assert [
         i + 1 for i, token in enumerate(found.ids) if token == tokenizer.end
     ] == found.ends.tolist()
-    assert fingerprint(make(MadeText(documents=50), tokenizer), None) == fingerprint(found, None)
-    assert fingerprint(make(MadeText(documents=50, seed=1), tokenizer), None) != fingerprint(
-        found, None
-    )
+    assert fingerprint_corpus(
+        generate_corpus(GeneratedTextConfig(documents=50), tokenizer), None
+    ) == fingerprint_corpus(found, None)
+    assert fingerprint_corpus(
+        generate_corpus(GeneratedTextConfig(documents=50, seed=1), tokenizer), None
+    ) != fingerprint_corpus(found, None)
     # Who is followed by what they do, always.
     potter, turns = tokenizer.encode(["a potter turns"])[0][-2:]
     follow = {int(found.ids[i + 1]) for i, token in enumerate(found.ids[:-1]) if token == potter}

@@ -13,8 +13,8 @@ import pytest
 
 from fixtures.cloze import END, SHORT, START
 from fixtures.golden import golden
-from steelyard.data import cloze, tokenizer
-from steelyard.data.cloze import Cloze, ClozeRows, Pack
+from steelyard.data import cloze_samples, tokenizer
+from steelyard.data.cloze_samples import ClozeDataset, ClozePack, ClozeSample
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import data as record
@@ -69,17 +69,17 @@ ANN, BOB, OSLO = (4,), (6, 7), (9, 10)
 @pytest.fixture
 def pieces(tmp_path: Path) -> WordPieces:
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES))
-    return tokenizer.load_pieces([tmp_path])
+    return tokenizer.load_word_pieces([tmp_path])
 
 
 @pytest.fixture
 def queries(tmp_path: Path) -> list[Query]:
     (tmp_path / "x.jsonl").write_text(json.dumps(LINE))
-    return superglue.read(tmp_path / "x.jsonl")
+    return superglue.read_queries(tmp_path / "x.jsonl")
 
 
-def lists(found: Pack) -> dict[str, Any]:
-    out = {name: getattr(found, name) for name in Pack.__dataclass_fields__}
+def lists(found: ClozePack) -> dict[str, Any]:
+    out = {name: getattr(found, name) for name in ClozePack.__dataclass_fields__}
     arrays = {name: value for name, value in out.items() if isinstance(value, np.ndarray)}
     assert sorted(arrays) == ["blocks", "positions", "right", "targets", "tokens"]
     assert all(value.dtype == np.int64 and value.ndim == 1 for value in arrays.values())
@@ -89,17 +89,21 @@ def lists(found: Pack) -> dict[str, Any]:
 def test_samples_by_hand(pieces: WordPieces, queries: list[Query]) -> None:
     assert CONTEXT[MASK] == 3
     both = ("Oslo", "Bob Ray")
-    held = Cloze(CONTEXT, MASK, (ANN, BOB, OSLO), (1, 2), ("Ann", "Bob Ray", "Oslo"), both, "1-1")
-    assert record.evaluation(queries, pieces, 512) == ([held], 0)
-    one = Cloze(CONTEXT, MASK, (OSLO, ANN), (0,), ("Oslo", "Ann"), ("Oslo",), "1-1")
-    two = Cloze(CONTEXT, MASK, (BOB, ANN), (0,), ("Bob Ray", "Ann"), ("Bob Ray",), "1-1")
-    found, shortened = record.training(queries, pieces, 512, 9)
+    held = ClozeSample(
+        CONTEXT, MASK, (ANN, BOB, OSLO), (1, 2), ("Ann", "Bob Ray", "Oslo"), both, "1-1"
+    )
+    assert record.make_evaluation_samples(queries, pieces, 512) == ([held], 0)
+    one = ClozeSample(CONTEXT, MASK, (OSLO, ANN), (0,), ("Oslo", "Ann"), ("Oslo",), "1-1")
+    two = ClozeSample(CONTEXT, MASK, (BOB, ANN), (0,), ("Bob Ray", "Ann"), ("Bob Ray",), "1-1")
+    found, shortened = record.make_training_samples(queries, pieces, 512, 9)
     assert (found, shortened) == ([one, two], 0)
     assert found[0].context is found[1].context
 
 
 def test_evaluation_by_hand_in_division_open(pieces: WordPieces, queries: list[Query]) -> None:
-    found = cloze.pack(record.evaluation(queries, pieces, 512)[0], "open", START, END)
+    found = cloze_samples.pack_samples(
+        record.make_evaluation_samples(queries, pieces, 512)[0], "open", START, END
+    )
     assert lists(found) == {
         "tokens": [*CONTEXT, START, 4, START, 6, 7, START, 9, 10],
         "positions": [*range(25), *[19] * 8],
@@ -122,7 +126,9 @@ def test_evaluation_by_hand_in_division_open(pieces: WordPieces, queries: list[Q
 
 
 def test_evaluation_by_hand_in_division_closed(pieces: WordPieces, queries: list[Query]) -> None:
-    found = cloze.pack(record.evaluation(queries, pieces, 512)[0], "closed", START, END)
+    found = cloze_samples.pack_samples(
+        record.make_evaluation_samples(queries, pieces, 512)[0], "closed", START, END
+    )
     assert lists(found) == {
         "tokens": [*CONTEXT, *CONTEXT, *CONTEXT, START, 4, START, 6, 7, START, 9, 10],
         "positions": [*range(25), *range(25), *range(25), *[19] * 8],
@@ -148,8 +154,8 @@ def test_evaluation_by_hand_in_division_closed(pieces: WordPieces, queries: list
 def test_samples_of_several_lengths_lie_end_to_end(
     division: Literal["closed", "open"], pieces: WordPieces, queries: list[Query]
 ) -> None:
-    samples = [*record.training(queries, pieces, 512, 9)[0], SHORT]
-    found = lists(cloze.pack(samples, division, START, END))
+    samples = [*record.make_training_samples(queries, pieces, 512, 9)[0], SHORT]
+    found = lists(cloze_samples.pack_samples(samples, division, START, END))
     times = (2, 2, 3) if division == "closed" else (1, 1, 1)
     spans = [START, 9, 10, START, 4, START, 6, 7, START, 4, START, 7, START, 8, 9, START]
     assert found["tokens"] == [
@@ -185,9 +191,9 @@ def test_samples_of_several_lengths_lie_end_to_end(
 
 def test_no_samples_make_no_pack() -> None:
     with pytest.raises(ValueError, match="a pack of no samples"):
-        cloze.pack([], "open", START, END)
+        cloze_samples.pack_samples([], "open", START, END)
     with pytest.raises(ValueError, match="a pack of no samples"):
-        ClozeRows([SHORT], [SHORT], "open", 1, 0, START, END).pack([], held=False)
+        ClozeDataset([SHORT], [SHORT], "open", 1, 0, START, END).pack([], held_out=False)
 
 
 @dataclass(frozen=True)
@@ -212,17 +218,21 @@ def query(entities: str, answers: str, name: str = "1-1") -> Query:
     )
 
 
-def texts(found: tuple[list[Cloze], int]) -> list[str]:
+def texts(found: tuple[list[ClozeSample], int]) -> list[str]:
     return [" ".join(one.texts) for one in found[0]]
 
 
 def test_up_to_nine_wrong_candidates_stay_in_order() -> None:
     nine = query("a b c d e f g h i j k", "k c")
-    found = record.training([nine], Letters(), 512, 9)
+    found = record.make_training_samples([nine], Letters(), 512, 9)
     assert texts(found) == ["k a b d e f g h i j", "c a b d e f g h i j"]
     assert [one.answers for one in found[0]] == [("k",), ("c",)]
-    assert texts(record.evaluation([nine], Letters(), 512)) == ["a b c d e f g h i j k"]
-    assert [one.right for one in record.evaluation([nine], Letters(), 512)[0]] == [(2, 10)]
+    assert texts(record.make_evaluation_samples([nine], Letters(), 512)) == [
+        "a b c d e f g h i j k"
+    ]
+    assert [one.right for one in record.make_evaluation_samples([nine], Letters(), 512)[0]] == [
+        (2, 10)
+    ]
 
 
 def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
@@ -236,30 +246,36 @@ def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
         others = list("abdefghijl")
         rng.shuffle(others)
         wanted.append(" ".join([answer, *others[:9]]))
-    found = texts(record.training([long, short, long], Letters(), 512, 9))
+    found = texts(record.make_training_samples([long, short, long], Letters(), 512, 9))
     assert found == [*wanted[:2], "b a c", *wanted[2:]]
     assert len(set(wanted)) == 4
     assert [len(one.split()) for one in found] == [10, 10, 3, 10, 10]
-    assert texts(record.training([long], Letters(), 512, 10)) == [
+    assert texts(record.make_training_samples([long], Letters(), 512, 10)) == [
         "k a b d e f g h i j l",
         "c a b d e f g h i j l",
     ]
-    assert [len(one.split()) for one in texts(record.training([long], Letters(), 512, 2))] == [3, 3]
+    assert [
+        len(one.split()) for one in texts(record.make_training_samples([long], Letters(), 512, 2))
+    ] == [3, 3]
 
 
 def test_an_answer_that_is_no_entity_is_learned_and_cannot_be_chosen() -> None:
     none, some = query("a b", "z"), query("a b", "z b")
-    assert texts(record.training([none, some], Letters(), 512, 9)) == ["z a b", "z a", "b a"]
-    found = record.evaluation([none, some], Letters(), 512)[0]
+    assert texts(record.make_training_samples([none, some], Letters(), 512, 9)) == [
+        "z a b",
+        "z a",
+        "b a",
+    ]
+    found = record.make_evaluation_samples([none, some], Letters(), 512)[0]
     assert [(one.texts, one.right, one.answers) for one in found] == [
         (("a", "b"), (), ("z",)),
         (("a", "b"), (1,), ("z", "b")),
     ]
-    assert cloze.pack(found, "open", 128, 129).right.tolist() == [-1, 1]
+    assert cloze_samples.pack_samples(found, "open", 128, 129).right.tolist() == [-1, 1]
 
 
 def test_an_answer_without_a_wrong_candidate_is_alone() -> None:
-    assert texts(record.training([query("a", "a")], Letters(), 512, 9)) == ["a"]
+    assert texts(record.make_training_samples([query("a", "a")], Letters(), 512, 9)) == ["a"]
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -276,7 +292,7 @@ def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(
     """Around the passage are [CLS], who, [MASK], then, [PAD]; the longest span is start-of-piece,
     x, y, z.
     """
-    found, count = record.evaluation([query("ab xyz", "ab")], Letters(), positions)
+    found, count = record.make_evaluation_samples([query("ab xyz", "ab")], Letters(), positions)
     assert count == shortened
     assert found[0].context == (1, *ids(kept), *ids("who"), 2, *ids("then"), 0)
     assert found[0].context[found[0].mask] == 2
@@ -286,7 +302,7 @@ def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(
 def test_shortened_contexts_are_counted_for_every_sample() -> None:
     """Training looks at the candidates of the sample alone."""
     longer = query("ab cd xyz", "ab xyz")
-    found, count = record.training([longer, query("ab", "ab")], Letters(), 20, 9)
+    found, count = record.make_training_samples([longer, query("ab", "ab")], Letters(), 20, 9)
     assert [(one.texts, len(one.context)) for one in found] == [
         (("ab", "cd"), 17),
         (("xyz", "cd"), 16),
@@ -297,7 +313,9 @@ def test_shortened_contexts_are_counted_for_every_sample() -> None:
 
 def test_a_query_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        record.evaluation([query("a", "a"), query("ab xyz", "ab", "7-2")], Letters(), 13)
+        record.make_evaluation_samples(
+            [query("a", "a"), query("ab xyz", "ab", "7-2")], Letters(), 13
+        )
     assert str(caught.value) == (golden("query-7-2-its-line-and"))
 
 
@@ -310,9 +328,9 @@ def test_texts_are_encoded_in_parts_and_each_once(monkeypatch: pytest.MonkeyPatc
             return super().encode(texts)
 
     many = [query("a b", "b a"), query("b c", "c"), query("d e", "d")]
-    whole = record.training(many, Letters(), 512, 9)
-    monkeypatch.setattr(record, "_AT_ONCE", 3)
-    assert record.training(many, Watched(), 512, 9) == whole
+    whole = record.make_training_samples(many, Letters(), 512, 9)
+    monkeypatch.setattr(record, "_ENCODE_BATCH", 3)
+    assert record.make_training_samples(many, Watched(), 512, 9) == whole
     assert seen == [
         ["passage", "who ", " then", "b", "a", "c"],
         ["passage", "who ", " then", "d", "e"],
@@ -321,15 +339,18 @@ def test_texts_are_encoded_in_parts_and_each_once(monkeypatch: pytest.MonkeyPatc
 
 def test_a_fingerprint_sees_texts_order_set_and_vocabulary() -> None:
     one, two = query("a b", "b"), query("a c", "c", "2-1")
-    base = record.fingerprint([one], [two], Letters())
+    base = record.fingerprint_queries([one], [two], Letters())
     assert len(base) == 64
-    assert record.fingerprint([replace(one, name="9-9")], [two], Letters(source="other")) == base
+    assert (
+        record.fingerprint_queries([replace(one, name="9-9")], [two], Letters(source="other"))
+        == base
+    )
     others = [
-        record.fingerprint([two], [one], Letters()),
-        record.fingerprint([one, two], [], Letters()),
-        record.fingerprint([one], [two], Letters(sha256="1" * 64)),
+        record.fingerprint_queries([two], [one], Letters()),
+        record.fingerprint_queries([one, two], [], Letters()),
+        record.fingerprint_queries([one], [two], Letters(sha256="1" * 64)),
         *(
-            record.fingerprint([replace(one, **{name: value})], [two], Letters())
+            record.fingerprint_queries([replace(one, **{name: value})], [two], Letters())
             for name, value in [
                 ("passage", "x"),
                 ("query", "@placeholder x"),

@@ -65,7 +65,7 @@ def written(path: Path, *rows: Any) -> Path:
 
 def refusal(path: Path) -> str:
     with pytest.raises(RequestError) as caught:
-        superglue.read(path)
+        superglue.read_queries(path)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -79,18 +79,18 @@ def test_texts_and_candidates_by_hand(tmp_path: Path) -> None:
         "Oslo",
         "Ann’s",
     )
-    assert superglue.read(written(tmp_path / "x.jsonl", row())) == QUERIES
+    assert superglue.read_queries(written(tmp_path / "x.jsonl", row())) == QUERIES
 
 
 def test_names_are_lines_and_queries(tmp_path: Path) -> None:
     without = {**row(), "qas": []}
-    found = superglue.read(written(tmp_path / "x.jsonl", row(), without, row()))
+    found = superglue.read_queries(written(tmp_path / "x.jsonl", row(), without, row()))
     assert [one.name for one in found] == ["1-1", "1-2", "3-1", "3-2"]
     assert found[0].passage is found[1].passage
 
 
 def test_only_what_glm_straightens_is_straightened() -> None:
-    assert superglue.plain("“a” ‘b’ c–d e—f … \"'-") == "\"a\" 'b' c-d e—f … \"'-"
+    assert superglue.normalize_punctuation("“a” ‘b’ c–d e—f … \"'-") == "\"a\" 'b' c-d e—f … \"'-"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_only_what_glm_straightens_is_straightened() -> None:
 def test_every_layout_reads_the_same(pack: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path = tmp_path / "any name"
     path.write_bytes(pack(json.dumps(row(), ensure_ascii=False).encode() + b"\n"))
-    assert superglue.read(path) == QUERIES
+    assert superglue.read_queries(path) == QUERIES
 
 
 def changed(at: tuple[str | int, ...], value: Any) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def test_an_answer_may_be_no_entity(tmp_path: Path) -> None:
     path = written(
         tmp_path / "x.jsonl", changed(ANSWERS, [{"text": "Eve", "start": 900, "end": -1}])
     )
-    assert superglue.read(path)[1].answers == ("Eve",)
-    assert superglue.read(path)[1].entities == ENTITIES
+    assert superglue.read_queries(path)[1].answers == ("Eve",)
+    assert superglue.read_queries(path)[1].entities == ENTITIES
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_lines_and_files_have_limits(
         path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size)
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)  # its end is none of them
-    assert len(superglue.read(path)) == 4
+    assert len(superglue.read_queries(path)) == 4
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
     assert refusal(path) == golden("larger-than-bytes-which-file-of", path, size - 1)
     monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 2)
@@ -319,15 +319,21 @@ def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
 def test_both_files_are_found(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl.gz").touch()
     (tmp_path / "val.jsonl").touch()
-    assert superglue.find(tmp_path) == (tmp_path / "train.jsonl.gz", tmp_path / "val.jsonl")
+    assert superglue.find_query_files(tmp_path) == (
+        tmp_path / "train.jsonl.gz",
+        tmp_path / "val.jsonl",
+    )
     (tmp_path / "train.jsonl").touch()
-    assert superglue.find(tmp_path) == (tmp_path / "train.jsonl", tmp_path / "val.jsonl")
+    assert superglue.find_query_files(tmp_path) == (
+        tmp_path / "train.jsonl",
+        tmp_path / "val.jsonl",
+    )
 
 
 def test_a_folder_without_them(tmp_path: Path) -> None:
     def missing(place: Path) -> str:
         with pytest.raises(RequestError) as caught:
-            superglue.find(place)
+            superglue.find_query_files(place)
         return str(caught.value)
 
     advice = "give a folder with train.jsonl and val.jsonl with --data"
@@ -350,7 +356,7 @@ def test_a_folder_without_them(tmp_path: Path) -> None:
 def test_real_rows(
     name: str, queries: int, answers: int, entities: int, most: int, data_dir: Path
 ) -> None:
-    found = superglue.read(data_dir / "record" / f"record_{name}.jsonl")
+    found = superglue.read_queries(data_dir / "record" / f"record_{name}.jsonl")
     assert (len(found), sum(len(one.answers) for one in found)) == (queries, answers)
     assert (sum(len(one.entities) for one in found), max(len(one.entities) for one in found)) == (
         entities,

@@ -9,7 +9,7 @@ import pytest
 
 from fixtures.cloze import END, SHORT, START
 from steelyard.data import tokenizer
-from steelyard.data.cloze import ClozeRows
+from steelyard.data.cloze_samples import ClozeDataset
 from steelyard.data.tokenizer import WordPieces
 from steelyard.errors import RequestError
 from steelyard.tasks.superglue_record import data as record
@@ -19,10 +19,10 @@ from steelyard.tasks.superglue_record.queries import Query
 
 def rows(
     count: int, division: Literal["closed", "open"] = "open", batch: int = 4, seed: int = 0
-) -> ClozeRows:
+) -> ClozeDataset:
     train = [replace(SHORT, context=(2, *[5] * (i * 7 % 10), 3, 0)) for i in range(count)]
     held = [replace(SHORT, context=(2, *[5] * length, 3, 0)) for length in (1, 4, 4, 2)]
-    return ClozeRows(train, held, division, batch, seed, START, END)
+    return ClozeDataset(train, held, division, batch, seed, START, END)
 
 
 def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
@@ -52,10 +52,12 @@ def test_a_batch_goes_over_the_end_of_an_epoch() -> None:
 
 def test_lengths_are_sorted_inside_a_batch_and_nowhere_else() -> None:
     found = rows(40, batch=8)
-    sizes = [[found.size(key, held=False) for key in found.batch(step)] for step in range(5)]
+    sizes = [
+        [found.count_tokens(key, held_out=False) for key in found.batch(step)] for step in range(5)
+    ]
     assert all(one == sorted(one, reverse=True) and len(set(one)) > 1 for one in sizes)
     assert all(sizes[i][-1] < sizes[i + 1][0] for i in range(4))
-    ties = [key for key in found.batch(0) if found.size(key, held=False) == sizes[0][0]]
+    ties = [key for key in found.batch(0) if found.count_tokens(key, held_out=False) == sizes[0][0]]
     assert ties == sorted(ties)
 
 
@@ -67,25 +69,25 @@ def test_evaluation_is_all_of_it_the_longest_first(
 ) -> None:
     found = rows(3, division)
     assert found.held_out() == [1, 2, 3, 0]
-    assert [found.size(key, held=True) for key in range(4)] == sizes
-    assert [found.pack([key], held=True).counts["tokens"] for key in range(4)] == sizes
-    assert found.sample(3, held=True).context == (2, 5, 5, 3, 0)
-    assert found.sample(2, held=False).context == (2, *[5] * 4, 3, 0)
-    both = found.pack([3, 0], held=True)
+    assert [found.count_tokens(key, held_out=True) for key in range(4)] == sizes
+    assert [found.pack([key], held_out=True).counts["tokens"] for key in range(4)] == sizes
+    assert found.sample(3, held_out=True).context == (2, 5, 5, 3, 0)
+    assert found.sample(2, held_out=False).context == (2, *[5] * 4, 3, 0)
+    both = found.pack([3, 0], held_out=True)
     assert both.counts["tokens"] == sizes[3] + sizes[0]
     assert both.contexts == ([5] * 3 + [4] * 3 if division == "closed" else [5, 4])
 
 
 def test_rows_that_are_none() -> None:
     with pytest.raises(RequestError, match="no samples to train on; allowed: 1 or more"):
-        ClozeRows([], [SHORT], "open", 1, 0, START, END)
+        ClozeDataset([], [SHORT], "open", 1, 0, START, END)
     with pytest.raises(RequestError, match="a global batch of 0 samples; allowed: 1 or more"):
-        ClozeRows([SHORT], [SHORT], "open", 0, 0, START, END)
+        ClozeDataset([SHORT], [SHORT], "open", 0, 0, START, END)
 
 
 @pytest.fixture(scope="module")
 def bert(data_dir: Path) -> WordPieces:
-    return tokenizer.load_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
+    return tokenizer.load_word_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def real(data_dir: Path) -> list[Query]:
     return [
         one
         for name in names
-        for one in superglue.read(data_dir / "record" / f"record_{name}.jsonl")
+        for one in superglue.read_queries(data_dir / "record" / f"record_{name}.jsonl")
     ]
 
 
@@ -117,21 +119,21 @@ def test_real_rows(
     bert: WordPieces,
 ) -> None:
     """The figures of the design: 283 examples of 187 queries, of 2,087 tokens closed and 263 open."""
-    train, shortened = record.training(real, bert, 512, 9)
-    ask, asked_shortened = record.evaluation(real, bert, 512)
+    train, shortened = record.make_training_samples(real, bert, 512, 9)
+    ask, asked_shortened = record.make_evaluation_samples(real, bert, 512)
     assert (len(train), len(ask), shortened, asked_shortened) == (283, 187, 0, 0)
     assert (sum(len(one.candidates) for one in train), sum(len(one.candidates) for one in ask)) == (
         2460,
         2083,
     )
     assert max(len(one.context) for one in ask) == 406
-    found = ClozeRows(train, ask, division, 8, 0, bert.vocab, bert.vocab + 1)
+    found = ClozeDataset(train, ask, division, 8, 0, bert.vocab, bert.vocab + 1)
     for keys, is_held, figures, logits in (
         (range(283), False, learned, 7655),
         (range(187), True, held, 6497),
     ):
         counts = found.pack(list(keys), is_held).counts
-        assert counts["tokens"] == sum(found.size(key, is_held) for key in keys)
+        assert counts["tokens"] == sum(found.count_tokens(key, is_held) for key in keys)
         assert (
             counts["tokens"],
             round(counts["tokens"] / len(keys)),
@@ -142,8 +144,8 @@ def test_real_rows(
 
 
 def test_real_rows_that_are_shortened(real: list[Query], bert: WordPieces) -> None:
-    whole = record.evaluation(real, bert, 512)[0]
-    found, shortened = record.evaluation(real, bert, 256)
+    whole = record.make_evaluation_samples(real, bert, 512)[0]
+    found, shortened = record.make_evaluation_samples(real, bert, 256)
     longest = [max(map(len, one.candidates)) + 1 for one in found]
     assert shortened == 58
     for one, before, span in zip(found, whole, longest, strict=True):

@@ -4,15 +4,17 @@ from typing import Any
 
 import pytest
 
-from steelyard.data.cloze import Cloze
+from steelyard.data.cloze_samples import ClozeSample
 from steelyard.tasks.superglue_record import score
 from steelyard.tasks.superglue_record.task import TASK
 from steelyard.tasks.task import Breakdown, Differences, Tally
 
 
-def asked(texts: str, answers: str, right: tuple[int, ...]) -> Cloze:
+def asked(texts: str, answers: str, right: tuple[int, ...]) -> ClozeSample:
     every = tuple(texts.split("|"))
-    return Cloze((1, 2, 3), 1, ((7,),) * len(every), right, every, tuple(answers.split("|")), "1-1")
+    return ClozeSample(
+        (1, 2, 3), 1, ((7,),) * len(every), right, every, tuple(answers.split("|")), "1-1"
+    )
 
 
 HELD = [
@@ -21,7 +23,7 @@ HELD = [
     asked("one|two", "two", (1,)),
     asked("x|y|z", "x", (0,)),
 ]
-COMMON = score.outputs(HELD)
+COMMON = score.make_cloze_outputs(HELD)
 
 
 def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None) -> dict[str, Any]:
@@ -40,10 +42,10 @@ RANK_1 = {
     "stopped": None,
     "evaluations": [evaluation(0, (1, 2), (2, 1)), evaluation(5, (1, 0), (2, 0))],
 }
-WHOLE = score.merge(COMMON, "train", [RANK_0, RANK_1])
+WHOLE = score.merge_cloze_outputs(COMMON, "train", [RANK_0, RANK_1])
 
 
-def passes(found: score.RecordOutputs) -> dict[str, Any]:
+def passes(found: score.ClozeOutputs) -> dict[str, Any]:
     table: dict[str, Any] = found.model_dump(mode="json")["passes"]
     return table
 
@@ -66,8 +68,12 @@ def passes(found: score.RecordOutputs) -> dict[str, Any]:
     ],
 )
 def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: float) -> None:
-    assert score.exact(text, answer) == em
-    assert score.f1(text, answer) == score.f1(answer, text) == pytest.approx(f1, rel=1e-12)
+    assert score.match_exactly(text, answer) == em
+    assert (
+        score.compute_f1(text, answer)
+        == score.compute_f1(answer, text)
+        == pytest.approx(f1, rel=1e-12)
+    )
 
 
 def test_each_candidate_has_its_best_over_the_answers() -> None:
@@ -100,9 +106,9 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
             "stopped": None,
         }
     }
-    assert score.merge(COMMON, "train", [RANK_1, RANK_0]) == WHOLE
+    assert score.merge_cloze_outputs(COMMON, "train", [RANK_1, RANK_0]) == WHOLE
     assert COMMON.passes == {}
-    after = score.merge(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
+    after = score.merge_cloze_outputs(WHOLE, "after", [{"evaluations": [evaluation(5, (2, 1))]}])
     assert passes(after)["train"] == passes(WHOLE)["train"]
     assert passes(after)["after"] == {
         "evaluations": [{"step": 5, "samples": 40, "choices": [[2, 1]], "repeated": 0}]
@@ -110,16 +116,18 @@ def test_ranks_merge_in_the_order_of_the_questions() -> None:
 
 
 def test_scores_by_hand_are_of_the_last_evaluation() -> None:
-    assert score.score(WHOLE, "train") == {
+    assert score.score_cloze_outputs(WHOLE, "train") == {
         "acc": 2 / 4,
         "em": 2 / 4,
         "f1": pytest.approx((1 + 0.8 + 0 + 1) / 4, rel=1e-12),
         "se": (0.5 * 0.5 / 4) ** 0.5,
     }
-    assert score.history(WHOLE, "train") == [(0, 0, 1 / 4), (5, 40, 2 / 4)]
-    assert score.tally(WHOLE, "train") == Tally(4, 0, 0, 0)
+    assert score.list_accuracies(WHOLE, "train") == [(0, 0, 1 / 4), (5, 40, 2 / 4)]
+    assert score.tally_cloze_answers(WHOLE, "train") == Tally(4, 0, 0, 0)
     assert TASK.agreement is None
-    assert score.breakdowns(score.merge(WHOLE, "after", [{"evaluations": [evaluation(6)]}])) == [
+    assert score.make_cloze_breakdowns(
+        score.merge_cloze_outputs(WHOLE, "after", [{"evaluations": [evaluation(6)]}])
+    ) == [
         Breakdown(
             ("Evaluations", "评估过程"),
             (("after step", "步数之后"), ("samples trained on", "已训练样本数"), ("acc", "acc")),
@@ -129,69 +137,78 @@ def test_scores_by_hand_are_of_the_last_evaluation() -> None:
 
 
 def test_a_missing_answer_is_no_wrong_answer() -> None:
-    found = score.merge(COMMON, "train", [RANK_0])
-    assert score.score(found, "train") == {"acc": 1.0, "em": 1.0, "f1": 1.0, "se": 0.0}
-    assert [acc for *_, acc in score.history(found, "train")] == [0.0, 1.0]
-    assert score.tally(found, "train") == Tally(4, 2, 0, 0)
+    found = score.merge_cloze_outputs(COMMON, "train", [RANK_0])
+    assert score.score_cloze_outputs(found, "train") == {
+        "acc": 1.0,
+        "em": 1.0,
+        "f1": 1.0,
+        "se": 0.0,
+    }
+    assert [acc for *_, acc in score.list_accuracies(found, "train")] == [0.0, 1.0]
+    assert score.tally_cloze_answers(found, "train") == Tally(4, 2, 0, 0)
 
 
 def test_an_evaluation_that_one_rank_lacks_is_not_lost() -> None:
     short = {**RANK_1, "evaluations": RANK_1["evaluations"][:1]}
-    found = score.merge(COMMON, "train", [short, RANK_0])
+    found = score.merge_cloze_outputs(COMMON, "train", [short, RANK_0])
     assert [one["choices"] for one in passes(found)["train"]["evaluations"]] == [
         [[0, 1], [1, 2], [2, 1], [3, 1]],
         [[0, 2], [3, 0]],
     ]
-    assert score.tally(found, "train") == Tally(4, 2, 0, 0)
+    assert score.tally_cloze_answers(found, "train") == Tally(4, 2, 0, 0)
 
 
 def test_scores_that_are_not_finite_are_no_hits() -> None:
-    found = score.merge(
+    found = score.merge_cloze_outputs(
         COMMON, "before", [{"evaluations": [evaluation(0, (0, -1), (1, -1), (2, 1), (3, 1))]}]
     )
-    assert score.score(found, "before") == {
+    assert score.score_cloze_outputs(found, "before") == {
         "acc": 1 / 4,
         "em": 1 / 4,
         "f1": 1 / 4,
         "se": pytest.approx((0.25 * 0.75 / 4) ** 0.5, rel=1e-15),
     }
-    assert score.tally(found, "before") == Tally(4, 0, 0, 2)
+    assert score.tally_cloze_answers(found, "before") == Tally(4, 0, 0, 2)
 
 
 def test_repeated_answers_are_counted_and_the_last_one_stands() -> None:
     again = {"evaluations": [evaluation(0, (2, 1), (2, 0), (3, 2))]}
-    found = score.merge(COMMON, "after", [{"evaluations": [evaluation(0, (3, 0))]}, again])
+    found = score.merge_cloze_outputs(
+        COMMON, "after", [{"evaluations": [evaluation(0, (3, 0))]}, again]
+    )
     assert passes(found)["after"]["evaluations"][0]["choices"] == [[2, 0], [3, 2]]
-    assert score.tally(found, "after") == Tally(4, 2, 2, 0)
+    assert score.tally_cloze_answers(found, "after") == Tally(4, 2, 2, 0)
 
 
 @pytest.mark.parametrize(
     "found",
     [
-        score.outputs([]),
+        score.make_cloze_outputs([]),
         COMMON,
-        score.merge(COMMON, "train", []),
-        score.merge(COMMON, "train", [{"stopped": None, "evaluations": []}]),
+        score.merge_cloze_outputs(COMMON, "train", []),
+        score.merge_cloze_outputs(COMMON, "train", [{"stopped": None, "evaluations": []}]),
     ],
 )
-def test_no_evaluation_is_no_score(found: score.RecordOutputs) -> None:
-    assert score.score(found, "train") == {}
-    assert score.history(found, "train") == []
-    assert score.tally(found, "train") is None
-    assert score.breakdowns(found) == []
+def test_no_evaluation_is_no_score(found: score.ClozeOutputs) -> None:
+    assert score.score_cloze_outputs(found, "train") == {}
+    assert score.list_accuracies(found, "train") == []
+    assert score.tally_cloze_answers(found, "train") is None
+    assert score.make_cloze_breakdowns(found) == []
 
 
 def test_an_evaluation_without_answers_is_no_score() -> None:
-    found = score.merge(COMMON, "train", [{"stopped": None, "evaluations": [evaluation(3)]}])
-    assert score.score(found, "train") == {}
-    assert score.history(found, "train") == [(3, 24, None)]
-    assert score.tally(found, "train") == Tally(4, 4, 0, 0)
+    found = score.merge_cloze_outputs(
+        COMMON, "train", [{"stopped": None, "evaluations": [evaluation(3)]}]
+    )
+    assert score.score_cloze_outputs(found, "train") == {}
+    assert score.list_accuracies(found, "train") == [(3, 24, None)]
+    assert score.tally_cloze_answers(found, "train") == Tally(4, 4, 0, 0)
 
 
 def test_the_earliest_stop_stands() -> None:
     stops = [None, {"step": 9, "why": "nan"}, {"step": 7, "why": "target"}]
     tables = [{"stopped": stopped, "evaluations": []} for stopped in stops]
-    assert passes(score.merge(COMMON, "train", tables))["train"]["stopped"] == {
+    assert passes(score.merge_cloze_outputs(COMMON, "train", tables))["train"]["stopped"] == {
         "step": 7,
         "why": "target",
     }
@@ -207,14 +224,14 @@ def test_the_earliest_stop_stands() -> None:
     ],
 )
 def test_good_outputs_pass_as_they_are(table: dict[str, Any]) -> None:
-    found = score.check(table, COMMON)
+    found = score.check_cloze_outputs(table, COMMON)
     assert found == table
     assert found["evaluations"] is not table["evaluations"]
 
 
 def test_pairs_may_be_tuples_and_become_lists() -> None:
     table = {"evaluations": [{"step": 0, "samples": 0, "choices": [(0, 1)]}]}
-    assert score.check(table, COMMON)["evaluations"][0]["choices"] == [[0, 1]]
+    assert score.check_cloze_outputs(table, COMMON)["evaluations"][0]["choices"] == [[0, 1]]
 
 
 KINDS = (
@@ -267,7 +284,7 @@ STOPPED = "the engine's outputs must be None or a table with a step: stopped"
 )
 def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
     with pytest.raises(TypeError) as caught:
-        score.check(table, COMMON)
+        score.check_cloze_outputs(table, COMMON)
     assert str(caught.value).startswith(reason)
 
 
@@ -304,19 +321,19 @@ def test_outputs_of_another_kind_are_refused(table: Any, reason: str) -> None:
 )
 def test_outputs_that_cannot_be_are_refused(table: Any, reason: str) -> None:
     with pytest.raises(ValueError) as caught:
-        score.check(table, COMMON)
+        score.check_cloze_outputs(table, COMMON)
     assert str(caught.value) == reason
 
 
 def test_differences_are_of_the_last_evaluation_after_as_many_steps() -> None:
-    theirs = score.merge(
+    theirs = score.merge_cloze_outputs(
         COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}]
     )
     # 1 and 2 got another candidate
-    assert score.differences(WHOLE, theirs, "train") == Differences(3, 2)
-    later = score.merge(
+    assert score.compare_cloze_outputs(WHOLE, theirs, "train") == Differences(3, 2)
+    later = score.merge_cloze_outputs(
         COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}]
     )
-    assert score.differences(WHOLE, later, "train") is None
-    assert score.differences(WHOLE, COMMON, "train") is None
-    assert TASK.differences is score.differences
+    assert score.compare_cloze_outputs(WHOLE, later, "train") is None
+    assert score.compare_cloze_outputs(WHOLE, COMMON, "train") is None
+    assert TASK.differences is score.compare_cloze_outputs

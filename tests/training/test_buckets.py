@@ -10,15 +10,20 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import CPU, END, SHAPE, START, TRAINING, Rerun, job, packed, samples, trainer
-from steelyard.data.cloze import ClozeRows
-from steelyard.data.counting import ClozeCounts
+from steelyard.data.cloze_samples import ClozeDataset
+from steelyard.data.counting import ClozeCounter
 from steelyard.engine.work import Work
-from steelyard.engines.torch import glm as fused
-from steelyard.engines.torch.glm import TorchCloze
+from steelyard.engines.torch import train_cloze as fused
+from steelyard.engines.torch.train_cloze import TorchCloze
 from steelyard.models import tensors
-from steelyard.training import buckets
-from steelyard.training.buckets import Buckets, fill, size_of, together
-from steelyard.training.glm import ClozeMicroBatch, Computing, TrainedGlm, to_device
+from steelyard.training import size_buckets
+from steelyard.training.glm_trainer import (
+    ClozeMicroBatch,
+    LogProbComputation,
+    TrainedGlm,
+    send_cloze_batch,
+)
+from steelyard.training.size_buckets import SizeBuckets, combine_sizes, fill_pack, measure_sample
 from steelyard.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,36 +33,39 @@ TARGETS = torch.tensor(5.0)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "GRAIN", 16)
-    monkeypatch.setattr(buckets, "ROW", 5)
+    monkeypatch.setattr(size_buckets, "TOKEN_MULTIPLE", 16)
+    monkeypatch.setattr(size_buckets, "FILLER_TOKENS", 5)
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
-def rows_of(division: str, count: int = 5, batch: int = 2) -> ClozeRows:
-    return ClozeRows(samples(count), samples(2), division, batch, 1, START, END)
+def rows_of(division: str, count: int = 5, batch: int = 2) -> ClozeDataset:
+    return ClozeDataset(samples(count), samples(2), division, batch, 1, START, END)
 
 
 def filled(division: str, groups: list[list[int]]):
     """Micro-batches as they are, and filled up."""
     rows = rows_of(division)
-    sizes = [together(size_of(rows, key) for key in group) for group in groups]
-    made = Buckets(sizes)
-    bucket = [made.of(size) for size in sizes]
-    packs = [rows.pack(group, held=False) for group in groups]
-    plain = [to_device(pack, CPU) for pack in packs]
+    sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
+    made = SizeBuckets(sizes)
+    bucket = [made.find_bucket(size) for size in sizes]
+    packs = [rows.pack(group, held_out=False) for group in groups]
+    plain = [send_cloze_batch(pack, CPU) for pack in packs]
     return (
         plain,
-        [to_device(fill(pack, one), CPU, one) for pack, one in zip(packs, bucket, strict=True)],
+        [
+            send_cloze_batch(fill_pack(pack, one), CPU, one)
+            for pack, one in zip(packs, bucket, strict=True)
+        ],
         bucket,
     )
 
 
 def gradients(of: Trainer) -> list[Tensor]:
-    return [of.optimizer.gradient(p).clone() for p in of.optimizer.parameters]
+    return [of.optimizer.get_gradient(p).clone() for p in of.optimizer.parameters]
 
 
 def learned(made: Trainer, micros) -> tuple[float, list[Tensor]]:
-    loss = float(made.learn(micros, TARGETS))
+    loss = float(made.compute_gradients(micros, TARGETS))
     found = gradients(made)
     made.optimizer.zero_grad()
     return loss, found
@@ -71,7 +79,7 @@ def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) ->
     """
     plain, full, _ = filled(division, [[0, 1, 2], [3, 4]])
     made = trainer(job())
-    other = trainer(job(), lambda of: fused.trainer(of, Rerun() if recorded else None))
+    other = trainer(job(), lambda of: fused.make_cloze_trainer(of, Rerun() if recorded else None))
     assert sum(len(micro.tokens) for micro in full) > sum(len(micro.tokens) for micro in plain)
     for one, two in zip(plain, full, strict=True):
         scores, wanted = other.evaluate(two), made.evaluate(one)
@@ -93,13 +101,13 @@ def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three micro-batches of one bucket, in turn: each has its own loss and gradients, and one pair
     of graphs is there.
     """
-    monkeypatch.setattr(buckets, "GRAIN", 64)
+    monkeypatch.setattr(size_buckets, "TOKEN_MULTIPLE", 64)
     groups = [[0, 1], [1, 2], [2, 0]]
     plain, full, bucket = filled("open", groups)
     assert len({(one.tokens, one.samples) for one in bucket}) == 1
     assert len({len(micro.tokens) for micro in plain}) > 1
     record = Rerun()
-    made, other = trainer(job()), trainer(job(), lambda of: fused.trainer(of, record))
+    made, other = trainer(job()), trainer(job(), lambda of: fused.make_cloze_trainer(of, record))
     losses = []
     for one, two in zip(2 * plain, 2 * full, strict=True):
         (loss, wanted), (found, grads) = learned(made, [one]), learned(other, [two])
@@ -136,9 +144,11 @@ def test_padding_learns_nothing() -> None:
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_what_fills_a_bucket(division: str) -> None:
     rows = rows_of(division)
-    sizes = [together(size_of(rows, key) for key in group) for group in ([0, 1, 2], [3, 4])]
-    packs = [rows.pack(group, held=False) for group in ([0, 1, 2], [3, 4])]
-    made = Buckets(sizes)
+    sizes = [
+        combine_sizes(measure_sample(rows, key) for key in group) for group in ([0, 1, 2], [3, 4])
+    ]
+    packs = [rows.pack(group, held_out=False) for group in ([0, 1, 2], [3, 4])]
+    made = SizeBuckets(sizes)
     for size, pack in zip(sizes, packs, strict=True):
         assert (size.tokens, size.logits) == (pack.counts["tokens"], pack.counts["logits"])
         assert (size.contexts, size.spans, size.samples) == (
@@ -146,18 +156,18 @@ def test_what_fills_a_bucket(division: str) -> None:
             len(pack.spans),
             len(pack.candidates),
         )
-        bucket = made.of(size)
-        full = fill(pack, bucket)
+        bucket = made.find_bucket(size)
+        full = fill_pack(pack, bucket)
         assert len(full.tokens) == bucket.tokens == sum(full.contexts) + sum(full.spans)
         assert bucket.tokens % 16 == 0
         assert 0 <= bucket.tokens - size.tokens < 16
         assert full.counts == pack.counts | {"padded": bucket.tokens - size.tokens}
         assert (len(full.contexts), len(full.spans), sum(full.groups)) == (
-            bucket.room.contexts,
-            bucket.room.spans,
-            bucket.room.spans,
+            bucket.capacity.contexts,
+            bucket.capacity.spans,
+            bucket.capacity.spans,
         )
-        assert max(full.contexts) <= bucket.room.longest[0]
+        assert max(full.contexts) <= bucket.capacity.longest[0]
         assert np.array_equal(full.tokens[: sum(pack.contexts)], pack.tokens[: sum(pack.contexts)])
         assert np.array_equal(full.tokens[sum(full.contexts) :], pack.tokens[sum(pack.contexts) :])
 
@@ -165,19 +175,19 @@ def test_what_fills_a_bucket(division: str) -> None:
 def test_a_pass_has_few_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of("closed", 40)
     groups = [[key, (key + 7) % 40] for key in range(40)]
-    sizes = [together(size_of(rows, key) for key in group) for group in groups]
+    sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
     for most, grain in ((40, 16), (4, 32), (2, 64), (1, 128)):
-        monkeypatch.setattr(buckets, "MOST", most)
-        made = Buckets(sizes)
-        assert made.grain == grain
-        assert len({made.of(size) for size in sizes}) <= most
+        monkeypatch.setattr(size_buckets, "MAX_BUCKETS", most)
+        made = SizeBuckets(sizes)
+        assert made.token_multiple == grain
+        assert len({made.find_bucket(size) for size in sizes}) <= most
 
 
 def test_too_much_for_a_bucket() -> None:
     rows = rows_of("open")
-    small = Buckets([size_of(rows, 0)]).of(size_of(rows, 0))
+    small = SizeBuckets([measure_sample(rows, 0)]).find_bucket(measure_sample(rows, 0))
     with pytest.raises(ValueError, match="no room for 2 contexts and 5 spans"):
-        fill(packed("open", samples(2)), small)
+        fill_pack(packed("open", samples(2)), small)
 
 
 def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], TorchCloze]:
@@ -185,8 +195,8 @@ def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], Torc
     train = TRAINING.model_copy(update={"batch": 8, "steps": 6})
     of = job(shape=SHAPE.model_copy(update={"dropout": dropout}), train=train, micro_batch=3)
     of.case.gate = None
-    of.inputs = ClozeRows(samples(20), samples(2), "open", 8, 1, START, END)
-    of.steps, of.world, of.rank, of.resume, of.keep = 6, 1, 0, None, None
+    of.inputs = ClozeDataset(samples(20), samples(2), "open", 8, 1, START, END)
+    of.steps, of.world, of.rank, of.resume, of.checkpoint_schedule = 6, 1, 0, None, None
     loop = TorchCloze(of, record)
     loop.prepare("train", lambda name: nullcontext())
     return [one for one in loop.work("train") if isinstance(one, Work)], loop
@@ -200,7 +210,7 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
     plain, _ = passed(None)
     _, loop = passed(record)
     before = len(record.made)
-    sizes = {loop.cloze.buckets.of(size) for _, size in loop.cloze.micro_batches}
+    sizes = {loop.cloze.buckets.find_bucket(size) for _, size in loop.cloze.micro_batches}
     assert before == 2 * len(sizes) == 2 * loop.details()["graphs"] > 2
     again, _ = passed(Rerun())
     for one, two in zip(plain, again, strict=True):
@@ -211,7 +221,9 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
         assert {**two.counts, "padded": 0} == one.counts
         assert two.rows == one.rows
     assert all(work.counts["padded"] > 0 for work in again)
-    assert ClozeCounts(rows_of("open", 20, 8), "open").wanted(range(1))[0] == plain[0].counts
+    assert (
+        ClozeCounter(rows_of("open", 20, 8), "open").count_expected(range(1))[0] == plain[0].counts
+    )
 
 
 def test_every_replay_drops_other_numbers() -> None:
@@ -241,7 +253,9 @@ def test_a_seed_is_drawn_for_each_micro_batch() -> None:
         seen.append(int(seed))
         return torch.zeros(len(micro.targets), requires_grad=True)
 
-    made = TrainedGlm(job(), lambda model, gradient: Computing(log_probs, draw, Rerun()), {})
+    made = TrainedGlm(
+        job(), lambda model, gradient: LogProbComputation(log_probs, draw, Rerun()), {}
+    )
     made.build()
     made.compile(lambda parameter: parameter)
     _, full, _ = filled("open", [[0, 1], [2, 3, 4]])
@@ -268,11 +282,11 @@ def split(values: list[int], mark: int) -> list[list[int]]:
 
 
 def test_large_micro_batches_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("steelyard.training.cloze.LARGE", 40)
+    monkeypatch.setattr("steelyard.training.cloze_training.MAX_FILLED_TOKENS", 40)
     record = Rerun()
     done, loop = passed(record)
     assert record.made == []
     assert loop.cloze.buckets is None
     assert all(work.counts["padded"] == 0 for work in done)
     most = max(loop.cloze.micro_batches, key=lambda one: one[1].tokens)[1].tokens
-    assert loop.cloze.pack(loop.cloze.largest()[0]).counts["tokens"] == most > 40
+    assert loop.cloze.pack(loop.cloze.pick_largest()[0]).counts["tokens"] == most > 40

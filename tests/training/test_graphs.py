@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fixtures.glm import Rerun
-from steelyard.training.graphs import Recorded
+from steelyard.training.graph_replay import ReplayedFunction
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Adding(torch.autograd.Function):
 
 def made(
     weight: Tensor, place: Tensor, noise: Tensor, calls: list[int]
-) -> tuple[Recorded[Row], Rerun]:
+) -> tuple[ReplayedFunction[Row], Rerun]:
     def function(row: Row) -> Tensor:
         calls.append(len(row.x))
         return Adding.apply(row.x, weight, place) + noise.sum()
 
     record = Rerun()
-    return Recorded(function, record, lambda row: [row.x], lambda row: len(row.x)), record
+    return ReplayedFunction(function, record, lambda row: [row.x], lambda row: len(row.x)), record
 
 
 def test_a_replay_reads_new_inputs_and_adds_to_gradients() -> None:

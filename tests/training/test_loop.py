@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fixtures.glm import CPU, TRAINING
 from steelyard.engine.work import Phase, Work
-from steelyard.engines.torch.exchange import Group, Groups
-from steelyard.engines.torch.train import Placed as TorchPlaced
-from steelyard.training.loop import COUNTS, Loop
-from steelyard.training.placement import Replicated, SingleDevice
+from steelyard.engines.torch.collectives import PlanGroup, PlanGroups
+from steelyard.engines.torch.train import PlanPlacement as TorchPlaced
+from steelyard.training.placement import ReplicatedPlacement, SingleDevicePlacement
 from steelyard.training.trainer import Trainer
+from steelyard.training.training_loop import COUNT_NAMES, TrainingLoop
 
-PACK = SimpleNamespace(counts=dict.fromkeys(COUNTS, 5))
+PACK = SimpleNamespace(counts=dict.fromkeys(COUNT_NAMES, 5))
 
 
 class Placed:
@@ -26,9 +26,9 @@ class Placed:
     lockstep = True
 
     def __init__(self, log: list[str], separate: bool) -> None:
-        self.log, self.separate = log, separate
+        self.log, self.exchanges_separately = log, separate
 
-    def no_losses(self) -> list[Tensor]:
+    def start_losses(self) -> list[Tensor]:
         return [torch.zeros(())]
 
     def backward(self, model: Any, micros: list[Any], weigh: Any) -> None:
@@ -39,11 +39,11 @@ class Placed:
         self.log.append("reduce")
         return 2 * loss
 
-    def total(self, count: Tensor) -> Tensor:
+    def sum_over_replicas(self, count: Tensor) -> Tensor:
         self.log.append("total")
         return 2 * count
 
-    def updated(self) -> None:
+    def send_updates(self) -> None:
         self.log.append("updated")
 
 
@@ -51,7 +51,7 @@ class Batches:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def groups(self, keys: list[Any], size: int | None = None) -> list[list[Any]]:
+    def split_keys(self, keys: list[Any], size: int | None = None) -> list[list[Any]]:
         return [keys, keys]
 
     def pack(self, keys: list[Any]) -> Any:
@@ -61,17 +61,17 @@ class Batches:
         self.log.append("to_device")
         return "micro"
 
-    def targets(self, pack: Any) -> int:
+    def count_targets(self, pack: Any) -> int:
         return 3
 
     def seed(self, step: int) -> None:
         self.log.append(f"seed {step}")
 
 
-def loop(log: list[str], placement: Any, steps: int = 2) -> Loop:
+def loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
     case = SimpleNamespace(tune=SimpleNamespace(compile=False))
     inputs = SimpleNamespace(batch=lambda step: [step])
-    told = {"keep": None, "world": 2, "device": SimpleNamespace(torch_device=CPU)}
+    told = {"checkpoint_schedule": None, "world": 2, "device": SimpleNamespace(torch_device=CPU)}
     job = SimpleNamespace(case=case, train=TRAINING, steps=steps, inputs=inputs, **told)
     trainer = Trainer(job, SimpleNamespace(details=dict), placement)
 
@@ -80,8 +80,8 @@ def loop(log: list[str], placement: Any, steps: int = 2) -> Loop:
         return torch.tensor(1.0)
 
     trainer.optimizer = SimpleNamespace(scale=lambda loss: loss, step=update, details=dict)
-    evaluation = SimpleNamespace(reached=False, due=lambda taken: False)
-    return Loop(job, trainer, Batches(log), evaluation)
+    evaluation = SimpleNamespace(reached=False, is_due=lambda taken: False)
+    return TrainingLoop(job, trainer, Batches(log), evaluation)
 
 
 def run(separate: bool) -> tuple[list[str], list[Work]]:
@@ -155,13 +155,19 @@ def test_a_loop_says_where_ranks_meet(separate, said):
 )
 def test_only_whole_replicas_are_separate(sizes, separate):
     """Of copies, shards, stages and tensor so many."""
-    groups = Groups(*(Group(size=size) for size in sizes))
-    assert TorchPlaced(SimpleNamespace(compute=torch.float32), groups, CPU).separate is separate
+    groups = PlanGroups(*(PlanGroup(size=size) for size in sizes))
+    assert (
+        TorchPlaced(SimpleNamespace(matmul_dtype=torch.float32), groups, CPU).exchanges_separately
+        is separate
+    )
 
 
 def test_one_device_meets_nobody():
-    assert not SingleDevice().separate
-    assert [Replicated(replicas, torch.float32, CPU).separate for replicas in (1, 2)] == [
+    assert not SingleDevicePlacement().exchanges_separately
+    assert [
+        ReplicatedPlacement(replicas, torch.float32, CPU).exchanges_separately
+        for replicas in (1, 2)
+    ] == [
         False,
         True,
     ]

@@ -12,19 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from fixtures.glm import CPU, TRAINING
-from steelyard.accelerators.cpu_torch import Device
-from steelyard.case.precision import TRAIN
-from steelyard.training.loop import LossWatch, rate
-from steelyard.training.optimizer import Adam, total_norm
-from steelyard.training.placement import Replicated, SingleDevice
+from steelyard.accelerators.cpu_torch import CpuTorchDevice
+from steelyard.case.precision import TRAINING_PRESETS
+from steelyard.training.adamw import MixedPrecisionAdamW, compute_total_norm
+from steelyard.training.placement import ReplicatedPlacement, SingleDevicePlacement
 from steelyard.training.trainer import Trainer
+from steelyard.training.training_loop import LossWatch, compute_learning_rate
 
 
 class Toy:
     """A linear model; a micro-batch is a matrix whose rows are all learned from."""
 
     def __init__(self, precision: str) -> None:
-        self.precision, self.weights, self.roots = TRAIN[precision], {"source": "toy"}, []
+        self.precision, self.weights, self.fsdp_roots = (
+            TRAINING_PRESETS[precision],
+            {"source": "toy"},
+            [],
+        )
         self.order: list[str] = []
 
     def build(self) -> list[Tensor] | None:
@@ -51,7 +55,7 @@ class Toy:
 
     evaluate = loss
 
-    def variants(self, micro: Tensor) -> list[Tensor]:
+    def list_variants(self, micro: Tensor) -> list[Tensor]:
         return [micro, 2 * micro]
 
     def details(self) -> dict[str, Any]:
@@ -59,8 +63,8 @@ class Toy:
 
 
 def prepared(placement: Any, precision: str = "fp32") -> Trainer:
-    case = SimpleNamespace(question=SimpleNamespace(precision=TRAIN[precision]))
-    job = SimpleNamespace(case=case, train=TRAINING, device=Device(0, monotonic))
+    case = SimpleNamespace(question=SimpleNamespace(precision=TRAINING_PRESETS[precision]))
+    job = SimpleNamespace(case=case, train=TRAINING, device=CpuTorchDevice(0, monotonic))
     made = Trainer(job, Toy(precision), placement)
     parts = []
 
@@ -80,7 +84,7 @@ MICROS = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.5, -1.0, 2.0], [1.0,
 
 
 def test_weights_are_made_before_code_is_chosen() -> None:
-    assert prepared(SingleDevice()).model.order == [
+    assert prepared(SingleDevicePlacement()).model.order == [
         "begin weights",
         "build",
         "end weights",
@@ -91,20 +95,26 @@ def test_weights_are_made_before_code_is_chosen() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_replica_is_one_device(precision: str) -> None:
     found = []
-    for placement in (SingleDevice(), Replicated(1, torch.float32, CPU)):
+    for placement in (SingleDevicePlacement(), ReplicatedPlacement(1, torch.float32, CPU)):
         made = prepared(placement, precision)
         steps = [
-            (float(made.learn(MICROS, made.total(3))), float(made.update(0.1))) for _ in range(3)
+            (
+                float(made.compute_gradients(MICROS, made.sum_over_replicas(3))),
+                float(made.update(0.1)),
+            )
+            for _ in range(3)
         ]
         found.append((steps, [p.tolist() for p in made.optimizer.master]))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("placement", [SingleDevice(), Replicated(1, torch.float32, CPU)])
+@pytest.mark.parametrize(
+    "placement", [SingleDevicePlacement(), ReplicatedPlacement(1, torch.float32, CPU)]
+)
 def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> None:
     made = prepared(placement)
     before = [p.detach().clone() for p in made.optimizer.master]
-    made.warm(MICROS[0])
+    made.warm_up(MICROS[0])
     assert made.model.order[4:] == ["evaluate", "loss"] * 2
     assert all(torch.equal(a, b) for a, b in zip(before, made.optimizer.master, strict=True))
     assert not any(
@@ -117,15 +127,15 @@ def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
     grads, norms = [], []
     for factor in (1.0, 2.0):
         weight = nn.Parameter(torch.ones(2, 2))
-        adam = Adam(
+        adam = MixedPrecisionAdamW(
             [weight],
             None,
             TRAINING,
-            TRAIN["fp32"],
-            lambda g, o, factor=factor: factor * total_norm(g, o),
+            TRAINING_PRESETS["fp32"],
+            lambda g, o, factor=factor: factor * compute_total_norm(g, o),
         )
         weight.grad = torch.full((2, 2), 4.0)
-        adam.inner.register_step_pre_hook(
+        adam.torch_adamw.register_step_pre_hook(
             lambda *given, weight=weight: grads.append(weight.grad.clone())
         )
         norms.append(float(adam.step(1e-3)))
@@ -137,19 +147,19 @@ def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
     watch = LossWatch(5.0)
     for step, loss in enumerate((4.0, 6.0, torch.nan)):
         watch.add(step, loss)
-    assert watch.seen()
-    assert watch.found == {"step": 1, "why": "bound", "value": 6.0}
+    assert watch.has_bad_loss()
+    assert watch.stop == {"step": 1, "why": "bound", "value": 6.0}
     watch = LossWatch(None)
     watch.add(0, 1e9)
-    assert not watch.seen()
+    assert not watch.has_bad_loss()
     watch.add(1, lambda: float("inf"))  # one that is still on its way
-    assert not watch.seen()
-    assert watch.seen(wait=True)
-    assert watch.found == {"step": 1, "why": "nan", "value": None}
+    assert not watch.has_bad_loss()
+    assert watch.has_bad_loss(wait=True)
+    assert watch.stop == {"step": 1, "why": "nan", "value": None}
 
 
 def test_the_rate_warms_up_and_decays() -> None:
-    assert [round(rate(TRAINING, step), 8) for step in range(6)] == [
+    assert [round(compute_learning_rate(TRAINING, step), 8) for step in range(6)] == [
         1e-3,
         1e-3,
         7e-4,

@@ -31,14 +31,14 @@ from fixtures.megatron import (
     write_megatron,
 )
 from steelyard.errors import RequestError
-from steelyard.models.attention import layout
+from steelyard.models.attention import make_packed_layout
 from steelyard.models.llama import LlamaShape
-from steelyard.models.llama_init import parameters
-from steelyard.models.placements import Shard
+from steelyard.models.llama_init import count_parameters
+from steelyard.models.llama_placements import Shard
 from steelyard.models.shapes import LlamaModel
-from steelyard.weights import convert, load
-from steelyard.weights import write as writing
-from steelyard.weights.inspection import Inspection, inspect
+from steelyard.weights import checkpoint_writer as writing
+from steelyard.weights import convert, llama_weights
+from steelyard.weights.inspection import Inspection, inspect_checkpoint
 
 
 def model_of(shape: LlamaShape) -> LlamaModel:
@@ -70,9 +70,9 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     shape = SHAPES[kind]
     first = hf(tmp_path / "first", shape)
     before = hashes(first)
-    convert.convert(first, tmp_path / "tp8", "megatron", 8)
-    convert.convert(tmp_path / "tp8", tmp_path / "tp2", "megatron", 2)
-    done = convert.convert(tmp_path / "tp2", tmp_path / "last", "hf", 1)
+    convert.convert_checkpoint(first, tmp_path / "tp8", "megatron", 8)
+    convert.convert_checkpoint(tmp_path / "tp8", tmp_path / "tp2", "megatron", 2)
+    done = convert.convert_checkpoint(tmp_path / "tp2", tmp_path / "last", "hf", 1)
     assert_same(hf_tensors(tmp_path / "last"), odd_tensors(shape))
     assert hashes(first) == before
     there = {str(p.relative_to(tmp_path / "last")) for p in (tmp_path / "last").rglob("*")}
@@ -82,9 +82,9 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
         for name in ("model.safetensors", "config.json")
     ]
     assert done.size_bytes == sum(size for _, size in done.files)
-    assert done.kept == 0
+    assert done.reused == 0
     # What comes out of a conversion is written as what goes into it.
-    convert.convert(tmp_path / "last", tmp_path / "again", "hf", 1)
+    convert.convert_checkpoint(tmp_path / "last", tmp_path / "again", "hf", 1)
     assert hashes(tmp_path / "again") == hashes(tmp_path / "last")
 
 
@@ -95,7 +95,7 @@ def test_shards(source: int, target: int, kind: str, tmp_path: Path) -> None:
     write_megatron(
         tmp_path / "from", shape, source, tensors=tensors, multiple=100, args={"vocab_size": 251}
     )
-    convert.convert(tmp_path / "from", tmp_path / "to", "megatron", target)
+    convert.convert_checkpoint(tmp_path / "from", tmp_path / "to", "megatron", target)
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text().strip() == "135000"
     rows = padded(shape.vocab, target)
     for i in range(target):
@@ -130,7 +130,7 @@ def theirs(name: str) -> str:
 
 
 def test_from_hugging_face_it_is_a_release(tmp_path: Path) -> None:
-    convert.convert(hf(tmp_path / "hf"), tmp_path / "to", "megatron", 2)
+    convert.convert_checkpoint(hf(tmp_path / "hf"), tmp_path / "to", "megatron", 2)
     assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text().strip() == "release"
     assert (
         torch.load(tmp_path / "to" / "release" / "mp_rank_01" / FILE, weights_only=False)[
@@ -138,12 +138,12 @@ def test_from_hugging_face_it_is_a_release(tmp_path: Path) -> None:
         ]
         == 0
     )
-    assert inspect(tmp_path / "to").iteration == "release"
+    assert inspect_checkpoint(tmp_path / "to").iteration == "release"
 
 
 def test_other_names_become_the_older_ones(tmp_path: Path) -> None:
     write_megatron(tmp_path / "from", spell=core, tensors=odd_tensors(SHAPE))
-    convert.convert(tmp_path / "from", tmp_path / "to", "megatron", 1)
+    convert.convert_checkpoint(tmp_path / "from", tmp_path / "to", "megatron", 1)
     found = torch.load(tmp_path / "to" / "iter_0135000" / "mp_rank_00" / FILE, weights_only=False)
     wanted = shard_of(odd_tensors(SHAPE), SHAPE, 0, 1, 256)
     assert_same(dict(flat(found["model"])), {theirs(name): t for name, t in wanted.items()})
@@ -155,12 +155,12 @@ def test_patched_values_are_put_in_order(tmp_path: Path) -> None:
         name = f"model.layers.{i}.self_attn.v_proj.weight"
         stored[name] = torch.cat([head[[0, 2, 1, 3]] for head in torch.split(tensors[name], 4)])
     write_megatron(tmp_path / "from", tensors=stored, args={"rotary_interleaved_patch": True})
-    convert.convert(tmp_path / "from", tmp_path / "tp4", "megatron", 4)
+    convert.convert_checkpoint(tmp_path / "from", tmp_path / "tp4", "megatron", 4)
     args = torch.load(tmp_path / "tp4" / "iter_0135000" / "mp_rank_03" / FILE, weights_only=False)[
         "args"
     ]
     assert args.rotary_interleaved_patch is False
-    convert.convert(tmp_path / "tp4", tmp_path / "hf", "hf", 1)
+    convert.convert_checkpoint(tmp_path / "tp4", tmp_path / "hf", "hf", 1)
     assert_same(hf_tensors(tmp_path / "hf"), tensors)
 
 
@@ -171,26 +171,26 @@ def test_transformers_answers_the_same(kind: str, tmp_path: Path) -> None:
     write_megatron(
         tmp_path / "from", shape, 2, args={"rotary_base": 500000, "layernorm_epsilon": 1e-6}
     )
-    convert.convert(tmp_path / "from", tmp_path / "hf", "hf", 1)
+    convert.convert_checkpoint(tmp_path / "from", tmp_path / "hf", "hf", 1)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", output_loading_info=True
     )
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert theirs.config.max_position_embeddings == shape.positions
-    ours = load.build(shape, CPU, torch.float32)
-    load.load(ours, tmp_path / "hf", shape, Shard())
+    ours = llama_weights.build_llama(shape, CPU, torch.float32)
+    llama_weights.load_llama(ours, tmp_path / "hf", shape, Shard())
     tokens = torch.arange(0, 240, 10)
     with torch.no_grad():
         wanted = theirs.eval()(tokens[None]).logits[0]
-        rows = layout([len(tokens)], [len(tokens)], CPU, None)
+        rows = make_packed_layout([len(tokens)], [len(tokens)], CPU, None)
         found = ours(tokens, torch.arange(len(tokens)), rows, "rows", torch.arange(len(tokens)))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "MAX_FILE_BYTES", 60_000)
-    done = convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
+    done = convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
     names = [name for name, _ in done.files]
     count = len(names) - 2
     assert count > 2
@@ -203,7 +203,9 @@ def test_large_models_are_in_several_files(tmp_path: Path, monkeypatch: pytest.M
     for path in (tmp_path / "to").glob("*.safetensors"):
         assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
     assert_same(hf_tensors(tmp_path / "to"), odd_tensors(SHAPE))
-    load.load(load.build(SHAPE, CPU, torch.bfloat16), tmp_path / "to", SHAPE)
+    llama_weights.load_llama(
+        llama_weights.build_llama(SHAPE, CPU, torch.bfloat16), tmp_path / "to", SHAPE
+    )
 
 
 def test_dtypes_are_kept(tmp_path: Path) -> None:
@@ -211,16 +213,18 @@ def test_dtypes_are_kept(tmp_path: Path) -> None:
         name: t.float() if "norm" in name else t.half() for name, t in tensors_of(SHAPE).items()
     }
     first = hf(tmp_path / "first", tensors=tensors)
-    convert.convert(first, tmp_path / "tp4", "megatron", 4)
-    convert.convert(tmp_path / "tp4", tmp_path / "last", "hf", 1)
+    convert.convert_checkpoint(first, tmp_path / "tp4", "megatron", 4)
+    convert.convert_checkpoint(tmp_path / "tp4", tmp_path / "last", "hf", 1)
     assert_same(hf_tensors(tmp_path / "last"), tensors)
     assert json.loads((tmp_path / "last" / "config.json").read_text())["torch_dtype"] == "float16"
-    assert inspect(tmp_path / "tp4").dtype == inspect(first).dtype == "fp16+fp32"
+    assert (
+        inspect_checkpoint(tmp_path / "tp4").dtype == inspect_checkpoint(first).dtype == "fp16+fp32"
+    )
     tensors["model.layers.0.self_attn.k_proj.weight"] = tensors[
         "model.layers.0.self_attn.k_proj.weight"
     ].bfloat16()
     refused(
-        lambda: convert.convert(
+        lambda: convert.convert_checkpoint(
             hf(tmp_path / "mixed", tensors=tensors), tmp_path / "x", "megatron", 2
         ),
         "(BF16, F16); ",
@@ -231,7 +235,7 @@ def test_dtypes_are_kept(tmp_path: Path) -> None:
 def test_what_the_files_do_not_tell(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", args={"vocab_size": None}, tensors=odd_tensors(SHAPE))
     refused(
-        lambda: convert.convert(tmp_path / "a", tmp_path / "to", "hf", 1),
+        lambda: convert.convert_checkpoint(tmp_path / "a", tmp_path / "to", "hf", 1),
         "does not tell vocab of its model; name ",
         "--case",
     )
@@ -242,16 +246,22 @@ def test_what_the_files_do_not_tell(tmp_path: Path) -> None:
         "does not tell heads, kv_heads, head_dim, vocab, positions, rope_base, norm_eps of its"
         " model; "
     )
-    refused(lambda: convert.convert(tmp_path / "b", tmp_path / "to", "hf", 1), missing, "--case")
+    refused(
+        lambda: convert.convert_checkpoint(tmp_path / "b", tmp_path / "to", "hf", 1),
+        missing,
+        "--case",
+    )
     for name in ("a", "b"):
-        convert.convert(tmp_path / name, tmp_path / f"{name}-hf", "hf", 1, model_of(SHAPE))
+        convert.convert_checkpoint(
+            tmp_path / name, tmp_path / f"{name}-hf", "hf", 1, model_of(SHAPE)
+        )
         assert_same(hf_tensors(tmp_path / f"{name}-hf"), odd_tensors(SHAPE))
     wrong = model_of(replace(SHAPE, vocab=250))
     for folder in (tmp_path / "a-hf", write_megatron(tmp_path / "c")):
         with pytest.raises(
             RequestError, match="vocab_size is 251, the case's vocab is 250; give weights of the"
         ) as caught:
-            convert.convert(folder, tmp_path / "to", "hf", 1, wrong)
+            convert.convert_checkpoint(folder, tmp_path / "to", "hf", 1, wrong)
         assert "--set" not in str(caught.value)  # which convert does not have
     assert not (tmp_path / "to").exists()
 
@@ -264,13 +274,13 @@ def test_layers_of_a_liar(tmp_path: Path) -> None:
         ("2", "layers is '2', allowed: a whole number above 0; "),
     ):
         (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": value}))
-        refused(lambda: convert.convert(source, tmp_path / "to", "hf", 1), fragment)
+        refused(lambda: convert.convert_checkpoint(source, tmp_path / "to", "hf", 1), fragment)
 
 
 def test_inspect(tmp_path: Path) -> None:
     shape = replace(SHAPES["bias"], rope_base=500000.0)
     write_megatron(tmp_path / "m", shape, 2, args={"rotary_base": 500000})
-    found = inspect(tmp_path / "m")
+    found = inspect_checkpoint(tmp_path / "m")
     unusual = ("head_dim", "qk_norm", "window", "rope_scaling")
     dims = {key: value for key, value in asdict(shape).items() if key not in unusual}
     files = [
@@ -280,7 +290,7 @@ def test_inspect(tmp_path: Path) -> None:
         )
         for i in range(2)
     ]
-    count = parameters(load.build(shape, CPU, torch.float32))
+    count = count_parameters(llama_weights.build_llama(shape, CPU, torch.float32))
     assert found == Inspection(
         layout="megatron",
         tp=2,
@@ -291,10 +301,10 @@ def test_inspect(tmp_path: Path) -> None:
         files=files,
         shape=dims,
         notes=[golden("the-files-hold-an-optimizer-state"), "the vocabulary is padded to 256 rows"],
-        header_sha256=load.open_folder(tmp_path / "m").headers.digest,
+        header_sha256=llama_weights.open_llama_checkpoint(tmp_path / "m").headers.digest,
     )
-    done = convert.convert(tmp_path / "m", tmp_path / "hf", "hf", 1)
-    again = inspect(tmp_path / "hf")
+    done = convert.convert_checkpoint(tmp_path / "m", tmp_path / "hf", "hf", 1)
+    again = inspect_checkpoint(tmp_path / "hf")
     assert (again.layout, again.tp, again.iteration, again.dtype, again.notes) == (
         "huggingface",
         1,
@@ -305,7 +315,9 @@ def test_inspect(tmp_path: Path) -> None:
     assert again.shape == dims
     assert again.parameters == count
     assert again.files == done.files[:1]
-    told = load.load(load.build(shape, CPU, torch.float32), tmp_path / "hf", shape)
+    told = llama_weights.load_llama(
+        llama_weights.build_llama(shape, CPU, torch.float32), tmp_path / "hf", shape
+    )
     assert again.header_sha256 == told["header_sha256"] != found.header_sha256
 
 
@@ -313,9 +325,12 @@ def test_inspect_what_says_little(tmp_path: Path) -> None:
     write_megatron(
         tmp_path, change=lambda index, file: file.pop("args"), tensors=odd_tensors(SHAPE)
     )
-    found = inspect(tmp_path)
+    found = inspect_checkpoint(tmp_path)
     assert found.dtype == "bf16"
-    assert found.parameters == parameters(load.build(SHAPE, CPU, torch.float32)) + 2 * 5 * 64
+    assert (
+        found.parameters
+        == count_parameters(llama_weights.build_llama(SHAPE, CPU, torch.float32)) + 2 * 5 * 64
+    )
     unknown = dict.fromkeys(("heads", "kv_heads", "vocab", "positions", "rope_base", "norm_eps"))
     assert found.shape == unknown | {
         "layers": 2,
@@ -330,7 +345,9 @@ def test_inspect_what_says_little(tmp_path: Path) -> None:
 def test_inspect_another_model(tmp_path: Path) -> None:
     config = {"model_type": "gemma", "max_position_embeddings": 32}
     write(tmp_path, SHAPE, **config)
-    assert golden("model_type-is-gemma-allowed-llama-aquila") in inspect(tmp_path).notes[-1]
+    assert (
+        golden("model_type-is-gemma-allowed-llama-aquila") in inspect_checkpoint(tmp_path).notes[-1]
+    )
 
 
 MEMORY = """
@@ -353,7 +370,7 @@ def watch():
 watcher = threading.Thread(target=watch)
 watcher.start()
 try:
-    convert.convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    convert.convert_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
 finally:
     done.set()
     watcher.join()

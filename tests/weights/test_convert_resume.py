@@ -18,8 +18,8 @@ import torch
 from fixtures.conversions import hashes, hf, odd_tensors, refused
 from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, write_megatron
 from steelyard.errors import LostError, RequestError
-from steelyard.weights import convert, load, write
-from steelyard.weights.inspection import inspect
+from steelyard.weights import checkpoint_writer, convert, llama_weights
+from steelyard.weights.inspection import inspect_checkpoint
 
 
 class Stopped(Exception):  # noqa: N818
@@ -45,18 +45,22 @@ POINTS += [("hf", 1), ("hf", 2), ("hf", 9), ("hf", 20), ("hf", 21)]
 
 @pytest.mark.parametrize("to, calls", POINTS)
 def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "MAX_FILE_BYTES", 16_000)
+    monkeypatch.setattr(checkpoint_writer, "MAX_FILE_BYTES", 16_000)
     source = hf(tmp_path / "first")
-    convert.convert(source, tmp_path / "whole", to, 4 if to == "megatron" else 1)
+    convert.convert_checkpoint(source, tmp_path / "whole", to, 4 if to == "megatron" else 1)
     before, target = hashes(source), tmp_path / "to"
     with pytest.raises(Stopped):
-        convert.convert(source, target, to, 4 if to == "megatron" else 1, None, stop_after(calls))
+        convert.convert_checkpoint(
+            source, target, to, 4 if to == "megatron" else 1, None, stop_after(calls)
+        )
     complete = json.loads((target / "conversion.json").read_text())["files"]
     assert len(list(target.rglob("*.part"))) == 1
     for folder in (target, *target.glob("release")):
         for action in (
-            inspect,
-            lambda f: load.load(load.build(SHAPE, CPU, torch.float32), f, SHAPE),
+            inspect_checkpoint,
+            lambda f: llama_weights.load_llama(
+                llama_weights.build_llama(SHAPE, CPU, torch.float32), f, SHAPE
+            ),
         ):
             refused(
                 lambda action=action, folder=folder: action(folder),
@@ -64,10 +68,10 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
             )
     kept = {name: (target / name).stat().st_mtime_ns for name in complete}
     told: list[tuple[int, int]] = []
-    done = convert.convert(
+    done = convert.convert_checkpoint(
         source, target, to, 4 if to == "megatron" else 1, None, lambda *it: told.append(it)
     )
-    assert done.kept == len(complete)
+    assert done.reused == len(complete)
     assert {name: (target / name).stat().st_mtime_ns for name in complete} == kept
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1]
@@ -79,7 +83,7 @@ def test_interrupted(to: str, calls: int, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_some_interruptions_come_after_a_complete_file(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        convert.convert(
+        convert.convert_checkpoint(
             hf(tmp_path / "first"), tmp_path / "to", "megatron", 4, None, stop_after(40)
         )
     assert len(json.loads((tmp_path / "to" / "conversion.json").read_text())["files"]) == 2
@@ -88,16 +92,16 @@ def test_some_interruptions_come_after_a_complete_file(tmp_path: Path) -> None:
 def test_what_is_left_behind(tmp_path: Path) -> None:
     """Rubbish under a temporary name, and complete files that are no longer so."""
     source, target = hf(tmp_path / "first"), tmp_path / "to"
-    convert.convert(source, tmp_path / "whole", "megatron", 4)
+    convert.convert_checkpoint(source, tmp_path / "whole", "megatron", 4)
     with pytest.raises(Stopped):
-        convert.convert(source, target, "megatron", 4, None, stop_after(50))
+        convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(50))
     for name in (f"release/mp_rank_02/{FILE}", f"release/mp_rank_03/{FILE}", "conversion.json"):
         (target / name).parent.mkdir(exist_ok=True)
         (target / f"{name}.part").write_bytes(b"rubbish" * 99999)
     first = target / "release" / "mp_rank_00" / FILE
     first.write_bytes(first.read_bytes()[:-1])
     (target / "release" / "mp_rank_01" / FILE).unlink()
-    assert convert.convert(source, target, "megatron", 4).kept == 1
+    assert convert.convert_checkpoint(source, target, "megatron", 4).reused == 1
     assert hashes(target) == hashes(tmp_path / "whole")
 
 
@@ -107,7 +111,7 @@ def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
     target.mkdir()
     (target / "conversion.lock").touch()
     (target / ".conversion.json.0a1b2c3d.part").write_bytes(b"{")
-    convert.convert(hf(tmp_path / "first"), target, "hf", 1)
+    convert.convert_checkpoint(hf(tmp_path / "first"), target, "hf", 1)
     assert sorted(path.name for path in target.iterdir()) == [
         "config.json",
         "conversion.json",
@@ -120,7 +124,7 @@ def test_keyboard_interrupt_passes(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1, None, press)
+        convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1, None, press)
 
 
 def test_never_into_the_source(tmp_path: Path) -> None:
@@ -139,7 +143,7 @@ def test_never_into_the_source(tmp_path: Path) -> None:
         tmp_path / "up",
     ):
         refused(
-            lambda target=target: convert.convert(source, target, "hf", 1),
+            lambda target=target: convert.convert_checkpoint(source, target, "hf", 1),
             f"target '{target}' is the source ",
         )
     for target in (
@@ -148,13 +152,13 @@ def test_never_into_the_source(tmp_path: Path) -> None:
         megatron / "ckpts" / "iter_0135000" / "mp_rank_00",
     ):
         refused(
-            lambda target=target: convert.convert(megatron, target, "hf", 1),
+            lambda target=target: convert.convert_checkpoint(megatron, target, "hf", 1),
             f"target '{target}' is the source ",
         )
     (tmp_path / "elsewhere").symlink_to(megatron / "ckpts" / "iter_0135000")
     inside = megatron / "ckpts" / "iter_0135000" / "y"
     refused(
-        lambda: convert.convert(tmp_path / "elsewhere", inside, "hf", 1),
+        lambda: convert.convert_checkpoint(tmp_path / "elsewhere", inside, "hf", 1),
         f"target '{inside}' is the source ",
     )
     (tmp_path / "elsewhere").unlink()
@@ -166,27 +170,30 @@ def test_targets_of_others(tmp_path: Path) -> None:
     target = tmp_path / "to"
     target.write_text("a file")
     refused(
-        lambda: convert.convert(source, target, "hf", 1),
+        lambda: convert.convert_checkpoint(source, target, "hf", 1),
         f"target '{target}' cannot be read (Not a directory); ",
     )
     target.unlink()
     target.mkdir()
     (target / "x").write_text("mine")
-    refused(lambda: convert.convert(source, target, "hf", 1), f"target '{target}' is not empty; ")
+    refused(
+        lambda: convert.convert_checkpoint(source, target, "hf", 1),
+        f"target '{target}' is not empty; ",
+    )
     (target / "x").unlink()
     with pytest.raises(Stopped):
-        convert.convert(source, target, "megatron", 4, None, stop_after(1))
+        convert.convert_checkpoint(source, target, "megatron", 4, None, stop_after(1))
     other = hf(tmp_path / "other", SHAPES["bias"])
     for action, what in (
-        (lambda: convert.convert(source, target, "hf", 1), "to, tp"),
-        (lambda: convert.convert(source, target, "megatron", 2), "tp"),
-        (lambda: convert.convert(other, target, "megatron", 4), "shape, source"),
+        (lambda: convert.convert_checkpoint(source, target, "hf", 1), "to, tp"),
+        (lambda: convert.convert_checkpoint(source, target, "megatron", 2), "tp"),
+        (lambda: convert.convert_checkpoint(other, target, "megatron", 4), "shape, source"),
     ):
         refused(action, f"{target}/conversion.json: is of another conversion ({what} differ); ")
     for text in ("", "[]", "{}", '{"files": 3}', '{"files": {"x": "y"}}', "[" * 99999):
         (target / "conversion.json").write_text(text)
         refused(
-            lambda: convert.convert(source, target, "hf", 1),
+            lambda: convert.convert_checkpoint(source, target, "hf", 1),
             f"{target}/conversion.json: is not the journal of a conv",
         )
 
@@ -211,51 +218,54 @@ def test_other_values_of_the_same_shapes(kind: str, tmp_path: Path) -> None:
     first, other = sources(kind, tmp_path)
     target = tmp_path / "to"
     with pytest.raises(Stopped):
-        convert.convert(first, target, "megatron", 4, None, stop_after(40))
+        convert.convert_checkpoint(first, target, "megatron", 4, None, stop_after(40))
     mixed = f"{target}/conversion.json: is of another conversion (source differ); "
-    refused(lambda: convert.convert(other, target, "megatron", 4), mixed)
+    refused(lambda: convert.convert_checkpoint(other, target, "megatron", 4), mixed)
     # The same times do not make it the same source, nor do other times leave it one.
     files = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
     for file in files:
         shutil.copystat(first / file, other / file)
-    refused(lambda: convert.convert(other, target, "megatron", 4), mixed)
+    refused(lambda: convert.convert_checkpoint(other, target, "megatron", 4), mixed)
     copied = shutil.copytree(first, tmp_path / "copied")
-    assert convert.convert(copied, target, "megatron", 4).kept == 2
+    assert convert.convert_checkpoint(copied, target, "megatron", 4).reused == 2
     os.utime(
         first / next(file for file in files if file.suffix in (".pt", ".safetensors")), ns=(7, 7)
     )
-    assert convert.convert(copied, target, "megatron", 4).kept == 5
+    assert convert.convert_checkpoint(copied, target, "megatron", 4).reused == 5
     refused(
-        lambda: convert.convert(first, target, "megatron", 4), f"target '{target}' is not empty; "
+        lambda: convert.convert_checkpoint(first, target, "megatron", 4),
+        f"target '{target}' is not empty; ",
     )
 
 
 @pytest.mark.parametrize("to, tp", [("hf", 1), ("megatron", 2)])
 def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
     source, target = hf(tmp_path / "first"), tmp_path / "to"
-    done = convert.convert(source, target, to, tp)
-    assert done.kept == 0
+    done = convert.convert_checkpoint(source, target, to, tp)
+    assert done.reused == 0
     before = {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))}
-    again = convert.convert(source, target, to, tp)
-    assert (again.files, again.size_bytes, again.kept) == (
+    again = convert.convert_checkpoint(source, target, to, tp)
+    assert (again.files, again.size_bytes, again.reused) == (
         done.files,
         done.size_bytes,
         len(done.files),
     )
     assert {path: path.stat().st_mtime_ns for path in (target, *target.rglob("*"))} == before
-    assert inspect(target).notes[1:] == []
+    assert inspect_checkpoint(target).notes[1:] == []
     empty = f"target '{target}' is not empty; "
-    refused(lambda: convert.convert(source, target, "megatron", 4), empty)
-    refused(lambda: convert.convert(other_values(tmp_path / "other"), target, to, tp), empty)
+    refused(lambda: convert.convert_checkpoint(source, target, "megatron", 4), empty)
+    refused(
+        lambda: convert.convert_checkpoint(other_values(tmp_path / "other"), target, to, tp), empty
+    )
     last = target / done.files[-1][0]
     last.write_bytes(last.read_bytes() + b" ")
     changed = (
         f"{target}/conversion.json: says that its folder is complete, and {last.name} is not as it"
         " was written; "
     )
-    refused(lambda: convert.convert(source, target, to, tp), changed)
+    refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
     last.unlink()
-    refused(lambda: convert.convert(source, target, to, tp), changed)
+    refused(lambda: convert.convert_checkpoint(source, target, to, tp), changed)
 
 
 def test_two_at_once(tmp_path: Path) -> None:
@@ -267,11 +277,11 @@ def test_two_at_once(tmp_path: Path) -> None:
     def second(done: int, total: int) -> None:
         seen.append(done)
         refused(
-            lambda: convert.convert(source, target, "hf", 1),
+            lambda: convert.convert_checkpoint(source, target, "hf", 1),
             f"target '{target}': another conversion is writing there; ",
         )
 
-    convert.convert(source, target, "hf", 1, None, second)
+    convert.convert_checkpoint(source, target, "hf", 1, None, second)
     assert len(seen) == 21
     assert sorted(path.name for path in target.iterdir()) == [
         "config.json",
@@ -285,7 +295,7 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", no)
-    assert convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1).kept == 0
+    assert convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1).reused == 0
 
 
 def test_a_lock_of_a_file_that_is_gone_is_none(
@@ -301,7 +311,7 @@ def test_a_lock_of_a_file_that_is_gone_is_none(
         real(handle, how)
 
     monkeypatch.setattr("fcntl.flock", late)
-    convert.convert(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
+    convert.convert_checkpoint(hf(tmp_path / "first"), tmp_path / "to", "hf", 1)
     assert len(calls) == 2
 
 
@@ -315,8 +325,11 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
         ("megatron", 3, "kv_heads 8 cannot be divided by 3; "),
     ):
         with pytest.raises(RequestError, match=re.escape(fragment)):
-            convert.convert(source, tmp_path / "to", to, tp)
-    refused(lambda: convert.convert(tmp_path / "no", tmp_path / "to", "hf", 1), "does not exist; ")
+            convert.convert_checkpoint(source, tmp_path / "to", to, tp)
+    refused(
+        lambda: convert.convert_checkpoint(tmp_path / "no", tmp_path / "to", "hf", 1),
+        "does not exist; ",
+    )
     assert not (tmp_path / "to").exists()
 
 
@@ -326,21 +339,21 @@ def test_full_disk(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     free = shutil.disk_usage(tmp_path)._replace(free=9)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: free)
-        refused(lambda: convert.convert(source, target, to, 1), "bytes and 9 are free; ")
+        refused(lambda: convert.convert_checkpoint(source, target, to, 1), "bytes and 9 are free; ")
     assert not target.exists()
 
     def full(file: Any, tensor: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(write, "_put", full)
+        patch.setattr(checkpoint_writer, "_write_values", full)
         refused(
-            lambda: convert.convert(source, target, to, 1),
+            lambda: convert.convert_checkpoint(source, target, to, 1),
             "(No space left on device); ",
             "are kept",
             kind=LostError,
         )
-    convert.convert(source, target, to, 1)
+    convert.convert_checkpoint(source, target, to, 1)
     assert not list(target.rglob("*.part"))
 
 
@@ -349,6 +362,6 @@ def test_target_that_cannot_be_made(tmp_path: Path) -> None:
     target = tmp_path / "file" / "to"
     source = hf(tmp_path / "first")
     refused(
-        lambda: convert.convert(source, target, "hf", 1),
+        lambda: convert.convert_checkpoint(source, target, "hf", 1),
         f"target '{target}' cannot be written (Not a directory); ",
     )

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from fixtures.glm import CPU, SHAPE, job
 from fixtures.golden import golden
-from steelyard.engines.torch import glm as fused
+from steelyard.engines.torch import train_cloze as fused
 from steelyard.errors import RequestError
 from steelyard.models import glm
-from steelyard.weights import glm as glm_checkpoint
+from steelyard.weights import glm_checkpoint as glm_checkpoint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "mp_rank_00_model_states.pt"
@@ -28,7 +28,7 @@ QKV = "transformer.layers.1.attention.query_key_value.weight"
 
 def made(seed: int = 4, dtype: torch.dtype = torch.float32) -> glm.Glm:
     """Random everywhere: a norm or a bias taken for another would show."""
-    model = glm.build(SHAPE, CPU, dtype)
+    model = glm.build_glm(SHAPE, CPU, dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -57,7 +57,7 @@ def refused(folder: Path) -> str:
     model = made(9)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(RequestError) as caught:
-        glm_checkpoint.load(model, folder)
+        glm_checkpoint.load_glm(model, folder)
     assert "\n" not in str(caught.value)
     # nothing was copied
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -67,10 +67,10 @@ def refused(folder: Path) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_round_trip_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     model, other = made(4, dtype), made(9, dtype)
-    glm_checkpoint.write(model, tmp_path, 1200)
+    glm_checkpoint.write_glm_checkpoint(model, tmp_path, 1200)
     assert (tmp_path / TRACKER).read_text().strip() == "1200"
     told: list[tuple[int, int]] = []
-    facts = glm_checkpoint.load(other, tmp_path, lambda done, total: told.append((done, total)))
+    facts = glm_checkpoint.load_glm(other, tmp_path, lambda done, total: told.append((done, total)))
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
     )
@@ -102,11 +102,11 @@ def test_a_checkpoint_of_the_authors_program(tmp_path: Path) -> None:
         dp_world_size=8,
     )
     model = made(9)
-    assert glm_checkpoint.load(model, folder)["iteration"] == "release"
+    assert glm_checkpoint.load_glm(model, folder)["iteration"] == "release"
     assert all(
         torch.equal(parameter, halves[name].float()) for name, parameter in model.named_parameters()
     )
-    facts = glm_checkpoint.load(made(9), folder / "release")  # the folder of the file itself
+    facts = glm_checkpoint.load_glm(made(9), folder / "release")  # the folder of the file itself
     assert (facts["iteration"], facts["files"][0]["name"]) == ("release", FILE)
 
 
@@ -126,7 +126,7 @@ def test_safetensors_in_one_file_and_in_many(tmp_path: Path, prefix: str) -> Non
     )
     for folder, count in ((one, 1), (many, 2)):
         model = made(9)
-        facts = glm_checkpoint.load(model, folder)
+        facts = glm_checkpoint.load_glm(model, folder)
         assert same(model)
         assert (facts["source"], len(facts["files"]), "iteration" in facts) == (
             "safetensors",
@@ -139,7 +139,9 @@ def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
     first = put(tmp_path / "a", weights())
     again = put(tmp_path / "b", weights())
     half = put(tmp_path / "c", {name: tensor.half() for name, tensor in weights().items()})
-    digests = [glm_checkpoint.read(folder).headers.digest for folder in (first, again, half)]
+    digests = [
+        glm_checkpoint.open_glm_checkpoint(folder).headers.digest for folder in (first, again, half)
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -148,7 +150,7 @@ def test_a_trainer_begins_with_them(tmp_path: Path) -> None:
 
     asked = job()
     asked.weights = put(tmp_path, weights())
-    trainer = fused.trainer(asked)
+    trainer = fused.make_cloze_trainer(asked)
     trainer.prepare(lambda name: nullcontext())
     assert same(trainer.model.module)
     assert trainer.model.weights["source"] == "glm"
@@ -236,7 +238,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     told = tmp_path / "told"
     folder = put(tmp_path / "a", weights(), beside=Hostile(told))
     model = made(9)
-    glm_checkpoint.load(model, folder)
+    glm_checkpoint.load_glm(model, folder)
     assert same(model)
     inside = put(tmp_path / "b", weights() | {QKV: Hostile(told)})
     assert "is no tensor" in refused(inside)

@@ -21,29 +21,29 @@ from fixtures.huggingface import (
     write,
     write_sharded,
 )
-from steelyard.models import placements
+from steelyard.models import llama_placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.llama_init import parameters
-from steelyard.schema import canonical
-from steelyard.weights import huggingface
-from steelyard.weights import load as weights
+from steelyard.models.llama_init import count_parameters
+from steelyard.schema import to_canonical_json
+from steelyard.weights import hf_checkpoint
+from steelyard.weights import llama_weights as weights
 
 
 @pytest.mark.parametrize(
     "shape", [SHAPE, TIED, replace(SHAPE, qkv_bias=False), replace(SHAPE, kv_heads=4)]
 )
 def test_parts_cover_every_element_once(shape: LlamaShape) -> None:
-    model = weights.build(shape, CPU, torch.float32)
+    model = weights.build_llama(shape, CPU, torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-        for part in huggingface.parts(shape).values():
-            plain = placements.logical_view(
-                part.parameter, model.get_parameter(part.parameter), shape, placements.Shard()
+        for part in hf_checkpoint.map_hf_tensors(shape).values():
+            plain = llama_placements.view_logically(
+                part.parameter, model.get_parameter(part.parameter), shape, llama_placements.Shard()
             )
             plain[tuple(slice(*span) for span in part.box)].add_(1)
     assert Counter(float(v) for p in model.parameters() for v in p.flatten()) == {
-        1.0: parameters(model)
+        1.0: count_parameters(model)
     }
 
 
@@ -63,8 +63,8 @@ def test_values_are_cast(stored: torch.dtype, tmp_path: Path) -> None:
 
 def test_sharded(tmp_path: Path) -> None:
     where = write_sharded(tmp_path)
-    model = weights.build(SHAPE, CPU, torch.float32)
-    source = weights.load(model, tmp_path, model.shape)
+    model = weights.build_llama(SHAPE, CPU, torch.float32)
+    source = weights.load_llama(model, tmp_path, model.shape)
     assert_holds(model, tensors_of(SHAPE))
     files = sorted(set(where.values()))
     assert source["files"] == [
@@ -89,22 +89,22 @@ def test_copy_to_hf(shape: LlamaShape, tmp_path: Path) -> None:
     theirs = {name: torch.full_like(t, torch.nan) for name, t in tensors_of(shape).items()} | {
         out_bias: torch.ones(32)
     }
-    weights.copy_to_hf(model, theirs)
+    weights.copy_to_hf_model(model, theirs)
     assert not theirs.pop(out_bias).any()
     for name, tensor in tensors_of(shape).items():
         assert torch.equal(theirs[name], tensor), name
     with pytest.raises(ValueError, match="parameter 'extra' is none of a Llama's"):
-        weights.copy_to_hf(model, {"extra": torch.ones(1)})
+        weights.copy_to_hf_model(model, {"extra": torch.ones(1)})
 
 
 def test_source_and_progress(tmp_path: Path) -> None:
     write(tmp_path)
-    model = weights.build(SHAPE, CPU, torch.float32)
+    model = weights.build_llama(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    source = weights.load(
+    source = weights.load_llama(
         model, tmp_path, model.shape, progress=lambda done, total: told.append((done, total))
     )
-    size = 4 * parameters(model)
+    size = 4 * count_parameters(model)
     assert len(told) == len(tensors_of(SHAPE))
     assert told == sorted(told)
     assert told[-1] == (size, size)
@@ -116,16 +116,16 @@ def test_source_and_progress(tmp_path: Path) -> None:
     assert source == {
         "source": "huggingface",
         "files": [{"name": "model.safetensors", "bytes": len(raw)}],
-        "header_sha256": sha256(canonical(covered).encode()).hexdigest(),
-        "parameters": parameters(model),
+        "header_sha256": sha256(to_canonical_json(covered).encode()).hexdigest(),
+        "parameters": count_parameters(model),
     }
 
 
 MEMORY = """
 import json, re, sys, threading, torch
 from pathlib import Path
-from steelyard.models import placements as parallel
-from steelyard.weights import huggingface, load as weights
+from steelyard.models import llama_placements as parallel
+from steelyard.weights import hf_checkpoint, llama_weights as weights
 from steelyard.models.llama import LlamaShape
 
 def anonymous():

@@ -39,13 +39,13 @@ from fixtures.megatron import (
 )
 from fixtures.megatron_loads import load
 from steelyard import schema
-from steelyard.models import placements
+from steelyard.models import llama_placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.llama_init import parameters
-from steelyard.models.placements import Shard
-from steelyard.weights import checkpoint
-from steelyard.weights import load as weights
-from steelyard.weights.megatron_args import LAYER, ours, theirs
+from steelyard.models.llama_init import count_parameters
+from steelyard.models.llama_placements import Shard
+from steelyard.weights import checkpoint_tensors
+from steelyard.weights import llama_weights as weights
+from steelyard.weights.megatron_args import LAYER_NAMES, to_megatron_name, to_our_name
 
 
 def assert_shares(
@@ -94,15 +94,19 @@ def test_names(name: str, tmp_path: Path) -> None:
 
 
 def test_names_are_read_as_they_are_written() -> None:
-    names = checkpoint.parameters(SHAPES["bias"])
+    names = checkpoint_tensors.list_parameter_names(SHAPES["bias"])
     assert len(names) == 2 * len(LEGACY) + 3
     for name in names:
-        assert ours("language_model." + theirs(name)) == ours(theirs(name)) == name
-    assert theirs("layers.11.down.weight") == "encoder.layers.11.mlp.dense_4h_to_h.weight"
-    assert ours("encoder.layers.01.mlp.dense_4h_to_h.weight") is None
+        assert (
+            to_our_name("language_model." + to_megatron_name(name))
+            == to_our_name(to_megatron_name(name))
+            == name
+        )
+    assert to_megatron_name("layers.11.down.weight") == "encoder.layers.11.mlp.dense_4h_to_h.weight"
+    assert to_our_name("encoder.layers.01.mlp.dense_4h_to_h.weight") is None
     assert (
         set(LEGACY.values()) | set(NORMS.values()) | set(CORE.values()) | set(PLAIN_CORE.values())
-        <= LAYER.keys()
+        <= LAYER_NAMES.keys()
     )
 
 
@@ -122,12 +126,12 @@ def test_folders(given: str, tmp_path: Path) -> None:
     where = "release" if given == "release" else "iter_0135000"
     write_megatron(tmp_path / inner, where=where)
     folder = tmp_path if inner else tmp_path / given
-    model = weights.build(SHAPE, CPU, torch.float32)
+    model = weights.build_llama(SHAPE, CPU, torch.float32)
     told: list[tuple[int, int]] = []
-    facts = weights.load(
+    facts = weights.load_llama(
         model, folder, SHAPE, Shard(), lambda done, total: told.append((done, total))
     )
-    size = 4 * parameters(model)
+    size = 4 * count_parameters(model)
     assert told == sorted(told)
     assert told[-1] == (size, size)
     files = [tmp_path / inner / where / f"mp_rank_{i:02}" / FILE for i in range(2)]
@@ -144,8 +148,8 @@ def test_folders(given: str, tmp_path: Path) -> None:
             {"name": f"mp_rank_{i:02}/{FILE}", "bytes": f.stat().st_size}
             for i, f in enumerate(files)
         ],
-        "header_sha256": sha256(schema.canonical(covered).encode()).hexdigest(),
-        "parameters": parameters(model),
+        "header_sha256": sha256(schema.to_canonical_json(covered).encode()).hexdigest(),
+        "parameters": count_parameters(model),
         "tp": 2,
         "iteration": "release" if given == "release" else "135000",
     }
@@ -222,29 +226,29 @@ def test_one_patched_head() -> None:
     """A head of 4 rows: viewed as (2, 2) = [[a, b], [c, d]], transposed [[a, c], [b, d]], so a, c,
     b, d.
     """
-    from steelyard.weights.megatron import _unpatched
+    from steelyard.weights.megatron_checkpoint import _restore_value_rows
 
     head = torch.tensor([1.0, 2, 3, 4]).reshape(1, 1, 4, 1)
-    assert _unpatched(head).flatten().tolist() == [1, 3, 2, 4]
+    assert _restore_value_rows(head).flatten().tolist() == [1, 3, 2, 4]
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
     shape = SHAPES[kind]
-    whole = weights.build(shape, CPU, torch.float32)
-    weights.fill_random(whole, 3)
-    again = weights.build(shape, CPU, torch.float32)
-    weights.fill_random(again, 3, shape, Shard())
+    whole = weights.build_llama(shape, CPU, torch.float32)
+    weights.fill_random_llama_weights(whole, 3)
+    again = weights.build_llama(shape, CPU, torch.float32)
+    weights.fill_random_llama_weights(again, 3, shape, Shard())
     named = dict(whole.named_parameters())
     assert all(torch.equal(named[name], p) for name, p in again.named_parameters())
     theirs_now = {name: torch.empty_like(t) for name, t in tensors_of(shape).items()}
-    weights.copy_to_hf(whole, theirs_now)
+    weights.copy_to_hf_model(whole, theirs_now)
     for count in (2, 4, 8):
         for index in range(count):
-            part = weights.build(shape, CPU, torch.float32, Shard(index, count))
-            assert part.shape == placements.local(shape, Shard(index, count))
+            part = weights.build_llama(shape, CPU, torch.float32, Shard(index, count))
+            assert part.shape == llama_placements.make_shard_shape(shape, Shard(index, count))
             assert (part.output.weight is part.embed.weight) == shape.tied
-            weights.fill_random(part, 3, shape, Shard(index, count))
+            weights.fill_random_llama_weights(part, 3, shape, Shard(index, count))
             wanted = in_blocks(
                 shard_of(theirs_now, shape, index, count, padded(shape.vocab, count)), shape
             )
@@ -257,9 +261,9 @@ def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
 MEMORY = """
 import json, re, sys, threading, torch
 from pathlib import Path
-from steelyard.weights import load as weights
+from steelyard.weights import llama_weights as weights
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Shard
+from steelyard.models.llama_placements import Shard
 
 def anonymous():
     text = Path("/proc/self/smaps_rollup").read_text()
@@ -267,7 +271,7 @@ def anonymous():
 
 shape, share = LlamaShape(**json.loads(sys.argv[2])), Shard(*json.loads(sys.argv[3]))
 torch.set_num_threads(1)
-model = weights.build(shape, torch.device("cpu"), torch.bfloat16, share)
+model = weights.build_llama(shape, torch.device("cpu"), torch.bfloat16, share)
 for parameter in model.parameters():
     parameter.fill_(1)
 before, highest, done = anonymous(), 0, threading.Event()
@@ -281,7 +285,7 @@ watcher = threading.Thread(target=watch)
 watcher.start()
 if sys.argv[4] == "copied":
     whole = [torch.load(path, weights_only=False) for path in Path(sys.argv[1]).rglob("*.pt")]
-weights.load(model, Path(sys.argv[1]), shape, share)
+weights.load_llama(model, Path(sys.argv[1]), shape, share)
 done.set()
 watcher.join()
 print(max(highest, anonymous()) - before)

@@ -13,9 +13,9 @@ from fixtures.megatron import CPU, FILE, SHAPE, SHAPES, Change, args_of, write_m
 from fixtures.megatron_loads import load
 from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Shard
+from steelyard.models.llama_placements import Shard
 from steelyard.weights import convert
-from steelyard.weights import load as weights
+from steelyard.weights import llama_weights as weights
 
 
 def put(**changes: Any) -> Change:
@@ -34,7 +34,7 @@ def put(**changes: Any) -> Change:
 
 def refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
     with pytest.raises(RequestError) as caught:
-        weights.load(weights.build(shape, CPU, torch.float32), folder, shape, Shard())
+        weights.load_llama(weights.build_llama(shape, CPU, torch.float32), folder, shape, Shard())
     line = str(caught.value)
     assert "\n" not in line
     assert "; " in line, f"no next step in: {line}"
@@ -322,7 +322,7 @@ def exchange(at: Path) -> None:
 
 
 def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
-    convert.convert(write_megatron(tmp_path / "from"), tmp_path / "to", "megatron", 4)
+    convert.convert_checkpoint(write_megatron(tmp_path / "from"), tmp_path / "to", "megatron", 4)
     at = tmp_path / "to" / "iter_0135000"
     exchange(at)
     refused(
@@ -409,8 +409,8 @@ def test_both_layouts_in_one_folder(tmp_path: Path) -> None:
 def test_checkpoints_below_a_hugging_face_folder(tmp_path: Path) -> None:
     write_megatron(write(tmp_path, SHAPE) / "checkpoints")
     (tmp_path / "release").mkdir()
-    model = weights.build(SHAPE, CPU, torch.float32)
-    assert weights.load(model, tmp_path, SHAPE, Shard())["source"] == "huggingface"
+    model = weights.build_llama(SHAPE, CPU, torch.float32)
+    assert weights.load_llama(model, tmp_path, SHAPE, Shard())["source"] == "huggingface"
 
 
 def test_unfinished_conversion(tmp_path: Path) -> None:

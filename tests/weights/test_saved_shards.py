@@ -23,9 +23,9 @@ from fixtures.huggingface import (
     write,
 )
 from steelyard.models.llama import LlamaShape
-from steelyard.weights import huggingface
-from steelyard.weights import load as weights
-from steelyard.weights.inspection import inspect
+from steelyard.weights import hf_checkpoint
+from steelyard.weights import llama_weights as weights
+from steelyard.weights.inspection import inspect_checkpoint
 
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
@@ -62,7 +62,7 @@ def test_one_file(shape: LlamaShape, tmp_path: Path) -> None:
 
 def test_several_files(tmp_path: Path) -> None:
     assert_holds(load(write_shards(tmp_path)), tensors_of(SHAPE))
-    told = inspect(tmp_path)
+    told = inspect_checkpoint(tmp_path)
     assert [name for name, _ in told.files] == [
         f"pytorch_model-{i}-of-00003.bin" for i in ("00001", "00002", "00003")
     ]
@@ -80,7 +80,7 @@ def test_its_digest_tells_of_its_tensors(tmp_path: Path) -> None:
         write_saved(folder, tensors)
         for folder, tensors in zip(folders, (None, twice, less), strict=True)
     ]
-    one, same, other = (weights.open_folder(folder).headers.digest for folder in made)
+    one, same, other = (weights.open_llama_checkpoint(folder).headers.digest for folder in made)
     assert one == same != other
 
 
@@ -88,7 +88,9 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / SINGLE).write_bytes(b"not read")
     assert_holds(load(tmp_path), tensors_of(SHAPE))
-    assert [shard.path.name for shard in huggingface.shards_in(tmp_path)] == ["model.safetensors"]
+    assert [shard.path.name for shard in hf_checkpoint.read_weights_files(tmp_path)] == [
+        "model.safetensors"
+    ]
 
 
 class Attack:

@@ -11,13 +11,13 @@ import torch
 
 from fixtures.pickles import NEST, ModelType, checkpoint, raw, same, saved
 from steelyard.errors import RequestError
-from steelyard.weights.torch_files import TensorRef, read
+from steelyard.weights.torch_files import TensorRef, read_torch_file
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_megatron_checkpoint(protocol, tmp_path):
     whole = checkpoint()
-    found = read(saved(tmp_path, whole, pickle_protocol=protocol))
+    found = read_torch_file(saved(tmp_path, whole, pickle_protocol=protocol))
     assert found.keys() == whole.keys()
     args = found["args"]
     assert (args.name, args.state["num_layers"], args.state["dtype"]) == (
@@ -61,12 +61,12 @@ def test_plain_data_comes_out_as_the_unpickler_makes_it(protocol, tmp_path):
         else [*NEST[1:7], {"a": (1, 2, 3, 4), 2: [NEST[0]["a"]] * 2, (1, ("b", 2)): 1.5}]
     )
     data = pickle.dumps(value, protocol)
-    assert read(raw(tmp_path, data)) == pickle.loads(data) == value
-    assert read(raw(tmp_path, pickletools.optimize(data))) == value
+    assert read_torch_file(raw(tmp_path, data)) == pickle.loads(data) == value
+    assert read_torch_file(raw(tmp_path, pickletools.optimize(data))) == value
 
 
 def test_views_share_the_bytes_of_their_storage(tmp_path):
-    found = read(saved(tmp_path, checkpoint()))["model"]["language_model"]
+    found = read_torch_file(saved(tmp_path, checkpoint()))["model"]["language_model"]
     assert found["turned"].offset_bytes == found["wide"].offset_bytes
     assert found["corner"].offset_bytes == found["wide"].offset_bytes + 8 * 4
     assert (found["turned"].shape, found["turned"].stride) == ((6, 4), (1, 6))
@@ -74,7 +74,7 @@ def test_views_share_the_bytes_of_their_storage(tmp_path):
 
 def test_a_storage_is_a_tensor_of_one_dimension(tmp_path):
     same(
-        read(saved(tmp_path, torch.tensor([1, 2], dtype=torch.int16).untyped_storage())),
+        read_torch_file(saved(tmp_path, torch.tensor([1, 2], dtype=torch.int16).untyped_storage())),
         torch.tensor([1, 0, 2, 0]).byte(),
     )
 
@@ -82,7 +82,7 @@ def test_a_storage_is_a_tensor_of_one_dimension(tmp_path):
 def test_writing_does_not_reach_the_file(tmp_path):
     path = saved(tmp_path, torch.zeros(3))
     before = path.read_bytes()
-    ref = read(path)
+    ref = read_torch_file(path)
     ref.open().fill_(1.0)
     assert path.read_bytes() == before
     assert ref.open().tolist() == [0.0, 0.0, 0.0]
@@ -98,7 +98,7 @@ def test_bytes_at_any_offset(shift, tmp_path):
 
 def test_a_file_that_shrank_is_refused(tmp_path):
     path = saved(tmp_path, torch.zeros(5000))
-    ref = read(path)
+    ref = read_torch_file(path)
     os.truncate(path, 100)
     with pytest.raises(RequestError, match=re.escape(f"{path}: cannot be mapped")):
         ref.open()
@@ -116,7 +116,7 @@ def test_opening_takes_no_memory(tmp_path):
         return int(re.search(r"Anonymous: +(\d+) kB", rollup.read_text())[1]) << 10
 
     path = saved(tmp_path, {"w": torch.ones(1 << 26)})
-    ref = read(path)["w"]
+    ref = read_torch_file(path)["w"]
     torch.ones(1 << 20).sum()  # the threads' own memory
     before = anonymous()
     assert ref.nbytes == 256 << 20
@@ -132,7 +132,7 @@ def test_reading_does_not_read_the_tensors(tmp_path):
     with torch.serialization.skip_data():
         torch.save({"a": torch.empty((1 << 30) + 8), "b": torch.zeros(2)}, path)
     assert path.stat().st_size > 4 << 30
-    found = read(path)
+    found = read_torch_file(path)
     assert found["b"].offset_bytes > 4 << 30
     assert found["b"].open().tolist() == [0.0, 0.0]
     assert found["a"].open()[-1].item() == 0.0
@@ -143,9 +143,9 @@ def test_a_file_filled_after_skip_data(tmp_path):
     wanted = torch.arange(7, dtype=torch.bfloat16)
     with torch.serialization.skip_data():
         torch.save({"w": wanted}, path)
-    ref = read(path)["w"]
+    ref = read_torch_file(path)["w"]
     with path.open("r+b") as file:
         file.seek(ref.offset_bytes)
         file.write(wanted.view(torch.uint8).numpy().tobytes())
-    same(read(path)["w"], wanted)
+    same(read_torch_file(path)["w"], wanted)
     assert torch.equal(torch.load(path)["w"], wanted)

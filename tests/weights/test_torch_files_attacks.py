@@ -19,7 +19,7 @@ import torch
 from fixtures.pickles import MARKER, checkpoint, raw, refused, same, saved
 from steelyard.errors import RequestError
 from steelyard.weights import torch_archive, torch_files
-from steelyard.weights.torch_files import Stub, TensorRef, read
+from steelyard.weights.torch_files import Stub, TensorRef, read_torch_file
 
 
 class Attack:
@@ -103,16 +103,20 @@ ATTACKS = sorted(attacks(MARKER))
 
 def tables() -> Any:
     every = (
-        torch_files.KNOWN,
-        torch_files.REBUILD,
-        torch_files.STEPS,
+        torch_files.INTERPRETED_FUNCTIONS,
+        torch_files.REBUILD_FUNCTIONS,
+        torch_files.OPCODE_STEPS,
         torch_files.DTYPES,
-        torch_archive.STORAGES,
+        torch_archive.STORAGE_DTYPES,
     )
     classes = [
-        dict(vars(kind)) for kind in (Stub, TensorRef, torch_files._Machine, torch_archive.Archive)
+        dict(vars(kind))
+        for kind in (Stub, TensorRef, torch_files._PickleMachine, torch_archive.TorchArchive)
     ]
-    functions = [(f.__code__, dict(f.__dict__), f.__defaults__) for f in torch_files.KNOWN.values()]
+    functions = [
+        (f.__code__, dict(f.__dict__), f.__defaults__)
+        for f in torch_files.INTERPRETED_FUNCTIONS.values()
+    ]
     return [dict(table) for table in every], classes, functions
 
 
@@ -122,7 +126,7 @@ def test_nothing_is_called(name, tmp_path, monkeypatch):
     modules, before = set(sys.modules), tables()
     path = raw(tmp_path, attacks(MARKER)[name])
     try:
-        found = read(path)
+        found = read_torch_file(path)
     except RequestError:
         refused(path)
     else:
@@ -146,7 +150,7 @@ def test_the_attacks_work_on_the_unpickler(tmp_path, monkeypatch):
 
 
 def test_what_an_attack_leaves_is_its_name_and_arguments(tmp_path):
-    found = read(raw(tmp_path, attacks(MARKER)["system 2"]))["args"]
+    found = read_torch_file(raw(tmp_path, attacks(MARKER)["system 2"]))["args"]
     assert (found.name, found.args, found.state) == ("posix.system", (f"touch {MARKER}",), None)
 
 
@@ -205,7 +209,7 @@ def test_pickles_that_make_no_sense(name, tmp_path):
 
 @pytest.mark.parametrize("index", [b"r\xff\xff\xff\xff", b"p99999999999\n"])
 def test_a_memo_of_few_entries_is_small(index, tmp_path):
-    assert read(raw(tmp_path, b"\x80\x02K\x05" + index + b".")) == 5
+    assert read_torch_file(raw(tmp_path, b"\x80\x02K\x05" + index + b".")) == 5
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,7 @@ def test_a_memo_of_few_entries_is_small(index, tmp_path):
     ],
 )
 def test_deep_nesting_ends_well(data, tmp_path):
-    found = read(raw(tmp_path, b"\x80\x02" + data + b"."))
+    found = read_torch_file(raw(tmp_path, b"\x80\x02" + data + b"."))
     assert isinstance(found, (list, dict, tuple, Stub))
 
 
@@ -268,7 +272,8 @@ def tensor(
 
 def test_a_tensor_written_by_hand(tmp_path):
     same(
-        read(raw(tmp_path, tensor(), {"0": np.arange(4, dtype="<f4").tobytes()})), torch.arange(4.0)
+        read_torch_file(raw(tmp_path, tensor(), {"0": np.arange(4, dtype="<f4").tobytes()})),
+        torch.arange(4.0),
     )
 
 
@@ -406,7 +411,7 @@ def test_the_local_header_says_where_the_bytes_begin(tmp_path):
         info = zipfile.ZipInfo("a/data/0")
         info.extra = b"FB" + struct.pack("<H", 9) + b"Z" * 9  # torch pads so
         archive.writestr(info, np.arange(4, dtype="<f4").tobytes())
-    same(read(path), torch.arange(4.0))
+    same(read_torch_file(path), torch.arange(4.0))
 
 
 def test_what_is_not_a_file_of_torch_save(tmp_path):
@@ -467,7 +472,7 @@ def walk(value: Any) -> None:
 
 def outcome(path: Path) -> None:
     try:
-        walk(read(path))
+        walk(read_torch_file(path))
     except RequestError:
         refused(path)
 

@@ -20,15 +20,15 @@ from fixtures.golden import golden
 from steelyard import tasks, words
 from steelyard.case import resolve
 from steelyard.errors import RequestError
-from steelyard.metrics import table
-from steelyard.plan.memory import Parts
-from steelyard.run.boundary import RankStatus
+from steelyard.metrics import metric_table
+from steelyard.plan.memory import MemoryParts
+from steelyard.run.worker_files import RankStatus
 from steelyard.words import Message, chinese, english, version_1
 
 SRC = Path(words.__file__).parents[1]
 FILES = [path for path in sorted(SRC.rglob("*.py")) if "words" not in path.parts]
 TREES = {path: ast.parse(path.read_text()) for path in FILES}
-CODES = set(words.SHIPPED)
+CODES = set(words.SHIPPED_TEXTS)
 MESSAGE_CODES = {
     code
     for part in (english.checks, english.notes, english.metrics, english.machine)
@@ -38,12 +38,15 @@ MESSAGE_CODES = {
 NO_TEXTS = {"__init__", "meanings", "cases"}
 HAN = re.compile(r"[\u3001\u3002\u4e00-\u9fff]")
 FAMILIES = {
-    "part.": {one.name for one in fields(Parts)},
+    "part.": {one.name for one in fields(MemoryParts)},
     "failure.": None,
     "unit.": None,
     "items.": None,
 }
-SAID = {"judged": 3, "failed": 2}  # where the code of a check's texts stands among the arguments
+SAID = {
+    "make_check": 3,
+    "make_failed_check": 2,
+}  # where the code of a check's texts stands among the arguments
 
 
 def placeholders(template: str) -> set[str]:
@@ -83,7 +86,7 @@ CHECKS = [(name, call) for name in SAID for _, call in calls(name)]
 
 @pytest.mark.parametrize("code", sorted(CODES))
 def test_both_languages_say_the_same_values(code: str) -> None:
-    en, zh = words.pair(code)
+    en, zh = words.get_text_pair(code)
     assert (en and zh) or code not in MESSAGE_CODES
     assert placeholders(en) == placeholders(zh)
 
@@ -128,7 +131,7 @@ def test_values_that_are_written_out_are_those_of_the_text() -> None:
         given = literal_keys(call.args[1]) if len(call.args) > 1 else set()
         for code in constants(call.args[0]):
             if given is not None:
-                assert placeholders(words.SHIPPED[code].en) == given, (path, code)
+                assert placeholders(words.SHIPPED_TEXTS[code].en) == given, (path, code)
 
 
 def test_codes_are_put_together_in_known_families_alone() -> None:
@@ -173,13 +176,13 @@ def test_every_check_has_a_text_for_each_result() -> None:
     pairs = {
         code
         for name, call in CHECKS
-        if name == "judged"
+        if name == "make_check"
         for code in constants(call.args[SAID[name]])
     }
     for_wrong = {
         code
         for name, call in CHECKS
-        if name == "failed"
+        if name == "make_failed_check"
         for code in constants(call.args[SAID[name]])
     }
     # The code is a variable in one place, chosen between these two.
@@ -194,8 +197,8 @@ def test_every_check_has_a_text_for_each_result() -> None:
 
 @pytest.mark.parametrize("code", sorted(code for code in CODES if code.endswith(".ok")))
 def test_the_text_of_a_check_agrees_with_its_result(code: str) -> None:
-    good = words.SHIPPED[code]
-    bad = words.SHIPPED.get(code.removesuffix("ok") + "bad")
+    good = words.SHIPPED_TEXTS[code]
+    bad = words.SHIPPED_TEXTS.get(code.removesuffix("ok") + "bad")
     assert not re.search(r"without|\bnot\b|\bonly\b|above|exceed|more than|must|missing", good.en)
     assert not re.search("未通过|仅覆盖|(?<!未)超过|不是|须低于", good.zh)
     assert bad is None or (bad.en != good.en and bad.zh != good.zh)
@@ -207,7 +210,7 @@ def test_what_a_window_leaves_out_is_no_complaint() -> None:
         "pass": "infer",
         "items": 1000,
         "answered": 96,
-        "nouns": words.items("question"),
+        "nouns": words.name_items("question"),
         "missing": 904,
         "repeated": 0,
     }
@@ -215,8 +218,8 @@ def test_what_a_window_leaves_out_is_no_complaint() -> None:
         "infer: 96 of 1,000 questions have an answer, none has two; the window (--steps) leaves out"
         " the others"
     )
-    assert words.text(Message("check.covered_part.ok", told)) == said
-    assert words.text(Message("check.covered_part.ok", told), "zh").startswith(
+    assert words.render_text(Message("check.covered_part.ok", told)) == said
+    assert words.render_text(Message("check.covered_part.ok", told), "zh").startswith(
         "infer：1,000 道题中有 96 道题有答案"
     )
 
@@ -227,13 +230,13 @@ def test_version_1_has_every_note_and_its_parts() -> None:
     notes = {code for code in CODES if code.startswith("note.")} - later
     assert notes == {code for code in version_1.NOTES if code.startswith("note.")}
     for code, template in version_1.NOTES.items():
-        assert placeholders(template) == placeholders(words.SHIPPED[code].en), code
+        assert placeholders(template) == placeholders(words.SHIPPED_TEXTS[code].en), code
 
 
 def test_every_unit_of_every_metric_has_a_text() -> None:
     units = {"TFLOP/s", "GB/s", "MHz", "W"}  # of pages' own columns
-    for task in tasks.table().values():
-        for metric in table.of_task(task):
+    for task in tasks.load_tasks().values():
+        for metric in metric_table.list_task_metrics(task):
             units |= {metric.unit} if isinstance(metric.unit, str) else set()
             units |= {metric.base_unit}
         units |= {f"{task.noun}s/s", f"{task.noun}s/J", f"J/{task.noun}"}
@@ -253,7 +256,7 @@ def test_every_failure_has_a_sentence() -> None:
     assert [code for code in told - {"other"} if f"| `{code}` |" not in docs] == []
 
 
-@pytest.mark.parametrize("name", resolve.names())
+@pytest.mark.parametrize("name", resolve.list_shipped_cases())
 def test_every_text_of_a_shipped_case_has_a_translation(name: str) -> None:
     told = tomllib.loads((resources.files("steelyard") / "cases" / f"{name}.toml").read_text())
     texts = [told["title"], told["about"]]
@@ -262,12 +265,12 @@ def test_every_text_of_a_shipped_case_has_a_translation(name: str) -> None:
     ]
     for text in texts:
         assert text in chinese.CASES, text
-        assert words.case_text(text, "en") == text
-        assert re.search(r"[\u4e00-\u9fff]", words.case_text(text, "zh"))
+        assert words.translate_case_text(text, "en") == text
+        assert re.search(r"[\u4e00-\u9fff]", words.translate_case_text(text, "zh"))
 
 
 def test_a_text_of_a_users_own_case_stays_as_it_is() -> None:
-    assert words.case_text("My model", "zh") == "My model"
+    assert words.translate_case_text("My model", "zh") == "My model"
 
 
 def install(folder: Path, *lines: str) -> None:
@@ -279,7 +282,7 @@ def install(folder: Path, *lines: str) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rhyme_texts\nVersion: 1.0\n")
     entries = [f"{name} = rhyme_texts:{name}" for name in names]
-    (info / "entry_points.txt").write_text("\n".join([f"[{words.GROUP}]", *entries]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{words.ENTRY_POINT_GROUP}]", *entries]))
 
 
 def test_a_package_brings_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,16 +295,16 @@ def test_a_package_brings_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     said = Message("rhyme.no_pair", {"word": "month"})
-    assert (words.text(said), words.text(said, "zh")) == (
+    assert (words.render_text(said), words.render_text(said, "zh")) == (
         "no word rhymes with month",
         "没有词与 month 押韵",
     )
     assert (
-        words.unit("rhymes/s", "en"),
-        words.unit("rhymes/s", "zh"),
-        words.unit("odes/s", "zh"),
+        words.translate_unit("rhymes/s", "en"),
+        words.translate_unit("rhymes/s", "zh"),
+        words.translate_unit("odes/s", "zh"),
     ) == ("rhymes/s", "韵/s", "odes/s")
-    assert (words.items("rhyme"), words.items("ode")) == (Message("items.rhyme"), "odes")
+    assert (words.name_items("rhyme"), words.name_items("ode")) == (Message("items.rhyme"), "odes")
 
 
 def test_a_text_that_is_there_twice_is_refused(
@@ -311,27 +314,30 @@ def test_a_text_that_is_there_twice_is_refused(
     monkeypatch.delitem(sys.modules, "rhyme_texts", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RequestError, match=r"text 'quality\.random' is defined twice"):
-        words.table()
-    assert words.text(Message("quality.random")) == "the weights are random"
+        words.load_texts()
+    assert words.render_text(Message("quality.random")) == "the weights are random"
 
 
 def test_a_text_of_a_package_that_is_gone_is_its_code_and_values() -> None:
-    assert words.text(Message("rhyme.no_pair", {"word": "month"}), "zh") == "rhyme.no_pair month"
+    assert (
+        words.render_text(Message("rhyme.no_pair", {"word": "month"}), "zh")
+        == "rhyme.no_pair month"
+    )
 
 
 def test_lists_and_nested_messages() -> None:
     keys = Message("note.question", {"keys": ("a", "b")})
-    assert words.text(keys) == golden("different-question-changed-on-the-command")
-    assert words.text(keys, "zh") == "题目与用例不同：命令行修改了 a、b"
-    both = words.both(Message("quality.random"), None, Message("quality.window"))
+    assert words.render_text(keys) == golden("different-question-changed-on-the-command")
+    assert words.render_text(keys, "zh") == "题目与用例不同：命令行修改了 a、b"
+    both = words.join_messages(Message("quality.random"), None, Message("quality.window"))
     assert both is not None
-    assert words.text(both) == golden("the-weights-are-random-the-scope")
-    assert words.text(both, "zh") == "权重为随机值；范围为窗口"
-    assert words.both(None, None) is None
+    assert words.render_text(both) == golden("the-weights-are-random-the-scope")
+    assert words.render_text(both, "zh") == "权重为随机值；范围为窗口"
+    assert words.join_messages(None, None) is None
 
 
 def test_values_are_never_templates() -> None:
     assert (
-        words.text(Message("quality.no_base", {"metric": "{0.__class__}"}))
+        words.render_text(Message("quality.no_base", {"metric": "{0.__class__}"}))
         == "{0.__class__} is unknown"
     )

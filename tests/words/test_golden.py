@@ -33,7 +33,10 @@ def rendered(template: str) -> str:
 
 def golden(lang: Lang) -> str:
     meanings = english.MEANINGS if lang == "en" else chinese.MEANINGS
-    texts = [f"{code}: {rendered(words.SHIPPED[code].of(lang))}" for code in sorted(words.SHIPPED)]
+    texts = [
+        f"{code}: {rendered(words.SHIPPED_TEXTS[code].in_language(lang))}"
+        for code in sorted(words.SHIPPED_TEXTS)
+    ]
     texts += [f"{code}: {title}: {about}" for code, (title, about) in sorted(meanings.items())]
     return "".join(f"{text.replace(chr(10), chr(10) + '    ')}\n" for text in texts)
 

@@ -14,10 +14,10 @@ import pytest
 
 from fixtures.records import RUNS, SPECS
 from steelyard import report
-from steelyard.metrics import ceilings
-from steelyard.record import record, spec
-from steelyard.report.derived import DerivedTexts
-from steelyard.words import Words
+from steelyard.metrics import ceiling_rates
+from steelyard.record import ceilings_record, record
+from steelyard.report.derived_texts import DerivedTexts
+from steelyard.words import PageWords
 
 # Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an
 # identifier.
@@ -73,7 +73,7 @@ class Shown(HTMLParser):
 
 
 def page(path: Path, format: str) -> str:
-    text = report.render([record.read(path)], format, "zh")
+    text = report.render([record.read_record(path)], format, "zh")
     if format == "html":
         shown = Shown()
         shown.feed(text)
@@ -112,13 +112,13 @@ def test_an_english_sentence_would_be_found() -> None:
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
 def test_a_chinese_page_of_a_machine_is_chinese(path: Path) -> None:
-    found = ceilings.read(path)
+    found = ceiling_rates.read_verified_spec_record(path)
     texts = [one.reason or "" for one in found.benches] + [
         str(one.detail.get("how", "")) for one in found.benches
     ]
     names = [one.name for one in found.benches]
     known = json.dumps([told(path)["environment"], texts, names], ensure_ascii=False)
-    page = report.render_spec([spec.read(path)], "md", "zh")
+    page = report.render_ceilings([ceilings_record.read_spec_record(path)], "md", "zh")
     assert english(page, known) == []
     assert "不稳定" in page or not any(
         one.note and one.note.startswith("not steady") for one in found.ceilings
@@ -130,38 +130,43 @@ def test_what_is_derived_is_what_is_stored(name: str) -> None:
     """In English a page says what a new record would hold; codes, names and results are those of
     the record.
     """
-    found = record.read(PAGES[name])
-    checks = DerivedTexts(found, Words("en")).checks()
+    found = record.read_record(PAGES[name])
+    checks = DerivedTexts(found, PageWords("en")).list_checks()
     assert {(one.name, one.ok) for one in found.checks} <= {(one.name, one.ok) for one in checks}
-    assert [one.code for one in DerivedTexts(found, Words("zh")).reasons()] == [
+    assert [one.code for one in DerivedTexts(found, PageWords("zh")).list_reasons()] == [
         one.code for one in found.reasons
     ]
     assert all(
         re.search(r"[\u4e00-\u9fff]", one.detail)
-        for one in DerivedTexts(found, Words("zh")).checks()
+        for one in DerivedTexts(found, PageWords("zh")).list_checks()
     )
-    assert len(DerivedTexts(found, Words("zh")).notes()) >= len(found.notes)
+    assert len(DerivedTexts(found, PageWords("zh")).list_notes()) >= len(found.notes)
     for metric, value in found.metrics.items():
-        assert bool(DerivedTexts(found, Words("zh")).metric_note(metric)) == bool(value.note), (
+        assert bool(DerivedTexts(found, PageWords("zh")).metric_note(metric)) == bool(value.note), (
             metric
         )
-    assert bool(DerivedTexts(found, Words("zh")).quality_note()) == (not found.quality.evaluated)
+    assert bool(DerivedTexts(found, PageWords("zh")).quality_note()) == (
+        not found.quality.evaluated
+    )
 
 
 def test_a_failure_is_said_and_quoted() -> None:
-    found = record.read(PAGES["failed"])
-    first = DerivedTexts(found, Words("zh")).reasons()[0]
+    found = record.read_record(PAGES["failed"])
+    first = DerivedTexts(found, PageWords("zh")).list_reasons()[0]
     assert first.quoted == found.reasons[0].text
-    assert first.whole(Words("zh")) == f"{first.text}：“{first.quoted}”"
+    assert first.format(PageWords("zh")) == f"{first.text}：“{first.quoted}”"
     other = found.model_copy(update={"reasons": [record.Reason(code="new_one", text="why")]})
     assert (
-        DerivedTexts(other, Words("en")).reasons()[0].whole(Words("en")) == "The run failed: “why”"
+        DerivedTexts(other, PageWords("en")).list_reasons()[0].format(PageWords("en"))
+        == "The run failed: “why”"
     )
 
 
 def test_text_that_does_not_follow_from_samples_is_shown_as_it_is() -> None:
-    found = record.read(PAGES["llama2-7b-mmlu"])
+    found = record.read_record(PAGES["llama2-7b-mmlu"])
     checks = [record.Check(name="mine", ok=False, detail="what I found")]
     forged = found.model_copy(update={"checks": checks, "notes": ["my note"]})
-    assert [one.detail for one in DerivedTexts(forged, Words("zh")).checks()] == ["what I found"]
-    assert DerivedTexts(forged, Words("zh")).notes() == ["my note"]
+    assert [one.detail for one in DerivedTexts(forged, PageWords("zh")).list_checks()] == [
+        "what I found"
+    ]
+    assert DerivedTexts(forged, PageWords("zh")).list_notes() == ["my note"]

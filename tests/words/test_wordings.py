@@ -14,7 +14,7 @@ from fixtures.records import RUNS, changed, published
 from metrics.test_table import made
 from steelyard import words
 from steelyard.errors import RequestError
-from steelyard.metrics.verify import verify
+from steelyard.metrics.verify import verify_record
 from steelyard.record import record
 from steelyard.words import Message, version_1
 
@@ -28,12 +28,12 @@ def of_version(wording: int | None, folder: Path) -> Path:
 
 
 def notes(path: Path) -> list[Message | str]:
-    return record.read(path).notes
+    return record.read_record(path).notes
 
 
 def resealed(path: Path, **changes: Any) -> Path:
-    found = record.read(path).model_copy(update=changes)
-    path.write_bytes(record.canonical_bytes(record.to_table(record.seal(found))))
+    found = record.read_record(path).model_copy(update=changes)
+    path.write_bytes(record.to_canonical_bytes(record.record_to_json(record.seal_record(found))))
     return path
 
 
@@ -41,14 +41,14 @@ def test_a_new_record_stores_codes_and_values() -> None:
     found = made()
     told = {"device": "cuda:0", "reason": "sw_power_cap", "share": 2 / 3}
     assert (found.wording, found.notes[0]) == (3, Message("note.slowdown", told))
-    assert record.to_table(found)["notes"][0] == {"code": "note.slowdown", "values": told}
+    assert record.record_to_json(found)["notes"][0] == {"code": "note.slowdown", "values": told}
     stored = [*found.notes, found.quality.note, *(one.detail for one in found.checks)]
     stored += [one.note for one in found.metrics.values() if one.note is not None]
     assert {type(one) for one in stored} == {Message}
 
 
 def test_json_prints_sentences() -> None:
-    table = record.printed(made())
+    table = record.record_to_english_json(made())
     said = "device cuda:0: sw_power_cap in 67% of the readings of a pass"
     assert table["notes"][0] == golden("normal-large-matmuls-reach-the-power", said)
     texts = [table["quality"]["note"], *(one["detail"] for one in table["checks"])]
@@ -58,8 +58,8 @@ def test_json_prints_sentences() -> None:
 
 def test_a_stored_message_is_read_as_it_was(tmp_path: Path) -> None:
     found = made()
-    path = record.write(found, tmp_path)
-    again = record.read(path)
+    path = record.write_record(found, tmp_path)
+    again = record.read_record(path)
     assert (again.notes, again.checks, again.quality) == (found.notes, found.checks, found.quality)
     assert again.metrics == found.metrics
 
@@ -69,17 +69,19 @@ def test_a_number_that_is_not_finite_is_stored_as_its_name() -> None:
         "check.plausible.bad",
         {"rate": float("inf"), "what": Message("limit.matmul", {"margin": float("nan")})},
     )
-    assert words.storable(said).values == {
+    assert words.make_storable(said).values == {
         "rate": "inf",
         "what": Message("limit.matmul", {"margin": "nan"}),
     }
-    assert words.text(words.storable(said)) == golden("check-plausible-bad-inf-nan-times")
+    assert words.render_text(words.make_storable(said)) == golden(
+        "check-plausible-bad-inf-nan-times"
+    )
 
 
 def test_notes_are_verified_by_code_and_values(tmp_path: Path) -> None:
     path = of_version(3, tmp_path)
-    assert verify(path) == []
-    first, *rest = record.read(path).notes
+    assert verify_record(path) == []
+    first, *rest = record.read_record(path).notes
     assert isinstance(first, Message)
     share = first.values["share"]
     assert isinstance(share, float)
@@ -89,8 +91,8 @@ def test_notes_are_verified_by_code_and_values(tmp_path: Path) -> None:
         ("note.x", share, WRONG),
     ):
         said = Message(code, {**first.values, "share": value})
-        assert verify(resealed(path, notes=[said, *rest])) == wrong
-    assert verify(resealed(path, notes=[words.text(first), *rest])) == WRONG
+        assert verify_record(resealed(path, notes=[said, *rest])) == wrong
+    assert verify_record(resealed(path, notes=[words.render_text(first), *rest])) == WRONG
 
 
 @pytest.mark.parametrize(
@@ -99,9 +101,9 @@ def test_notes_are_verified_by_code_and_values(tmp_path: Path) -> None:
 )
 def test_what_is_no_message_is_not_read(told: dict[str, Any], tmp_path: Path) -> None:
     path = of_version(3, tmp_path)
-    path.write_bytes(record.canonical_bytes(json.loads(path.read_bytes()) | {"notes": [told]}))
+    path.write_bytes(record.to_canonical_bytes(json.loads(path.read_bytes()) | {"notes": [told]}))
     with pytest.raises(RequestError, match="not a record: notes"):
-        record.read(path)
+        record.read_record(path)
 
 
 def test_sentences_of_wording_2_are_frozen() -> None:
@@ -117,7 +119,7 @@ def test_sentences_of_wording_2_are_frozen() -> None:
             "note.counted",
         }
     )
-    texts = "\n".join(words.table()[code].en for code in codes)
+    texts = "\n".join(words.load_texts()[code].en for code in codes)
     assert hashlib.sha256(texts.encode()).hexdigest()[:16] == "d5881283ad1442c7"
 
 
@@ -130,7 +132,7 @@ def test_a_published_record_says_none_and_keeps_its_notes(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("wording", [None, 2, 3])
 def test_all_versions_verify(wording: int | None, tmp_path: Path) -> None:
-    assert verify(of_version(wording, tmp_path)) == []
+    assert verify_record(of_version(wording, tmp_path)) == []
 
 
 @pytest.mark.parametrize(("wording", "other"), [(None, 2), (2, None), (3, 2), (2, 3)])
@@ -139,8 +141,8 @@ def test_a_note_of_another_version_does_not_verify(
 ) -> None:
     path, strange = of_version(wording, tmp_path), notes(of_version(other, tmp_path / "other"))
     assert len(strange) == len(notes(path)) > 0
-    assert verify(resealed(path, notes=strange)) == WRONG
-    assert verify(resealed(path, notes=strange, wording=other)) == []
+    assert verify_record(resealed(path, notes=strange)) == WRONG
+    assert verify_record(resealed(path, notes=strange, wording=other)) == []
 
 
 def test_published_records_have_notes_of_version_1() -> None:
@@ -151,6 +153,6 @@ def test_published_records_have_notes_of_version_1() -> None:
 
 def test_a_version_that_is_not_known_is_not_read(tmp_path: Path) -> None:
     path = published(CASE, tmp_path)
-    path.write_bytes(record.canonical_bytes(json.loads(path.read_bytes()) | {"wording": 4}))
+    path.write_bytes(record.to_canonical_bytes(json.loads(path.read_bytes()) | {"wording": 4}))
     with pytest.raises(RequestError, match="not a record: wording"):
-        record.read(path)
+        record.read_record(path)

@@ -9,110 +9,126 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 
 from steelyard import plugins
-from steelyard.accelerators import cpu, nvml, variables
-from steelyard.accelerators.peaks import Peak, shipped
-from steelyard.accelerators.row import Accelerator, Found
+from steelyard.accelerators import cpu, environment_variables, nvml
+from steelyard.accelerators.peaks import Peak, load_shipped_peaks
+from steelyard.accelerators.row import Accelerator, DetectedDevice
 from steelyard.errors import RequestError
 
-GROUP = "steelyard.accelerators"
+ENTRY_POINT_GROUP = "steelyard.accelerators"
 
 
-def _find_cuda() -> list[Found]:
+def _find_cuda() -> list[DetectedDevice]:
     """Return the NVIDIA devices that CUDA_VISIBLE_DEVICES allows."""
-    return nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return nvml.find_nvidia_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 CUDA = Accelerator(
     name="cuda",
     find=_find_cuda,
-    sources=nvml.sources,
-    free=nvml.free,
+    sources=nvml.make_sources,
+    free=nvml.read_free_device_bytes,
     devices={
-        "torch": "steelyard.accelerators.cuda_torch:Device",
-        "paddle": "steelyard.accelerators.cuda_paddle:Device",
+        "torch": "steelyard.accelerators.cuda_torch:CudaTorchDevice",
+        "paddle": "steelyard.accelerators.cuda_paddle:CudaPaddleDevice",
     },
     severity=nvml.SEVERITY,
     libraries=("cuda", "cudnn"),
     collectives="nccl",
     packages=("nvidia-ml-py",),
     variables=(
-        *(*variables.CUDA, *variables.CUDA_TUNE),
-        *(*variables.NCCL, *variables.NCCL_TUNE, *variables.NCCL_SITE),
+        *(*environment_variables.CUDA_VARIABLES, *environment_variables.CUDA_TUNE_VARIABLES),
+        *(
+            *environment_variables.NCCL_VARIABLES,
+            *environment_variables.NCCL_TUNE_VARIABLES,
+            *environment_variables.NCCL_SITE_VARIABLES,
+        ),
     ),
-    tune_variables=(*variables.CUDA_TUNE, *variables.NCCL_TUNE),
-    site_variables=(*variables.NCCL_SITE, *variables.NCCL_ADDRESSES),
+    tune_variables=(
+        *environment_variables.CUDA_TUNE_VARIABLES,
+        *environment_variables.NCCL_TUNE_VARIABLES,
+    ),
+    site_variables=(
+        *environment_variables.NCCL_SITE_VARIABLES,
+        *environment_variables.NCCL_ADDRESS_VARIABLES,
+    ),
     ignored_variables=("NVIDIA_TF32_OVERRIDE",),
     worker_variables={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # the order that NVML counts in
     deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
     # NCCL takes a name without `=` as a prefix of interface names
     interface_variables={"NCCL_SOCKET_IFNAME": "={}"},
-    torch_build=nvml.torch_build,
-    states=nvml.states,
-    steps=nvml.STEPS,
+    torch_build=nvml.read_torch_cuda_version,
+    states=nvml.read_settings,
+    steps=nvml.ADVICE,
 )
 CPU = Accelerator(
     name="cpu",
-    find=cpu.find,
-    sources=lambda found: [cpu.source()],
-    free=lambda found: [cpu.free()],
+    find=cpu.find_cpu,
+    sources=lambda found: [cpu.make_cpu_source()],
+    free=lambda found: [cpu.read_free_bytes()],
     devices={
-        "torch": "steelyard.accelerators.cpu_torch:Device",
-        "paddle": "steelyard.accelerators.cpu_paddle:Device",
+        "torch": "steelyard.accelerators.cpu_torch:CpuTorchDevice",
+        "paddle": "steelyard.accelerators.cpu_paddle:CpuPaddleDevice",
     },
     divisible=True,
     is_host=True,
-    variables=(*variables.CPU, *variables.CPU_TUNE, *variables.CPU_SITE),
-    tune_variables=variables.CPU_TUNE,
-    site_variables=variables.CPU_SITE,
+    variables=(
+        *environment_variables.CPU_VARIABLES,
+        *environment_variables.CPU_TUNE_VARIABLES,
+        *environment_variables.CPU_SITE_VARIABLES,
+    ),
+    tune_variables=environment_variables.CPU_TUNE_VARIABLES,
+    site_variables=environment_variables.CPU_SITE_VARIABLES,
     interface_variables={"GLOO_SOCKET_IFNAME": "{}"},
-    environment=cpu.environment,
+    environment=cpu.choose_worker_environment,
 )
 
 
-def table() -> dict[str, Accelerator]:
+def load_accelerators() -> dict[str, Accelerator]:
     """Return all accelerators by name, shipped and installed, in order of preference: the CPU,
     which every machine has, is last. Raises RequestError if an installed package's entry is not
     usable.
     """
-    rows = plugins.table([CUDA, CPU], GROUP, Accelerator, "accelerator")
+    rows = plugins.load_rows_by_name([CUDA, CPU], ENTRY_POINT_GROUP, Accelerator, "accelerator")
     return {name: row for name, row in rows.items() if row is not CPU} | {CPU.name: rows[CPU.name]}
 
 
-def names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
+def collect_names(field: Callable[[Accelerator], Iterable[str]]) -> frozenset[str]:
     """Return the names that any accelerator lists in a field, of all accelerators together: workers
     may use libraries of several, such as Gloo beside NCCL. `field` reads the field.
     """
-    return frozenset(name for row in table().values() for name in field(row))
+    return frozenset(name for row in load_accelerators().values() for name in field(row))
 
 
-def settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[str, str]:
+def collect_settings(field: Callable[[Accelerator], Mapping[str, str]]) -> dict[str, str]:
     """Return the mappings that all accelerators have in a field, merged into one. `field` reads the
     field.
     """
-    return {name: value for row in table().values() for name, value in field(row).items()}
+    return {
+        name: value for row in load_accelerators().values() for name, value in field(row).items()
+    }
 
 
-def tune_variables() -> frozenset[str]:
+def list_tune_variables() -> frozenset[str]:
     """Return the environment variables that `tune.env` may set."""
-    return names(lambda row: row.tune_variables)
+    return collect_names(lambda row: row.tune_variables)
 
 
-def named(name: str) -> Accelerator:
+def find_accelerator(name: str) -> Accelerator:
     """Return the accelerator of this name. Raises RequestError if it is not known."""
-    rows = table()
+    rows = load_accelerators()
     if name not in rows:
         raise RequestError(f"accelerator {name!r} is not known; known: {', '.join(rows)}")
     return rows[name]
 
 
-def detect() -> Accelerator:
+def detect_accelerator() -> Accelerator:
     """Return the first accelerator that has a device on this machine; the CPU if none has."""
-    return next((row for row in table().values() if row.find()), CPU)
+    return next((row for row in load_accelerators().values() if row.find()), CPU)
 
 
-def peak(accelerator: Accelerator, found: Found) -> Peak | None:
+def find_peak(accelerator: Accelerator, device: DetectedDevice) -> Peak | None:
     """Return the datasheet peaks of a device, by its name and memory; None if it is unknown: a
     device never gets another's peaks. Rows that come with the accelerator are looked at first.
     """
-    rows = (*accelerator.peaks, *shipped())
-    return next((row for row in rows if row.fits(found.name, found.memory_bytes)), None)
+    rows = (*accelerator.peaks, *load_shipped_peaks())
+    return next((row for row in rows if row.is_of_device(device.name, device.memory_bytes)), None)

@@ -16,27 +16,29 @@ from typing import Any
 import psutil
 
 from steelyard.accelerators.events import Clock, HostEvent
-from steelyard.accelerators.row import Found, Reading, Source
+from steelyard.accelerators.row import DetectedDevice, Reading, TelemetrySource
 
-PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 CPUINFO = PROC / "cpuinfo"
-LOOK = 5
+SEARCH_EVERY = 5
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-ISA = "ONEDNN_MAX_CPU_ISA"  # oneDNN's highest instruction set, which torch's matmuls obey
-WITHOUT_AMX = "AVX512_CORE_BF16"
-PROBE = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+ISA_VARIABLE = "ONEDNN_MAX_CPU_ISA"  # oneDNN's highest instruction set, which torch's matmuls obey
+ISA_WITHOUT_AMX = "AVX512_CORE_BF16"
+AMX_PROBE = (
+    "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); print(float((a @ a)[0, 0]))"
+)
 PROBE_TIMEOUT_S = 120.0
 
 
-def model_name(cpuinfo: Path = CPUINFO) -> str:
+def read_model_name(cpuinfo: Path = CPUINFO) -> str:
     """Return the CPU's model, or the machine's architecture if the kernel names no model (most Arm
     machines).
     """
-    found = _first_line("model name", cpuinfo)
-    return platform.machine() if found is None else found
+    model = _read_cpuinfo("model name", cpuinfo)
+    return platform.machine() if model is None else model
 
 
-def _first_line(key: str, cpuinfo: Path) -> str | None:
+def _read_cpuinfo(key: str, cpuinfo: Path) -> str | None:
     """Return the value of the first line of /proc/cpuinfo with this key; None if there is none or
     it cannot be read.
     """
@@ -47,42 +49,46 @@ def _first_line(key: str, cpuinfo: Path) -> str | None:
     return next((value.strip() for name, _, value in lines if name.strip() == key), None)
 
 
-def find() -> list[Found]:
+def find_cpu() -> list[DetectedDevice]:
     """Return the machine's CPUs, as a list of one device."""
-    return [Found(model_name(), None, psutil.virtual_memory().total, 0, None)]
+    return [DetectedDevice(read_model_name(), None, psutil.virtual_memory().total, 0, None)]
 
 
-def free() -> int:
+def read_free_bytes() -> int:
     """Return the bytes that are available to new processes on this host without swapping."""
     available: int = psutil.virtual_memory().available
     return available
 
 
-def available_to_process() -> int:
+def read_available_bytes() -> int:
     """Return the bytes that this process can still take: of the host's free memory, within the
     limits of its control group and of its address space (ulimit -v); at least 0.
     """
-    own = psutil.Process().memory_info()
-    limits = [free(), capacity()[0] - own.rss]
+    memory_info = psutil.Process().memory_info()
+    limits = [read_free_bytes(), read_memory_limit()[0] - memory_info.rss]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
-        limits.append(address_space - own.vms)
+        limits.append(address_space - memory_info.vms)
     return max(0, min(limits))
 
 
-def capacity(proc: Path = PROC, groups: Path = GROUPS) -> tuple[int, str]:
+def read_memory_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> tuple[int, str]:
     """Return the bytes that this process can have at most, and a text that says who limits them:
     its control group, or the host's memory. Nothing is allocated.
     """
     host = psutil.virtual_memory().total
-    limits = [limit for path in _limits(proc, groups) if (limit := _number(path)) is not None]
+    limits = [
+        limit
+        for path in _list_limit_files(proc, cgroups)
+        if (limit := _read_integer(path)) is not None
+    ]
     least = min(limits, default=host)
     if least < host:
         return least, "not tried: the limit of its control group"
     return host, "not tried: the host's memory, which no control group limits further"
 
 
-def _limits(proc: Path, groups: Path) -> list[Path]:
+def _list_limit_files(proc: Path, cgroups: Path) -> list[Path]:
     """Return the files that may limit this process's memory: of its control group and all groups
     above it, in cgroup versions 2 and 1. They need not exist.
     """
@@ -94,8 +100,8 @@ def _limits(proc: Path, groups: Path) -> list[Path]:
     for line in lines:
         _, controllers, group = [*line.split(":", 2), "", ""][:3]
         if controllers in ("", "memory"):
-            root = groups / controllers
-            places = [
+            root = cgroups / controllers
+            folders = [
                 root,
                 *(
                     root.joinpath(*Path(group).parts[1 : i + 1])
@@ -103,12 +109,14 @@ def _limits(proc: Path, groups: Path) -> list[Path]:
                 ),
             ]
             out += [
-                place / name for place in places for name in ("memory.max", "memory.limit_in_bytes")
+                folder / name
+                for folder in folders
+                for name in ("memory.max", "memory.limit_in_bytes")
             ]
     return out
 
 
-def _number(path: Path) -> int | None:
+def _read_integer(path: Path) -> int | None:
     """Return the integer that a file holds; None if it cannot be read or holds none ("max": no
     limit).
     """
@@ -118,9 +126,9 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def source() -> Source:
+def make_cpu_source() -> TelemetrySource:
     """Return the telemetry source of the CPU: the resident memory of the run's processes."""
-    return Source("cpu", Resident())
+    return TelemetrySource("cpu", ResidentMemoryReader())
 
 
 class HostDevice:
@@ -158,16 +166,16 @@ class HostDevice:
         """Return name and memory of the host's CPUs; `uuid`, `capability` and `multiprocessors` are
         None.
         """
-        found = find()[0]
+        device = find_cpu()[0]
         unknown = dict.fromkeys(("capability", "multiprocessors"))
-        return {"name": found.name, "uuid": None, "memory_bytes": found.memory_bytes, **unknown}
+        return {"name": device.name, "uuid": None, "memory_bytes": device.memory_bytes, **unknown}
 
     def versions(self) -> dict[str, str | None]:
         """Return None for cuda, cudnn and nccl: a record states that they were not used."""
         return {"cuda": None, "cudnn": None, "nccl": None}
 
 
-class Resident:
+class ResidentMemoryReader:
     """Reads the resident bytes of processes and all their descendants, added up; pages that
     processes share count for each. Descendants are searched at every fifth reading only, because
     searching takes longer than reading.
@@ -176,24 +184,24 @@ class Resident:
     def __init__(self) -> None:
         self._readings = 0
         self._pids: tuple[int, ...] = ()
-        self._below: list[int] = []
+        self._descendants: list[int] = []
 
     def __call__(self, pids: tuple[int, ...]) -> Reading:
         """Return `memory_bytes` of these processes and their descendants; None if none of them
         exists.
         """
-        if self._readings % LOOK == 0 or pids != self._pids:
-            self._pids, self._below = pids, below(pids, PROC)
+        if self._readings % SEARCH_EVERY == 0 or pids != self._pids:
+            self._pids, self._descendants = pids, list_descendants(pids, PROC)
         self._readings += 1
-        known = [
+        sizes = [
             size
-            for size in map(_resident_bytes, dict.fromkeys([*pids, *self._below]))
+            for size in map(_read_resident_bytes, dict.fromkeys([*pids, *self._descendants]))
             if size is not None
         ]
-        return {"memory_bytes": sum(known) if known else None}
+        return {"memory_bytes": sum(sizes) if sizes else None}
 
 
-def _resident_bytes(pid: int) -> int | None:
+def _read_resident_bytes(pid: int) -> int | None:
     """Return the resident bytes of a process, None if it is gone. Read from the second number of
     /proc/PID/statm, in pages, as psutil does, in a tenth of its time.
     """
@@ -203,19 +211,19 @@ def _resident_bytes(pid: int) -> int | None:
         return None
 
 
-def below(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
+def list_descendants(pids: tuple[int, ...], proc: Path = PROC) -> list[int]:
     """Return all descendants of these processes, without themselves, from the kernel's lists of
     children: looking through all processes of a host would disturb a measurement.
     """
     out: list[int] = []
     level = list(pids)
     while level:
-        level = [child for pid in level for child in _children(pid, proc)]
+        level = [child for pid in level for child in _list_children(pid, proc)]
         out += level
     return out
 
 
-def threads(pid: int, proc: Path = PROC) -> int:
+def count_threads(pid: int, proc: Path = PROC) -> int:
     """Return how many threads a process has; 0 if it is gone."""
     try:
         return sum(1 for _ in (proc / str(pid) / "task").iterdir())
@@ -223,46 +231,48 @@ def threads(pid: int, proc: Path = PROC) -> int:
         return 0
 
 
-def _children(pid: int, proc: Path) -> list[int]:
+def _list_children(pid: int, proc: Path) -> list[int]:
     """Return the child processes of all threads of a process; empty if it is gone or the kernel
     does not list them.
     """
-    found: list[int] = []
+    children: list[int] = []
     try:
         for task in (proc / str(pid) / "task").iterdir():
-            found += map(int, (task / "children").read_bytes().split())
+            children += map(int, (task / "children").read_bytes().split())
     except OSError:  # ended since it was listed, or a kernel without this list
         pass
-    return found
+    return children
 
 
-def environment(matmul: str) -> dict[str, str]:
+def choose_worker_environment(matmul: str) -> dict[str, str]:
     """Return environment variables for workers: oneDNN is limited to AVX-512 if matmuls run in bf16
     or fp8 and AMX does not work, unless the user has set that variable. Some virtual machines
     advertise AMX, and die of an illegal instruction in any bf16 matmul. May start a process that
     tries it.
     """
     return (
-        {ISA: WITHOUT_AMX}
-        if matmul in ("bf16", "fp8") and ISA not in os.environ and amx() is False
+        {ISA_VARIABLE: ISA_WITHOUT_AMX}
+        if matmul in ("bf16", "fp8")
+        and ISA_VARIABLE not in os.environ
+        and has_working_amx() is False
         else {}
     )
 
 
-def amx() -> bool | None:
+def has_working_amx() -> bool | None:
     """Return whether matrix tiles (AMX) that the CPU advertises work; None if it advertises none.
     The first call starts a process that tries it.
     """
-    return _survives() if "amx_bf16" in _flags() else None
+    return _can_multiply_bf16() if "amx_bf16" in _read_flags() else None
 
 
-def _flags(cpuinfo: Path = CPUINFO) -> set[str]:
+def _read_flags(cpuinfo: Path = CPUINFO) -> set[str]:
     """Return the CPU's feature flags; empty if unknown."""
-    return set((_first_line("flags", cpuinfo) or "").split())
+    return set((_read_cpuinfo("flags", cpuinfo) or "").split())
 
 
 @cache
-def _survives() -> bool:
+def _can_multiply_bf16() -> bool:
     """Return whether a process that multiplies in bf16 with torch is not killed by an illegal
     instruction; True if torch is not installed or it times out. The process is started once, and
     the answer cached.
@@ -270,9 +280,12 @@ def _survives() -> bool:
     if find_spec("torch") is None:
         return True
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
+        process = subprocess.run(
+            [sys.executable, "-c", AMX_PROBE],
+            capture_output=True,
+            timeout=PROBE_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return True
-    return done.returncode != -signal.SIGILL
+    return process.returncode != -signal.SIGILL

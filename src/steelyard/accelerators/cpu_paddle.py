@@ -18,7 +18,7 @@ LACKS = {
 }
 
 
-class Device(HostDevice):
+class CpuPaddleDevice(HostDevice):
     """A CPU, driven by Paddle."""
 
     place = "cpu"
@@ -34,8 +34,8 @@ class Device(HostDevice):
         """Return OMP_NUM_THREADS if it is a positive number, else the number of CPUs that this
         process may use.
         """
-        told = os.environ.get("OMP_NUM_THREADS", "")
-        return int(told) if told.isdecimal() and int(told) else len(os.sched_getaffinity(0))
+        value = os.environ.get("OMP_NUM_THREADS", "")
+        return int(value) if value.isdecimal() and int(value) else len(os.sched_getaffinity(0))
 
     def set_precision(self, matmul: str) -> None:
         """Raise RequestError unless matmuls run in fp32: Paddle's O2 leaves a model on a CPU in

@@ -2,7 +2,7 @@
 
 import torch
 
-from steelyard.accelerators.cpu import HostDevice, capacity
+from steelyard.accelerators.cpu import HostDevice, read_memory_limit
 from steelyard.errors import RequestError
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8")  # fp8 is emulated: its answers count, its rates do not
@@ -13,7 +13,7 @@ LACKS = {
 }
 
 
-class Device(HostDevice):
+class CpuTorchDevice(HostDevice):
     """A CPU, driven by torch."""
 
     triton = False
@@ -35,7 +35,7 @@ class Device(HostDevice):
         tried, because a system that runs out of memory kills processes rather than refuse to
         allocate.
         """
-        return capacity()
+        return read_memory_limit()
 
     def set_precision(self, matmul: str) -> None:
         """Raise RequestError for a matmul precision that CPUs do not have; nothing is set."""

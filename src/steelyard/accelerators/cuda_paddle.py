@@ -17,7 +17,7 @@ from steelyard.errors import RequestError
 _cuda: Any = paddle.device.cuda
 
 
-class Device:
+class CudaPaddleDevice:
     """An NVIDIA GPU, driven by Paddle."""
 
     backend = "nccl"
@@ -67,15 +67,15 @@ class Device:
         comes from NVML, by the device's position, since Paddle does not tell it; None if NVML lists
         fewer devices.
         """
-        seen = _cuda.get_device_properties(self._index)
+        properties = _cuda.get_device_properties(self._index)
         # Paddle does not tell the UUID
-        found = nvml.find(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        devices = nvml.find_nvidia_devices(os.environ.get("CUDA_VISIBLE_DEVICES"))
         return {
-            "name": seen.name,
-            "uuid": found[self._index].uuid if self._index < len(found) else None,
-            "memory_bytes": seen.total_memory,
-            "capability": f"{seen.major}.{seen.minor}",
-            "multiprocessors": seen.multi_processor_count,
+            "name": properties.name,
+            "uuid": devices[self._index].uuid if self._index < len(devices) else None,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
         }
 
     def versions(self) -> dict[str, str | None]:

@@ -16,14 +16,14 @@ _cudnn: Any = torch.backends.cudnn
 
 # By the dtype of the weights. The flash kernel takes 16-bit types only. Both align a causal
 # mask at a row's end, so that they work with shared prefixes too.
-ATTENTION = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
+ATTENTION_KERNELS = {"fp16": "flash", "bf16": "flash", "fp32": "efficient", "tf32": "efficient"}
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # lowest compute capability with tensor cores for a precision
-SINCE = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
+MIN_CAPABILITIES = {"int8": (7, 5), "bf16": (8, 0), "tf32": (8, 0), "fp8": (8, 9)}
 
 
-class Graphs:
+class CudaGraphRecorder:
     """Records what a function launches as a CUDA graph. All its graphs share a memory pool. Torch's
     random generator is part of a graph: each replay draws new numbers.
     """
@@ -40,21 +40,21 @@ class Graphs:
         return graph
 
 
-def _let_segments_grow() -> None:
+def _enable_expandable_segments() -> None:
     """Set torch's allocator to expandable segments, unless the user has set an allocator variable.
     Must be called before anything is allocated. Otherwise micro-batches of different sizes leave
     holes: 5.7 GiB of 106, which is what a size that was chosen to fit would lack.
     """
-    if not any(name in os.environ for name in ALLOCATOR):
-        core: Any = torch._C
-        change = (
-            getattr(core, "_accelerator_setAllocatorSettings", None)
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        torch_core: Any = torch._C
+        set_allocator = (
+            getattr(torch_core, "_accelerator_setAllocatorSettings", None)
             or _cuda.memory._set_allocator_settings
         )
-        change("expandable_segments:True")
+        set_allocator("expandable_segments:True")
 
 
-class Device:
+class CudaTorchDevice:
     """An NVIDIA GPU, driven by torch."""
 
     backend = "nccl"
@@ -66,7 +66,7 @@ class Device:
         is not used: GPUs have events.
         """
         self._index = local_rank
-        _let_segments_grow()
+        _enable_expandable_segments()
         _cuda.set_device(local_rank)
 
     @property
@@ -101,13 +101,13 @@ class Device:
         """Return name, UUID (with NVML's prefix `GPU-`), memory, compute capability and number of
         multiprocessors.
         """
-        seen = _cuda.get_device_properties(self._index)
+        properties = _cuda.get_device_properties(self._index)
         return {
-            "name": seen.name,
-            "uuid": f"GPU-{seen.uuid}",  # torch leaves out the prefix that NVML has
-            "memory_bytes": seen.total_memory,
-            "capability": f"{seen.major}.{seen.minor}",
-            "multiprocessors": seen.multi_processor_count,
+            "name": properties.name,
+            "uuid": f"GPU-{properties.uuid}",  # torch leaves out the prefix that NVML has
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
         }
 
     def versions(self) -> dict[str, str | None]:
@@ -117,7 +117,7 @@ class Device:
         nccl = _cuda.nccl.version() if torch.distributed.is_nccl_available() else None
         return {
             "cuda": torch.version.cuda,
-            "cudnn": cudnn_version(_cudnn.version()),
+            "cudnn": format_cudnn_version(_cudnn.version()),
             "nccl": None if nccl is None else ".".join(str(part) for part in nccl),
         }
 
@@ -125,11 +125,11 @@ class Device:
         """Return the fastest attention kernel for this dtype: `flash` for 16-bit types, else
         `efficient`. Both work with shared prefixes.
         """
-        return ATTENTION[dtype_name]
+        return ATTENTION_KERNELS[dtype_name]
 
-    def recorder(self) -> Graphs:
+    def recorder(self) -> CudaGraphRecorder:
         """Return a new recorder of CUDA graphs, with a memory pool of its own."""
-        return Graphs()
+        return CudaGraphRecorder()
 
     @property
     def lacks(self) -> dict[str, str]:
@@ -137,11 +137,11 @@ class Device:
         capability (CUDA C++ Programming Guide, "Compute Capabilities"); libraries emulate or refuse
         them.
         """
-        have = torch.cuda.get_device_capability(self._index)
+        capability = torch.cuda.get_device_capability(self._index)
         return {
-            name: f"compute capability {have[0]}.{have[1]}: {name} needs {least[0]}.{least[1]}"
-            for name, least in SINCE.items()
-            if have < least
+            name: f"compute capability {capability[0]}.{capability[1]}: {name} needs {least[0]}.{least[1]}"
+            for name, least in MIN_CAPABILITIES.items()
+            if capability < least
         }
 
     def capacity(self) -> None:
@@ -163,7 +163,7 @@ class Device:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
-def cudnn_version(number: int | None) -> str | None:
+def format_cudnn_version(number: int | None) -> str | None:
     """Format cuDNN's version number: 91002 is 9.10.2 (cudnn_version.h since cuDNN 9). None stays
     None.
     """

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 Clock = Callable[[], float]
 ClockName = Literal["device", "host", "reported"]  # whose clock the times of a pass are from
-APART = "events of two kinds of device have no distance"
+DIFFERENT_CLOCKS = "events of two kinds of device have no distance"
 
 
 class Event(Protocol):
@@ -29,24 +29,24 @@ class Timeline(Protocol):
         """Wait until the device has finished all its work."""
 
 
-class _Reading:
+class _ClockEvent:
     """A reading of a clock, in seconds. Two of the same class are on the same clock."""
 
-    def __init__(self, at_s: float) -> None:
-        self.at_s = at_s
+    def __init__(self, time_s: float) -> None:
+        self.time_s = time_s
 
     def elapsed_s(self, later: Event) -> float:
         """Return the seconds to a later reading. Raises TypeError for one of another class."""
         if type(later) is not type(self):
-            raise TypeError(APART)
-        return later.at_s - self.at_s
+            raise TypeError(DIFFERENT_CLOCKS)
+        return later.time_s - self.time_s
 
 
-class ReportedEvent(_Reading):
+class ReportedEvent(_ClockEvent):
     """A point in the time that an external program reports that it took."""
 
 
-class HostEvent(_Reading):
+class HostEvent(_ClockEvent):
     """An event of a synchronous device, such as a CPU: a reading of the host's clock."""
 
     def __init__(self, clock: Clock) -> None:
@@ -67,12 +67,12 @@ class StreamEvent:
         not in a stream.
         """
         if not isinstance(later, StreamEvent):
-            raise TypeError(APART)
+            raise TypeError(DIFFERENT_CLOCKS)
         time_ms: float = self._event.elapsed_time(later._event)
         return time_ms / 1000
 
 
-def clock_of(event: Event) -> ClockName:
+def get_clock_name(event: Event) -> ClockName:
     """Return whose clock an event is on: "host", "reported" (external program), "device"."""
     return (
         "host"

@@ -10,7 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from steelyard.accelerators.row import Found, Reading, Severity, Source, State
+from steelyard.accelerators.row import (
+    DetectedDevice,
+    DeviceSettings,
+    Reading,
+    Severity,
+    TelemetrySource,
+)
 from steelyard.errors import RequestError
 from steelyard.words import Message
 
@@ -28,7 +34,7 @@ class ClockReason:
 
 # nvml.h, nvmlClocksEventReasons. Running at the power limit is normal for large matmuls; heat and
 # power brakes are not.
-REASONS = (
+CLOCK_REASONS = (
     ClockReason(0x001, "gpu_idle", "nothing"),
     ClockReason(0x002, "applications_clocks", "nothing"),
     ClockReason(0x004, "sw_power_cap", "note"),
@@ -41,19 +47,19 @@ REASONS = (
     ClockReason(0x200, "board_limit", "note"),
     ClockReason(0x400, "reliability", "note"),
 )
-SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in REASONS}
+SEVERITY: dict[str, Severity] = {reason.name: reason.severity for reason in CLOCK_REASONS}
 
 
-def reason_names(mask: int) -> list[str]:
+def list_reason_names(mask: int) -> list[str]:
     """Return the name of every set bit of NVML's mask; a bit that is not in `CLOCK_REASONS` is
     named `unknown_0x…`.
     """
-    known = {reason.bit: reason.name for reason in REASONS}
-    bits = [1 << place for place in range(mask.bit_length()) if mask >> place & 1]
+    known = {reason.bit: reason.name for reason in CLOCK_REASONS}
+    bits = [1 << position for position in range(mask.bit_length()) if mask >> position & 1]
     return [known.get(bit, f"unknown_{bit:#x}") for bit in bits]
 
 
-def _pynvml() -> Any:
+def _import_pynvml() -> Any:
     """Import and return pynvml when it is needed, so that the tables of this module can be used
     without it.
     """
@@ -62,7 +68,7 @@ def _pynvml() -> Any:
     return pynvml
 
 
-def find(visible: str | None) -> list[Found]:
+def find_nvidia_devices(visible: str | None) -> list[DetectedDevice]:
     """Return the devices that a CUDA program would see if CUDA_VISIBLE_DEVICES had the value
     `visible` (None: unset), in its order; empty without an NVIDIA driver.
 
@@ -71,22 +77,22 @@ def find(visible: str | None) -> list[Found]:
     """
     if visible is not None and visible.strip() in ("", "-1"):
         return []
-    nvml = _pynvml()
+    nvml = _import_pynvml()
     try:
         nvml.nvmlInit()
     except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
         return []  # a machine without such devices
     except nvml.NVMLError as error:
-        raise _unusable(error) from error
+        raise _make_nvml_error(error) from error
     try:
-        return select(_all(nvml), visible)
+        return select_visible(_list_devices(nvml), visible)
     except nvml.NVMLError as error:
-        raise _unusable(error) from error
+        raise _make_nvml_error(error) from error
     finally:
         nvml.nvmlShutdown()
 
 
-def _unusable(error: Exception) -> RequestError:
+def _make_nvml_error(error: Exception) -> RequestError:
     """Return the RequestError for a failure of NVML, with what to do."""
     return RequestError(
         f"NVML: {str(error).rstrip('.')}; fix the driver, or set CUDA_VISIBLE_DEVICES= to run"
@@ -94,17 +100,17 @@ def _unusable(error: Exception) -> RequestError:
     )
 
 
-def _all(nvml: Any) -> list[Found]:
+def _list_devices(nvml: Any) -> list[DetectedDevice]:
     """Return all NVIDIA devices of this machine, in NVML's order. NVML must be initialized."""
     driver = nvml.nvmlSystemGetDriverVersion()
-    found = []
+    devices = []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        memory = _first(
+        memory = _call_first(
             nvml, handle, (lambda api, device: api.nvmlDeviceGetMemoryInfo(device).total,)
         )
-        found.append(
-            Found(
+        devices.append(
+            DetectedDevice(
                 nvml.nvmlDeviceGetName(handle),
                 nvml.nvmlDeviceGetUUID(handle),
                 memory,
@@ -112,19 +118,19 @@ def _all(nvml: Any) -> list[Found]:
                 driver,
             )
         )
-    return found
+    return devices
 
 
-def select(devices: list[Found], visible: str | None) -> list[Found]:
+def select_visible(devices: list[DetectedDevice], visible: str | None) -> list[DetectedDevice]:
     """Return the devices that CUDA_VISIBLE_DEVICES=`visible` leaves, by CUDA's own rules: nothing
     after the first entry that names no device; no device at all if one is named twice. Raises
     RequestError for a MIG device.
     """
     if visible is None:
         return devices
-    chosen: list[Found] = []
+    chosen: list[DetectedDevice] = []
     for entry in visible.split(","):
-        device = _device(devices, entry.strip())
+        device = _find_visible(devices, entry.strip())
         if device is None:
             break
         if device in chosen:
@@ -133,7 +139,7 @@ def select(devices: list[Found], visible: str | None) -> list[Found]:
     return chosen
 
 
-def _device(devices: list[Found], entry: str) -> Found | None:
+def _find_visible(devices: list[DetectedDevice], entry: str) -> DetectedDevice | None:
     """Return the device that one entry of CUDA_VISIBLE_DEVICES names, by index or by a unique
     beginning of its UUID; None if there is none. Raises RequestError for a MIG device.
     """
@@ -142,23 +148,23 @@ def _device(devices: list[Found], entry: str) -> Found | None:
             f"CUDA_VISIBLE_DEVICES names {entry!r}, a part of a device; use whole devices"
         )
     if entry.startswith("GPU-"):
-        fits = [
+        matches = [
             device
             for device in devices
             if device.uuid is not None and device.uuid.startswith(entry)
         ]
-        return fits[0] if len(fits) == 1 else None
+        return matches[0] if len(matches) == 1 else None
     return next((device for device in devices if str(device.index) == entry), None)
 
 
-VERSION_BYTES = 64 << 10  # read of torch's version.py
-_BUILD = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
+MAX_VERSION_BYTES = 64 << 10  # read of torch's version.py
+_CUDA_VERSION_LINE = re.compile(r"^cuda\b[^=\n]*=\s*['\"]([0-9.]+)['\"]", re.MULTILINE)
 
-Read = Callable[[Any, Any], Any]
+NvmlCall = Callable[[Any, Any], Any]
 
 # Each column and the calls that give it, the preferred one first: drivers and devices lack some.
 # Memory without the driver's own reserve (v2) is what nvidia-smi shows.
-READERS: dict[str, tuple[Read, ...]] = {
+TELEMETRY_CALLS: dict[str, tuple[NvmlCall, ...]] = {
     "memory_bytes": (
         lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device, nvml.nvmlMemory_v2).used,
         lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device).used,
@@ -174,8 +180,10 @@ READERS: dict[str, tuple[Read, ...]] = {
         lambda nvml, device: nvml.nvmlDeviceGetTemperature(device, nvml.NVML_TEMPERATURE_GPU),
     ),
     "reasons": (
-        lambda nvml, device: reason_names(nvml.nvmlDeviceGetCurrentClocksEventReasons(device)),
-        lambda nvml, device: reason_names(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)),
+        lambda nvml, device: list_reason_names(nvml.nvmlDeviceGetCurrentClocksEventReasons(device)),
+        lambda nvml, device: list_reason_names(
+            nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
+        ),
     ),
     "processes": (lambda nvml, device: len(nvml.nvmlDeviceGetComputeRunningProcesses_v3(device)),),
 }
@@ -184,41 +192,46 @@ READERS: dict[str, tuple[Read, ...]] = {
 # The energy counter takes the driver 4 ms of a core (H200), a hundred times any other reading: read
 # five times a second it would cost 2 % of a core for each device. Energy is taken between two
 # readings, so that one every two seconds is enough.
-SLOW = ("energy_j",)
-SELDOM = 10
+SLOW_COLUMNS = ("energy_j",)
+SLOW_INTERVAL = 10
 
 
-def free(found: list[Found]) -> list[int | None]:
+def read_free_device_bytes(devices: list[DetectedDevice]) -> list[int | None]:
     """Return the bytes of each device's memory that no process uses; None if unknown."""
-    used = [source.read(())["memory_bytes"] for source in sources(found)]
+    used = [source.read(())["memory_bytes"] for source in make_sources(devices)]
     return [
         (
-            device.memory_bytes - taken
-            if device.memory_bytes is not None and isinstance(taken, int)
+            device.memory_bytes - used_bytes
+            if device.memory_bytes is not None and isinstance(used_bytes, int)
             else None
         )
-        for device, taken in zip(found, used, strict=True)
+        for device, used_bytes in zip(devices, used, strict=True)
     ]
 
 
-def sources(found: list[Found]) -> list[Source]:
+def make_sources(devices: list[DetectedDevice]) -> list[TelemetrySource]:
     """Return a telemetry source for each device. Initializes NVML, which stays open until the
     process ends.
     """
-    nvml = _pynvml()
+    nvml = _import_pynvml()
     nvml.nvmlInit()
-    handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in found]
-    readings = [Readings(nvml, handle, SELDOM * max(1, len(found) // 2)) for handle in handles]
-    return [Source(f"cuda:{rank}", one, whole=one.whole) for rank, one in enumerate(readings)]
+    handles = [nvml.nvmlDeviceGetHandleByIndex(device.index) for device in devices]
+    readers = [
+        NvmlReader(nvml, handle, SLOW_INTERVAL * max(1, len(devices) // 2)) for handle in handles
+    ]
+    return [
+        TelemetrySource(f"cuda:{rank}", reader, read_all=reader.read_all)
+        for rank, reader in enumerate(readers)
+    ]
 
 
 # Settings that can change the speed of a device. Watts and degrees as nvidia-smi shows them.
-STATES: dict[str, tuple[Read, ...]] = {
+SETTING_CALLS: dict[str, tuple[NvmlCall, ...]] = {
     "persistence": (
         lambda nvml, device: nvml.nvmlDeviceGetPersistenceMode(device) == nvml.NVML_FEATURE_ENABLED,
     ),
-    "processes": READERS["processes"],
-    "sm_clock_mhz": READERS["sm_clock_mhz"],
+    "processes": TELEMETRY_CALLS["processes"],
+    "sm_clock_mhz": TELEMETRY_CALLS["sm_clock_mhz"],
     "sm_clock_max_mhz": (
         lambda nvml, device: nvml.nvmlDeviceGetMaxClockInfo(device, nvml.NVML_CLOCK_SM),
     ),
@@ -238,16 +251,18 @@ STATES: dict[str, tuple[Read, ...]] = {
     "mig": (
         lambda nvml, device: nvml.nvmlDeviceGetMigMode(device)[0] == nvml.NVML_DEVICE_MIG_ENABLE,
     ),
-    "reasons": READERS["reasons"],
-    "temperature_c": READERS["temperature_c"],
+    "reasons": TELEMETRY_CALLS["reasons"],
+    "temperature_c": TELEMETRY_CALLS["temperature_c"],
     "slowdown_c": (
         lambda nvml, device: nvml.nvmlDeviceGetTemperatureThreshold(
             device, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         ),
     ),
-    "runtime": (lambda nvml, device: _version(nvml.nvmlSystemGetCudaDriverVersion_v2()),),
+    "runtime": (
+        lambda nvml, device: _format_cuda_version(nvml.nvmlSystemGetCudaDriverVersion_v2()),
+    ),
 }
-STEPS = {  # what helps against a finding of `steelyard check`, by its key
+ADVICE = {  # what helps against a finding of `steelyard check`, by its key
     "driver": Message("nvidia.driver"),
     "persistence": Message("nvidia.persistence"),
     "processes": Message("nvidia.processes"),
@@ -259,50 +274,54 @@ STEPS = {  # what helps against a finding of `steelyard check`, by its key
 }
 
 
-def states(found: list[Found], root: Path = Path("/")) -> list[State]:
+def read_settings(devices: list[DetectedDevice], root: Path = Path("/")) -> list[DeviceSettings]:
     """Return the settings of each device that can change its speed (clocks, power limit, ECC, MIG,
     …), with the NUMA node that it is attached to; None for what a driver does not tell. Nothing is
     changed. NVML stays open until the process ends.
     """
-    if not found:
+    if not devices:
         return []  # there may be no driver to ask
-    nvml = _pynvml()
+    nvml = _import_pynvml()
     nvml.nvmlInit()
-    out: list[State] = []
-    for rank, device in enumerate(found):
+    out: list[DeviceSettings] = []
+    for rank, device in enumerate(devices):
         handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
-        told: State = {
+        settings: DeviceSettings = {
             "device": f"cuda:{rank}",
-            **{name: _first(nvml, handle, calls) for name, calls in STATES.items()},
+            **{name: _call_first(nvml, handle, calls) for name, calls in SETTING_CALLS.items()},
         }
-        seen = told["reasons"]
-        told["invalidating"] = (
-            [n for n in seen if SEVERITY.get(n) == "invalidates"]
-            if isinstance(seen, list)
+        reasons = settings["reasons"]
+        settings["invalidating"] = (
+            [n for n in reasons if SEVERITY.get(n) == "invalidates"]
+            if isinstance(reasons, list)
             else None
         )
-        address = _first(
-            nvml, handle, (lambda api, one: _text(api.nvmlDeviceGetPciInfo(one).busId),)
+        address = _call_first(
+            nvml,
+            handle,
+            (lambda api, pci_device: _decode_text(api.nvmlDeviceGetPciInfo(pci_device).busId),),
         )
-        told["numa_node"] = None if address is None else numa_node(address, root)
-        out.append(told)
+        settings["numa_node"] = None if address is None else read_numa_node(address, root)
+        out.append(settings)
     return out
 
 
-def numa_node(address: str, root: Path = Path("/")) -> int | None:
+def read_numa_node(address: str, root: Path = Path("/")) -> int | None:
     """Return the NUMA node of a PCI device from sysfs; None if the machine does not tell. `address`
     is NVML's bus id, whose domain has eight digits where the kernel's has four.
     """
-    domain, _, rest = address.lower().partition(":")
+    domain, _, bus_and_slot = address.lower().partition(":")
     with suppress(OSError, ValueError):
         node = int(
-            (root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node").read_text()
+            (
+                root / "sys/bus/pci/devices" / f"{domain[-4:]}:{bus_and_slot}" / "numa_node"
+            ).read_text()
         )
         return node if node >= 0 else None
     return None
 
 
-def torch_build(folder: Path | None = None) -> str | None:
+def read_torch_cuda_version(folder: Path | None = None) -> str | None:
     """Return the CUDA version that the installed torch was built for, from the text of its
     version.py, since importing torch takes seconds; None if torch is not installed or has no CUDA.
     `folder` is torch's package folder.
@@ -314,48 +333,50 @@ def torch_build(folder: Path | None = None) -> str | None:
         folder = Path(spec.origin).parent
     with suppress(OSError):
         with (folder / "version.py").open(encoding="utf-8", errors="replace") as file:
-            found = _BUILD.search(file.read(VERSION_BYTES))
-        return None if found is None else found[1]
+            match = _CUDA_VERSION_LINE.search(file.read(MAX_VERSION_BYTES))
+        return None if match is None else match[1]
     return None
 
 
-def _text(value: bytes | str) -> str:
+def _decode_text(value: bytes | str) -> str:
     """Return a string of NVML, which is bytes in some releases of pynvml."""
     return value.decode("ascii", "replace") if isinstance(value, bytes) else value
 
 
-def _version(number: int) -> str:
+def _format_cuda_version(number: int) -> str:
     """Format CUDA's version number: 12080 is 12.8."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-class Readings:
+class NvmlReader:
     """Reads the telemetry columns of one device. Slow columns are read at every `slow_interval`-th
     reading, and are None between them.
     """
 
-    def __init__(self, nvml: Any, handle: Any, seldom: int) -> None:
-        self._nvml, self._handle, self._seldom = nvml, handle, seldom
+    def __init__(self, nvml: Any, handle: Any, slow_interval: int) -> None:
+        self._nvml, self._handle, self._slow_interval = nvml, handle, slow_interval
         self._count = 0
 
     def __call__(self, _pids: tuple[int, ...]) -> Reading:
         """Return a reading; the process ids are not used, since NVML reads whole devices."""
         self._count += 1
-        return self._read(self._count % self._seldom == 0)
+        return self._read(self._count % self._slow_interval == 0)
 
-    def whole(self, _pids: tuple[int, ...]) -> Reading:
+    def read_all(self, _pids: tuple[int, ...]) -> Reading:
         """Return a reading with all columns, slow ones too."""
         return self._read(slow=True)
 
     def _read(self, slow: bool) -> Reading:
         """Return all columns by name, slow ones as None unless `slow`."""
         return {
-            column: _first(self._nvml, self._handle, calls) if slow or column not in SLOW else None
-            for column, calls in READERS.items()
+            column: _call_first(self._nvml, self._handle, calls)
+            if slow or column not in SLOW_COLUMNS
+            else None
+            for column, calls in TELEMETRY_CALLS.items()
         }
 
 
-def _first(nvml: Any, handle: Any, calls: tuple[Read, ...]) -> Any:
+def _call_first(nvml: Any, handle: Any, calls: tuple[NvmlCall, ...]) -> Any:
     """Return the result of the first call that works; None if none does, because the device, its
     driver or this release of pynvml (AttributeError) lacks them.
     """

@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 PRECISIONS = frozenset({"fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"})
 GIB = 1 << 30
@@ -16,7 +16,7 @@ GIB = 1 << 30
 MEMORY_TOLERANCE = 0.1
 
 
-class Peak(Frozen):
+class Peak(FrozenModel):
     """The dense datasheet peaks of one device: FLOP/s by precision, and memory bandwidth. What has
     no public figure is missing. `match` are the names that drivers report for it; `memory_gib`
     tells devices of the same name apart.
@@ -32,7 +32,7 @@ class Peak(Frozen):
     note: str | None = None
 
     @model_validator(mode="after")
-    def _known_precisions(self) -> "Peak":
+    def _check_precisions(self) -> "Peak":
         """Raise ValueError for a precision that is not in `PRECISIONS`."""
         unknown = self.flops_per_s.keys() - PRECISIONS
         if unknown:
@@ -41,7 +41,7 @@ class Peak(Frozen):
             )
         return self
 
-    def fits(self, device_name: str, memory_bytes: int | None) -> bool:
+    def is_of_device(self, device_name: str, memory_bytes: int | None) -> bool:
         """Return whether these are the peaks of a device of this name and memory. Memory counts
         only if the row states it, and must then be within 10 %.
         """
@@ -55,32 +55,34 @@ class Peak(Frozen):
         )
 
 
-class _Table(Frozen):
+class _PeakTable(FrozenModel):
     """The whole of peaks.toml."""
 
     peak: tuple[Peak, ...]
 
     @model_validator(mode="after")
-    def _one_row_a_device(self) -> "_Table":
+    def _check_names(self) -> "_PeakTable":
         """Raise ValueError if a device name is in two rows and not both state their memory."""
         count = Counter(name for row in self.peak for name in row.match)
         for row in self.peak:
-            twice = [name for name in row.match if count[name] > 1 and row.memory_gib is None]
-            if twice:
+            duplicates = [name for name in row.match if count[name] > 1 and row.memory_gib is None]
+            if duplicates:
                 raise ValueError(
-                    f"{row.name}: {twice} also in another row, and no memory_gib to tell them apart"
+                    f"{row.name}: {duplicates} also in another row, and no memory_gib to tell them apart"
                 )
         return self
 
 
-def parse(text: str) -> tuple[Peak, ...]:
+def parse_peaks(text: str) -> tuple[Peak, ...]:
     """Return the rows of a TOML text like peaks.toml. Raises ValueError (pydantic's, or tomllib's)
     if it is not valid.
     """
-    return _Table.model_validate(tomllib.loads(text)).peak
+    return _PeakTable.model_validate(tomllib.loads(text)).peak
 
 
 @cache
-def shipped() -> tuple[Peak, ...]:
+def load_shipped_peaks() -> tuple[Peak, ...]:
     """Return the rows of peaks.toml, which come with this package; read once."""
-    return parse(files("steelyard.accelerators").joinpath("peaks.toml").read_text(encoding="utf-8"))
+    return parse_peaks(
+        files("steelyard.accelerators").joinpath("peaks.toml").read_text(encoding="utf-8")
+    )

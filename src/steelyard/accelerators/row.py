@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 Reading = dict[str, float | int | list[str] | None]
-State = dict[str, float | int | str | list[str] | None]
+DeviceSettings = dict[str, float | int | str | list[str] | None]
 Severity = Literal["nothing", "note", "invalidates"]
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedDevice:
     """A device as its driver shows it. Its position in a list of devices is the local rank of its
     worker; `index` is the driver's own number.
     """
@@ -33,7 +33,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Source:
+class TelemetrySource:
     """A device whose telemetry is read repeatedly while a run goes on.
 
     `read(pids)` is given the process ids of the run's workers on this host, and returns the
@@ -43,7 +43,7 @@ class Source:
 
     device: str
     read: Callable[[tuple[int, ...]], Reading]
-    whole: Callable[[tuple[int, ...]], Reading] | None = field(default=None, kw_only=True)
+    read_all: Callable[[tuple[int, ...]], Reading] | None = field(default=None, kw_only=True)
 
 
 class FrameworkDevice(Protocol):
@@ -159,9 +159,9 @@ class Accelerator:
     """
 
     name: str
-    find: Callable[[], list[Found]]
+    find: Callable[[], list[DetectedDevice]]
     # telemetry of the devices in use, read while a run goes on
-    sources: Callable[[list[Found]], list[Source]]
+    sources: Callable[[list[DetectedDevice]], list[TelemetrySource]]
     devices: Mapping[str, str]  # framework → `module:Class` that a worker constructs
     divisible: bool = False  # several workers may share one device
     is_host: bool = False  # its device is the host's CPUs, which other processes use too
@@ -185,18 +185,18 @@ class Accelerator:
     # set for workers: name → value, with {} for the network interface
     interface_variables: Mapping[str, str] = field(default_factory=dict)
     # free bytes of each device's memory now, None if unknown
-    free: Callable[[list[Found]], list[int | None]] = lambda found: [None] * len(found)
+    free: Callable[[list[DetectedDevice]], list[int | None]] = lambda found: [None] * len(found)
     # returns environment variables for workers, by the precision of matmuls
     environment: Callable[[str], dict[str, str]] = lambda matmul: {}
     # returns the version of its runtime that the installed torch was built for
     torch_build: Callable[[], str | None] = lambda: None
     # returns the settings of each device that can change its speed
-    states: Callable[[list[Found]], list[State]] = lambda found: []
+    states: Callable[[list[DetectedDevice]], list[DeviceSettings]] = lambda found: []
     # what helps against a finding of `steelyard check`, by its key
     steps: Mapping[str, Message] = field(default_factory=dict)
 
-    def most(self, found: list[Found]) -> int:
+    def count_workers(self, devices: list[DetectedDevice]) -> int:
         """Return how many workers these devices can serve: one each or, if a device can be shared,
         as many as the host has CPUs, at least 8.
         """
-        return max(len(found), os.cpu_count() or 1, 8) if self.divisible else len(found)
+        return max(len(devices), os.cpu_count() or 1, 8) if self.divisible else len(devices)

@@ -9,10 +9,10 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from steelyard import accelerators
-from steelyard.case.key import key_of
-from steelyard.case.question import MOST, Question
+from steelyard.case.key import compute_question_key
+from steelyard.case.question import MAX_COUNT, Question
 from steelyard.data.division import Division
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 Size = Literal["smoke", "full"]
 
@@ -20,10 +20,10 @@ AUTO = "auto"  # in place of a number: the largest that fits the devices of a ru
 # Tunes that may be auto, with the value to use if the devices' memory is unknown: one row, and a
 # batch that still keeps the matmuls of most devices busy (8 Ki tokens were within 3.5 % of the best
 # on an H200, docs/notebook.md).
-UNKNOWN_MEMORY = {"micro_batch": 1, "batch_tokens": 8192}
+AUTO_FALLBACKS = {"micro_batch": 1, "batch_tokens": 8192}
 
 
-class Gate(Frozen):
+class AccuracyGate(FrozenModel):
     """The quality that a scoring run must reach: `metric` at most `within` away from `target` in
     either direction, and at most `agree_within` apart between the infer and val passes.
 
@@ -37,7 +37,7 @@ class Gate(Frozen):
     agree_within: float = Field(ge=0, description="how far infer may be from val")
 
 
-class Falling(Frozen):
+class FallingLossGate(FrozenModel):
     """The quality that a training run must reach: loss `metric` must end below the metric named by
     `below`, and below `target` unless that is None.
     """
@@ -47,7 +47,7 @@ class Falling(Frozen):
     target: float | None = Field(None, gt=0)
 
 
-class Target(Frozen):
+class TargetGate(FrozenModel):
     """The quality at which training stops early, and which a valid run must reach: `metric` of at
     least `reach` (a share from 0 to 1).
     """
@@ -56,7 +56,7 @@ class Target(Frozen):
     reach: float = Field(gt=0, le=1)
 
 
-class Tune(Frozen):
+class Tune(FrozenModel):
     """The settings that may change without changing the question, such as batch sizes, parallel
     plan, sharding and compiler.
 
@@ -74,11 +74,11 @@ class Tune(Frozen):
     batch_tokens: int = Field(
         32768,
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
         description="scoring: tokens computed together in one batch; in a case also auto",
     )
     micro_batch: int = Field(
-        1, ge=1, le=MOST, description="training: rows computed together; in a case also auto"
+        1, ge=1, le=MAX_COUNT, description="training: rows computed together; in a case also auto"
     )
     sharding: Literal[0, 1, 2, 3] = Field(
         0,
@@ -87,7 +87,7 @@ class Tune(Frozen):
         ),
     )
     sharding_degree: int | None = Field(
-        None, ge=1, le=MOST, description="training: replicas that divide them; default: all"
+        None, ge=1, le=MAX_COUNT, description="training: replicas that divide them; default: all"
     )
     distributed: bool = Field(
         False,
@@ -114,24 +114,24 @@ class Tune(Frozen):
             "packed: no padding; sorted: padded batches of like length; single: one prompt a batch"
         ),
     )
-    pad_to: int = Field(16, ge=1, le=MOST, description="padded lengths are multiples of this")
+    pad_to: int = Field(16, ge=1, le=MAX_COUNT, description="padded lengths are multiples of this")
     order: int = Field(0, description="seed of the order in which prompts are packed")
     checkpoint_every: int | None = Field(
         None,
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
         description="training: steps between two checkpoints; None: none is kept",
     )
     deterministic: bool = Field(
         False, description="the same bits in every run, from slower kernels where there are others"
     )
-    warmup: int = Field(2, ge=0, le=MOST, description="batches run before a pass, outside it")
+    warmup: int = Field(2, ge=0, le=MAX_COUNT, description="batches run before a pass, outside it")
     env: dict[str, str] = Field(
         {}, description="environment of the workers; only names that an accelerator's row allows"
     )
 
     @model_validator(mode="after")
-    def _plain_env(self) -> Self:
+    def _check_env_values(self) -> Self:
         """Raise ValueError if the value of an environment variable holds a NUL character."""
         for name, value in self.env.items():
             if "\0" in value:
@@ -139,14 +139,14 @@ class Tune(Frozen):
         return self
 
 
-def _check_names(tune: Tune) -> Tune:
+def _check_env_names(tune: Tune) -> Tune:
     """Return the tune unchanged; raise ValueError if its `env` names a variable that no installed
     accelerator allows.
 
     Pydantic runs it for the tune of a `Case`, which can come from a stranger's file. The tune of a
     record is not checked this way: its accelerator may not be installed here.
     """
-    allowed = accelerators.tune_variables() if tune.env else frozenset()
+    allowed = accelerators.list_tune_variables() if tune.env else frozenset()
     unknown = sorted(set(tune.env) - allowed)
     if unknown:
         raise ValueError(
@@ -156,7 +156,7 @@ def _check_names(tune: Tune) -> Tune:
     return tune
 
 
-class Reference(Frozen):
+class PublishedReference(FrozenModel):
     """A row of published results: its `source`, hardware `config` and values by metric name.
 
     `published_as` is the precision that the page names, `ran_as` the one that really ran.
@@ -170,7 +170,7 @@ class Reference(Frozen):
     note: str | None = None
 
 
-class Case(Frozen):
+class Case(FrozenModel):
     """A benchmark at one size: question, default tune, quality gate and published rows. It names no
     engine and no hardware.
 
@@ -184,8 +184,8 @@ class Case(Frozen):
     size: Size = "full"
     divisions: list[Division] = Field(["closed"])
     question: Question
-    tune: Annotated[Tune, AfterValidator(_check_names)] = Tune()
-    gate: Gate | Falling | Target | None = None
+    tune: Annotated[Tune, AfterValidator(_check_env_names)] = Tune()
+    gate: AccuracyGate | FallingLossGate | TargetGate | None = None
     devices: list[int] = Field(
         [1], description="numbers of devices on which `run smoke` shows the case"
     )
@@ -195,14 +195,14 @@ class Case(Frozen):
     max_interval: float | None = Field(
         None, gt=0, description="widest 95 % interval of the headline rate, as a share of it"
     )
-    reference: list[Reference] = Field(default_factory=list)
+    reference: list[PublishedReference] = Field(default_factory=list)
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _check_gate_and_published(self) -> Self:
         """Raise ValueError if the gate names a metric, or `published` a fact, that the task does
         not have.
         """
-        row = self.question.row
+        row = self.question.task_row
         if self.gate is not None:
             allowed = {*(score.name for score in row.scores), *row.kind_row.step_metrics}
             for name in (self.gate.metric, getattr(self.gate, "below", self.gate.metric)):
@@ -217,8 +217,8 @@ class Case(Frozen):
             raise ValueError(f"published: {row.name} has no fact {unknown[0]!r}; allowed: {known}")
         return self
 
-    def key(self, fingerprint: str) -> str:
+    def compute_key(self, fingerprint: str) -> str:
         """Return the key of the case's question: 16 hex digits of a hash over the question and
         `fingerprint`, that of the data that was read.
         """
-        return key_of(self.question.model_dump(mode="json"), fingerprint)
+        return compute_question_key(self.question.model_dump(mode="json"), fingerprint)

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from steelyard import plugins
 from steelyard.tasks import kind as kinds
 
-Matmul = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
-Kept = Literal["fp32", "fp16", "bf16"]
+MatmulType = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+StorageType = Literal["fp32", "fp16", "bf16"]
 
 
 class Precision(BaseModel):
@@ -27,68 +27,76 @@ class Precision(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    matmul: Matmul
-    weights: Kept
-    gradients: Kept | None = None
-    states: Kept | None = None
+    matmul: MatmulType
+    weights: StorageType
+    gradients: StorageType | None = None
+    states: StorageType | None = None
 
 
-PARTS = tuple(part for part in Precision.model_fields if part != "name")
+PRECISION_PARTS = tuple(part for part in Precision.model_fields if part != "name")
 
 
-def _score(name: str, matmul: Matmul, weights: Kept) -> Precision:
+def _make_scoring_preset(name: str, matmul: MatmulType, weights: StorageType) -> Precision:
     """Return a preset for scoring, which has neither gradients nor optimizer states."""
     return Precision(name=name, matmul=matmul, weights=weights)
 
 
-def _train(name: str, matmul: Matmul, kept: Kept, gradients: Kept | None = None) -> Precision:
+def _make_training_preset(
+    name: str, matmul: MatmulType, stored: StorageType, gradients: StorageType | None = None
+) -> Precision:
     """Return a preset for training with weights and optimizer states stored as `stored`, and
     gradients as `gradients` or, if None, the same.
     """
     return Precision(
-        name=name, matmul=matmul, weights=kept, gradients=gradients or kept, states=kept
+        name=name, matmul=matmul, weights=stored, gradients=gradients or stored, states=stored
     )
 
 
-SCORE = {
+SCORING_PRESETS = {
     p.name: p
     for p in (
-        _score("fp32", "fp32", "fp32"),
-        _score("tf32", "tf32", "fp32"),
-        _score("fp16", "fp16", "fp16"),
-        _score("bf16", "bf16", "bf16"),
-        _score("fp8", "fp8", "bf16"),
+        _make_scoring_preset("fp32", "fp32", "fp32"),
+        _make_scoring_preset("tf32", "tf32", "fp32"),
+        _make_scoring_preset("fp16", "fp16", "fp16"),
+        _make_scoring_preset("bf16", "bf16", "bf16"),
+        _make_scoring_preset("fp8", "fp8", "bf16"),
     )
 }
 
-TRAIN = {
+TRAINING_PRESETS = {
     p.name: p
     for p in (
-        _train("fp32", "fp32", "fp32"),
-        _train("tf32", "tf32", "fp32"),
-        _train("fp16", "fp16", "fp32"),
-        _train("bf16", "bf16", "fp32"),
-        _train("bf16-pure", "bf16", "bf16"),
-        _train("fp8", "fp8", "fp32"),
-        _train("fp8-pure", "fp8", "bf16"),
+        _make_training_preset("fp32", "fp32", "fp32"),
+        _make_training_preset("tf32", "tf32", "fp32"),
+        _make_training_preset("fp16", "fp16", "fp32"),
+        _make_training_preset("bf16", "bf16", "fp32"),
+        _make_training_preset("bf16-pure", "bf16", "bf16"),
+        _make_training_preset("fp8", "fp8", "fp32"),
+        _make_training_preset("fp8-pure", "fp8", "bf16"),
         # Paddle's mixed precision of level O2: 16-bit gradients, summed as such, beside fp32 master
         # weights and states.
-        _train("fp16-o2", "fp16", "fp32", "fp16"),
-        _train("bf16-o2", "bf16", "fp32", "bf16"),
+        _make_training_preset("fp16-o2", "fp16", "fp32", "fp16"),
+        _make_training_preset("bf16-o2", "bf16", "fp32", "bf16"),
     )
 }
 
 
-def presets() -> dict[str, dict[str, Precision]]:
+def load_presets() -> dict[str, dict[str, Precision]]:
     """Return the named precisions by kind of work (such as score or train), then by name."""
-    return {kind.name: plugins.load(kind.precisions) for kind in kinds.table().values()}
+    return {
+        kind.name: plugins.load_reference(kind.precisions) for kind in kinds.load_kinds().values()
+    }
 
 
-def name_of(kind: str, parts: dict[str, object]) -> str:
+def name_precision(kind: str, parts: dict[str, object]) -> str:
     """Return the name of a combination of number types: that of the preset of this kind of work
     that equals it, otherwise its parts in words, such as `matmul fp16, weights fp32`.
     """
-    for name, preset in presets().get(kind, {}).items():
-        if preset.model_dump(exclude={"name"}) == {part: parts.get(part) for part in PARTS}:
+    for name, preset in load_presets().get(kind, {}).items():
+        if preset.model_dump(exclude={"name"}) == {
+            part: parts.get(part) for part in PRECISION_PARTS
+        }:
             return name
-    return ", ".join(f"{part} {parts[part]}" for part in PARTS if parts.get(part) is not None)
+    return ", ".join(
+        f"{part} {parts[part]}" for part in PRECISION_PARTS if parts.get(part) is not None
+    )

@@ -12,13 +12,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from steelyard.case.case import AUTO, UNKNOWN_MEMORY
-from steelyard.case.lines import Place, numbers
-from steelyard.case.precision import presets
-from steelyard.errors import RequestError, known, short_repr
+from steelyard.case.case import AUTO, AUTO_FALLBACKS
+from steelyard.case.precision import load_presets
+from steelyard.case.toml_lines import KeyPath, find_line_numbers
+from steelyard.errors import RequestError, short_repr, suggest_name
 
-SEE = "see docs/cases.md"
-MOST = 50  # problems shown at most: a file may come from a stranger
+SEE_DOCS = "see docs/cases.md"
+MAX_SHOWN = 50  # problems shown at most: a file may come from a stranger
 
 # By pydantic's error type. Names in braces are keys of the error's context (`ctx`).
 SENTENCES = {
@@ -102,18 +102,20 @@ class CaseError(RequestError):
     The message is one line and names at most MAX_SHOWN problems; `problems` must not be empty.
     """
 
-    def __init__(self, path: str, problems: list[Problem]) -> None:
+    def __init__(self, case_path: str, problems: list[Problem]) -> None:
         """Build the message from the problems, of which there is at least one; `case_path` is the
         case's name or file.
         """
-        self.title = f"case {path!r}"
+        self.title = f"case {case_path!r}"
         self.problems = problems
         first = problems[0]
         comma = ", " if first.where else ": "
-        line = f"{self.title}{comma}{first}; {SEE}"
-        told = "; ".join(map(str, problems[:MOST]))
+        line = f"{self.title}{comma}{first}; {SEE_DOCS}"
+        sentences = "; ".join(map(str, problems[:MAX_SHOWN]))
         super().__init__(
-            line if len(problems) == 1 else f"{self.title}: {len(problems)} problems: {told}; {SEE}"
+            line
+            if len(problems) == 1
+            else f"{self.title}: {len(problems)} problems: {sentences}; {SEE_DOCS}"
         )
 
     @property
@@ -123,29 +125,37 @@ class CaseError(RequestError):
         """
         if len(self.problems) == 1:
             return [str(self)]
-        more = [f"… and {len(self.problems) - MOST} more"] if len(self.problems) > MOST else []
+        more = (
+            [f"… and {len(self.problems) - MAX_SHOWN} more"]
+            if len(self.problems) > MAX_SHOWN
+            else []
+        )
         return [
-            f"{self.title}: {len(self.problems)} problems; {SEE}",
-            *map(str, self.problems[:MOST]),
+            f"{self.title}: {len(self.problems)} problems; {SEE_DOCS}",
+            *map(str, self.problems[:MAX_SHOWN]),
             *more,
         ]
 
 
 @dataclass(frozen=True)
-class Found:
+class ValidationDetail:
     """One of pydantic's errors: the key path where it is, its type, context and message, and the
     value that was given.
     """
 
-    place: Place
-    kind: str
-    told: dict[str, Any]
+    key_path: KeyPath
+    error_type: str
+    context: dict[str, Any]
     value: Any
     message: str
 
 
-def collect(
-    error: ValidationError, text: str, origins: Mapping[str, str], size: str, allowed: Iterable[str]
+def collect_problems(
+    error: ValidationError,
+    text: str,
+    origins: Mapping[str, str],
+    size: str,
+    case_keys: Iterable[str],
 ) -> list[tuple[int, Problem]]:
     """Return the problems of a case that did not validate, each with its line in the file: 0 if it
     comes from the command line or no line is known.
@@ -155,61 +165,77 @@ def collect(
     dotted keys of a case, for suggestions. A missing key is not reported if the same table has an
     unknown key that is another program's name for it.
     """
-    at, names = numbers(text), list(allowed)
-    every = _of_one_kind([_found(one) for one in error.errors()])
+    line_numbers, key_list = find_line_numbers(text), list(case_keys)
+    errors = _keep_closest_class([_convert_error(found_error) for found_error in error.errors()])
     renamed = {
-        (*one.place[:-1], ALIASES.get(str(one.place[-1])))
-        for one in every
-        if one.kind == "extra_forbidden"
+        (*found_error.key_path[:-1], ALIASES.get(str(found_error.key_path[-1])))
+        for found_error in errors
+        if found_error.error_type == "extra_forbidden"
     }
-    left = [one for one in every if not (one.kind == "missing" and one.place in renamed)]
-    out = []
-    for one in left:
-        number, where = _line(one.place, at, origins, size)
-        out.append((number, Problem(where, _sentence(one, names))))
-    return out
+    reported = [
+        found_error
+        for found_error in errors
+        if not (found_error.error_type == "missing" and found_error.key_path in renamed)
+    ]
+    numbered = []
+    for found_error in reported:
+        line, where = _locate(found_error.key_path, line_numbers, origins, size)
+        numbered.append((line, Problem(where, _describe_problem(found_error, key_list))))
+    return numbered
 
 
-def in_order(every: Iterable[tuple[int, Problem]]) -> list[Problem]:
+def sort_problems(numbered: Iterable[tuple[int, Problem]]) -> list[Problem]:
     """Return the problems sorted by line and without repetitions: the two sizes of a case share
     most of its file.
     """
-    return list(dict.fromkeys(problem for _, problem in sorted(every, key=lambda pair: pair[0])))
+    return list(dict.fromkeys(problem for _, problem in sorted(numbered, key=lambda pair: pair[0])))
 
 
-def _found(one: Any) -> Found:
+def _convert_error(error: Any) -> ValidationDetail:
     """Convert one of pydantic's error dicts."""
-    return Found(tuple(one["loc"]), one["type"], one.get("ctx") or {}, one.get("input"), one["msg"])
+    return ValidationDetail(
+        tuple(error["loc"]), error["type"], error.get("ctx") or {}, error.get("input"), error["msg"]
+    )
 
 
-def _of_one_kind(every: list[Found]) -> list[Found]:
+def _keep_closest_class(errors: list[ValidationDetail]) -> list[ValidationDetail]:
     """Reduce the errors of a table that may be one of several classes (a gate) to those of the
     class with the fewest errors, and drop the class name from their key paths. Other errors are
     returned unchanged, first.
     """
-    out = [one for one in every if not _kind(one)]
-    for key in dict.fromkeys(one.place[0] for one in every if _kind(one)):
-        kinds: dict[str, list[Found]] = {}
-        for one in every:
-            if _kind(one) and one.place[0] == key:
-                kinds.setdefault(str(one.place[1]), []).append(one)
-        least = min(kinds.values(), key=len)
-        out += [
-            Found((key, *one.place[2:]), one.kind, one.told, one.value, one.message)
-            for one in least
+    reduced = [error for error in errors if not _has_class_name(error)]
+    for key in dict.fromkeys(error.key_path[0] for error in errors if _has_class_name(error)):
+        by_class: dict[str, list[ValidationDetail]] = {}
+        for error in errors:
+            if _has_class_name(error) and error.key_path[0] == key:
+                by_class.setdefault(str(error.key_path[1]), []).append(error)
+        fewest = min(by_class.values(), key=len)
+        reduced += [
+            ValidationDetail(
+                (key, *error.key_path[2:]),
+                error.error_type,
+                error.context,
+                error.value,
+                error.message,
+            )
+            for error in fewest
         ]
-    return out
+    return reduced
 
 
-def _kind(one: Found) -> bool:
+def _has_class_name(error: ValidationDetail) -> bool:
     """Return whether the second part of the key path is a class name: pydantic puts it there for
     unions, and no key of a case begins with a capital.
     """
-    return len(one.place) > 1 and isinstance(one.place[1], str) and one.place[1][:1].isupper()
+    return (
+        len(error.key_path) > 1
+        and isinstance(error.key_path[1], str)
+        and error.key_path[1][:1].isupper()
+    )
 
 
-def _line(
-    place: Place, at: dict[Place, int], origins: Mapping[str, str], size: str
+def _locate(
+    key_path: KeyPath, line_numbers: dict[KeyPath, int], origins: Mapping[str, str], size: str
 ) -> tuple[int, str]:
     """Return the line of a problem, to sort by, and where it is in words: `line 12`, `command line`
     with line 0, or an empty text with line 0.
@@ -217,43 +243,49 @@ def _line(
     A key that is missing is located at the innermost table around it that is in the file.
     `line_numbers` are those of `find_line_numbers`.
     """
-    for end in range(len(place), 0, -1):
-        if origins.get(".".join(map(str, place[:end]))) == "command line":
+    for end in range(len(key_path), 0, -1):
+        if origins.get(".".join(map(str, key_path[:end]))) == "command line":
             return 0, "command line"
-    for end in range(len(place), 0, -1):
-        for whole in ((("smoke", *place[:end]),) if size == "smoke" else ()) + (place[:end],):
-            if whole in at:
-                return at[whole], f"line {at[whole]}"
+    for end in range(len(key_path), 0, -1):
+        for candidate in ((("smoke", *key_path[:end]),) if size == "smoke" else ()) + (
+            key_path[:end],
+        ):
+            if candidate in line_numbers:
+                return line_numbers[candidate], f"line {line_numbers[candidate]}"
     return 0, ""
 
 
-def _sentence(one: Found, names: list[str]) -> str:
+def _describe_problem(error: ValidationDetail, case_keys: list[str]) -> str:
     """Describe a problem in a sentence with the key, what is allowed and, for a wrong value, the
     value. `case_keys` are the dotted keys of a case, for suggestions.
     """
-    where = ".".join(map(str, one.place))
-    if one.kind == "extra_forbidden":
-        return f"unknown key {short_repr(where)}; {_instead(where, names)}"
-    if one.kind == "missing":
-        return f"{where} is missing"
-    if where == "question.precision" and isinstance(one.value, str):
-        named = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in presets().items())
-        return f"precision {short_repr(one.value)} is not known; allowed for {named}"
-    if one.kind == "value_error":
-        said = str(one.told.get("error", one.message))
-        return f"{where}: {said}" if where else said
-    said = f"{where}: {SENTENCES.get(one.kind, 'is not what belongs here').format(**one.told)}"
-    also = f", or {AUTO}" if where.removeprefix("tune.") in UNKNOWN_MEMORY else ""
-    return f"{said}{also} (it is {short_repr(one.value)})"
+    dotted_key = ".".join(map(str, error.key_path))
+    if error.error_type == "extra_forbidden":
+        return f"unknown key {short_repr(dotted_key)}; {_suggest_key(dotted_key, case_keys)}"
+    if error.error_type == "missing":
+        return f"{dotted_key} is missing"
+    if dotted_key == "question.precision" and isinstance(error.value, str):
+        allowed = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in load_presets().items())
+        return f"precision {short_repr(error.value)} is not known; allowed for {allowed}"
+    if error.error_type == "value_error":
+        sentence = str(error.context.get("error", error.message))
+        return f"{dotted_key}: {sentence}" if dotted_key else sentence
+    sentence = f"{dotted_key}: {SENTENCES.get(error.error_type, 'is not what belongs here').format(**error.context)}"
+    or_auto = f", or {AUTO}" if dotted_key.removeprefix("tune.") in AUTO_FALLBACKS else ""
+    return f"{sentence}{or_auto} (it is {short_repr(error.value)})"
 
 
-def _instead(where: str, names: list[str]) -> str:
+def _suggest_key(dotted_key: str, case_keys: list[str]) -> str:
     """Suggest what to write instead of an unknown dotted key: this program's name for it, a similar
     key of the same table, or `remove it`.
     """
-    parent, _, name = where.rpartition(".")
-    beside = [one.rpartition(".")[2] for one in names if one.rpartition(".")[0] == parent]
-    if ALIASES.get(name) in beside:
+    parent, _, name = dotted_key.rpartition(".")
+    siblings = [
+        case_key.rpartition(".")[2]
+        for case_key in case_keys
+        if case_key.rpartition(".")[0] == parent
+    ]
+    if ALIASES.get(name) in siblings:
         return f"here it is called {ALIASES[name]}"
-    near = known(name, beside)
-    return near if near.startswith("did you mean") else "remove it"
+    suggestion = suggest_name(name, siblings)
+    return suggestion if suggestion.startswith("did you mean") else "remove it"

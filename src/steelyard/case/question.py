@@ -13,64 +13,66 @@ from steelyard.case.precision import Precision
 from steelyard.data.division import Division
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
-from steelyard.tasks.task import Asked, Sources, Task
+from steelyard.tasks.task import Sources, Task, TaskRequest
 
-MOST = 10**9  # upper limit of counts: beyond any real use, and products do not overflow
+MAX_COUNT = 10**9  # upper limit of counts: beyond any real use, and products do not overflow
 
 
-def _row_of(value: Any, name: str, noun: str, row: Any) -> Any:
+def _find_row(value: Any, key: str, noun: str, find: Any) -> Any:
     """Return the row that a table names: `find` called with the text at `value[key]`. For
     validators: raise ValueError if `value` is not a dict with such a text, or if the row is
     unknown. `noun` is used in the message.
     """
-    named = value.get(name) if isinstance(value, dict) else None
-    if not isinstance(named, str):
-        raise ValueError(f"a table that names its {noun} with {name!r} is expected")
+    row_name = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(row_name, str):
+        raise ValueError(f"a table that names its {noun} with {key!r} is expected")
     try:
-        return row(named)
+        return find(row_name)
     except RequestError as error:
         raise ValueError(str(error)) from error
 
 
-def _data(value: Any) -> Any:
+def _validate_data(value: Any) -> Any:
     """Validate [question.data] with the data model of the task that its `kind` names, and return
     that model. A value that is already a model is returned unchanged. Raise ValueError for an
     unknown kind.
     """
-    if isinstance(value, Frozen):
+    if isinstance(value, FrozenModel):
         return value
-    row: Task = _row_of(value, "kind", "task", tasks.row)
+    row: Task = _find_row(value, "kind", "task", tasks.find_task)
     return row.data.model_validate({**value, "kind": row.key})
 
 
-def _model(value: Any) -> Any:
+def _validate_model(value: Any) -> Any:
     """Validate [question.model] with the shape model of the family that it names, and return that
     model. A value that is already a model is returned unchanged. Raise ValueError for an unknown
     family.
     """
-    if isinstance(value, Frozen):
+    if isinstance(value, FrozenModel):
         return value
-    return _row_of(value, "family", "family", families.row).shape.model_validate(value)
+    return _find_row(value, "family", "family", families.find_family).shape.model_validate(value)
 
 
-class Train(Frozen):
+class Train(FrozenModel):
     """The hyper-parameters of training with Adam. The learning rate rises during `warmup_steps`,
     then falls from `lr` to `min_lr` until `decay_steps`.
     """
 
     length: int = Field(2048, ge=2, description="tokens of a row")
     batch: int = Field(
-        ge=1, le=MOST, description="the global batch: rows of a corpus, or samples of conversations"
+        ge=1,
+        le=MAX_COUNT,
+        description="the global batch: rows of a corpus, or samples of conversations",
     )
-    steps: int = Field(ge=1, le=MOST)
+    steps: int = Field(ge=1, le=MAX_COUNT)
     lr: float = Field(gt=0)
     min_lr: float = Field(ge=0)
     schedule: Literal["cosine", "linear"]
-    warmup_steps: int = Field(ge=0, le=MOST)
-    decay_steps: int = Field(ge=1, le=MOST)
+    warmup_steps: int = Field(ge=0, le=MAX_COUNT)
+    decay_steps: int = Field(ge=1, le=MAX_COUNT)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(gt=0)
@@ -80,12 +82,12 @@ class Train(Frozen):
     evaluate_every: int | None = Field(
         None,
         ge=1,
-        le=MOST,
+        le=MAX_COUNT,
         description="samples between two evaluations; None: around the steps only",
     )
 
 
-class Question(Frozen):
+class Question(FrozenModel):
     """What a case asks; all of it, and nothing else, goes into the key.
 
     `task` is stored as it is spelled in keys, whichever spelling was given. Validation raises
@@ -94,8 +96,8 @@ class Question(Frozen):
 
     kind: str  # of work: the name of a row in tasks/kind.py
     task: str
-    model: Annotated[Any, BeforeValidator(_model)]  # the shape model of its family
-    data: Annotated[Any, BeforeValidator(_data)]  # the data model of its task
+    model: Annotated[Any, BeforeValidator(_validate_model)]  # the shape model of its family
+    data: Annotated[Any, BeforeValidator(_validate_data)]  # the data model of its task
     precision: Precision
     division: Division = "closed"
     seed: int = 0
@@ -103,33 +105,33 @@ class Question(Frozen):
 
     @field_validator("kind")
     @classmethod
-    def _known(cls, value: str) -> str:
+    def _check_kind(cls, value: str) -> str:
         """Raise ValueError if the kind of work is unknown."""
         try:
-            return kinds.row(value).name
+            return kinds.find_kind(value).name
         except RequestError as error:
             raise ValueError(str(error)) from error
 
     @field_validator("task", mode="before")
     @classmethod
-    def _spelled(cls, value: Any) -> Any:
+    def _normalize_task(cls, value: Any) -> Any:
         """Return the task's name as spelled in keys. Raise ValueError if the task is unknown."""
-        row: Task = _row_of({"task": value}, "task", "task", tasks.row)
+        row: Task = _find_row({"task": value}, "task", "task", tasks.find_task)
         return row.key
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_parts_fit(self) -> Self:
         """Raise ValueError if the parts do not fit together: data of another task, a model family
         or kind of work that the task does not have, a train table on scoring or none on training,
         or rows longer than the model's positions.
         """
-        row = self.row
+        row = self.task_row
         if not isinstance(self.data, row.data):
             raise ValueError(
                 f"task {row.name!r} has data of kind {row.name!r}, not"
                 f" {getattr(self.data, 'kind', None)!r}"
             )
-        if not families.does(self.model.family, row.work):
+        if not families.can_do_work(self.model.family, row.work):
             raise ValueError(
                 f"task {row.name!r} is not one for a model of family {self.model.family!r}"
             )
@@ -145,34 +147,34 @@ class Question(Frozen):
         return self
 
     @property
-    def row(self) -> Task:
+    def task_row(self) -> Task:
         """Return the task's row, from the table of tasks."""
-        return tasks.row(self.task)
+        return tasks.find_task(self.task)
 
     @property
     def kind_row(self) -> Kind:
         """Return the row of the question's kind of work (scoring, training), from the table of
         kinds.
         """
-        return kinds.row(self.kind)
+        return kinds.find_kind(self.kind)
 
     def check_weights(self, folder: Path) -> None:
         """Raise RequestError if the config in a folder of weights describes another model than the
         question's. No tensor is read; families without such a check accept every folder.
         """
-        check = families.row(self.model.family).check_folder
+        check = families.find_family(self.model.family).check_folder
         if check is not None:
-            plugins.load(check)(folder, self.model)
+            plugins.load_reference(check)(folder, self.model)
 
-    def asked(
+    def describe_for_task(
         self, sources: Sources, sample: int | None, pack: bool, published: dict[str, int]
-    ) -> Asked:
+    ) -> TaskRequest:
         """Return the question in the form that a task's reader takes.
 
         `sample` limits the number of items (None: all), `pack` puts several samples in a row,
         `published` holds facts on the published data set. Length and batch are 0 for scoring.
         """
-        return Asked(
+        return TaskRequest(
             data=self.data,
             vocab=self.model.vocab,
             positions=self.model.positions,

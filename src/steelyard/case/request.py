@@ -1,6 +1,6 @@
 """A run as it was requested: a resolved case with engine, devices, paths and limits.
 
-`cli/requests.py` and `run/reproduce.py` make a `Request`; `run/ready.py` checks it before anything
+`cli/requests.py` and `run/rerun.py` make a `Request`; `run/checked_request.py` checks it before anything
 is started.
 """
 
@@ -11,16 +11,16 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from steelyard.case import resolve
-from steelyard.case.resolve import Resolved
-from steelyard.case.sweep import Point
+from steelyard.case.resolve import ResolvedCase
+from steelyard.case.sweep import SweepPoint
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen, first_problem
+from steelyard.schema import FrozenModel, describe_first_problem
 
 DEFAULT_ENGINE = "torch"  # if a run names none; other engines are compared with it
-ENGINE = "engine."  # prefix of the keys of EngineSettings
+ENGINE_PREFIX = "engine."  # prefix of the keys of EngineSettings
 
 
-class EngineSettings(Frozen):
+class EngineSettings(FrozenModel):
     """The values of `--set engine.KEY=VALUE`: where an engine is installed. They are facts about a
     host, and no part of a case.
     """
@@ -39,33 +39,37 @@ class EngineSettings(Frozen):
     )
 
 
-def engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
+def split_engine_settings(settings: list[str]) -> tuple[EngineSettings, list[str]]:
     """Split the values of `--set` into the engine's settings and the others, unchanged and in
     order.
 
     Raise RequestError for an unknown `engine.` key, one without `=`, or a value that is not
     allowed.
     """
-    given: dict[str, str] = {}
-    for setting in (one for one in settings if one.startswith(ENGINE)):
+    values: dict[str, str] = {}
+    for setting in (
+        text_setting for text_setting in settings if text_setting.startswith(ENGINE_PREFIX)
+    ):
         key, sign, text = setting.partition("=")
-        resolve.check_key(key, [f"{ENGINE}{name}" for name in EngineSettings.model_fields], "--set")
+        resolve.check_option_key(
+            key, [f"{ENGINE_PREFIX}{name}" for name in EngineSettings.model_fields], "--set"
+        )
         if not sign:
             raise RequestError(
                 f"--set {setting!r} is not of the form key=value, such as"
                 " engine.python=venv/bin/python"
             )
-        given[key.removeprefix(ENGINE)] = text
+        values[key.removeprefix(ENGINE_PREFIX)] = text
     try:
-        return EngineSettings.model_validate(given), [
-            one for one in settings if not one.startswith(ENGINE)
+        return EngineSettings.model_validate(values), [
+            text_setting for text_setting in settings if not text_setting.startswith(ENGINE_PREFIX)
         ]
     except ValidationError as error:
-        raise RequestError(f"--set {ENGINE}{first_problem(error)}") from error
+        raise RequestError(f"--set {ENGINE_PREFIX}{describe_first_problem(error)}") from error
 
 
-def settings_by_engine(
-    settings: list[str], names: list[str]
+def split_settings_by_engine(
+    settings: list[str], engine_names: list[str]
 ) -> tuple[dict[str, EngineSettings], list[str]]:
     """Split the values of `--set` for `--engine all` into the settings of each engine, by its name,
     and the others.
@@ -74,18 +78,22 @@ def settings_by_engine(
     RequestError if one does not, or names an engine that is not in `engine_names`. Engines without
     settings are not in the dict.
     """
-    by_name: dict[str, list[str]] = {}
-    for setting in (one for one in settings if one.startswith(ENGINE)):
+    texts_by_engine: dict[str, list[str]] = {}
+    for setting in (
+        text_setting for text_setting in settings if text_setting.startswith(ENGINE_PREFIX)
+    ):
         key, _, text = setting.partition("=")
         name, sign, value = text.partition(":")
-        if not sign or name not in names:
+        if not sign or name not in engine_names:
             raise RequestError(
                 f"--set {setting!r}: with --engine all a setting names its engine, such as"
-                f" {key}=megatron:venv/bin/python; known: {', '.join(names)}"
+                f" {key}=megatron:venv/bin/python; known: {', '.join(engine_names)}"
             )
-        by_name.setdefault(name, []).append(f"{key}={value}")
-    found = {name: engine_settings(own)[0] for name, own in by_name.items()}
-    return found, [one for one in settings if not one.startswith(ENGINE)]
+        texts_by_engine.setdefault(name, []).append(f"{key}={value}")
+    parsed = {name: split_engine_settings(texts)[0] for name, texts in texts_by_engine.items()}
+    return parsed, [
+        text_setting for text_setting in settings if not text_setting.startswith(ENGINE_PREFIX)
+    ]
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Request:
     or after `limit_s`.
     """
 
-    resolved: Resolved
+    resolved: ResolvedCase
     engine: str = DEFAULT_ENGINE
     engine_settings: EngineSettings = field(default_factory=EngineSettings)
     accelerator: str | None = None
@@ -119,5 +127,5 @@ class Request:
     limit_s: float | None = None
     explain: bool = False  # profile some steps after the passes
     trace: bool = False  # also store the trace of the profiled steps
-    point: Point = ()  # the point of a sweep; empty without one
-    sign: Path | None = None  # SSH key to sign the record with
+    point: SweepPoint = ()  # the point of a sweep; empty without one
+    signing_key: Path | None = None  # SSH key to sign the record with

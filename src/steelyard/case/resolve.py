@@ -16,25 +16,33 @@ from pydantic import ValidationError
 
 from steelyard import files, tasks
 from steelyard.case import problems
-from steelyard.case.case import AUTO, UNKNOWN_MEMORY, Case, Falling, Gate, Target, Tune
-from steelyard.case.precision import name_of, presets
+from steelyard.case.case import (
+    AUTO,
+    AUTO_FALLBACKS,
+    AccuracyGate,
+    Case,
+    FallingLossGate,
+    TargetGate,
+    Tune,
+)
+from steelyard.case.precision import load_presets, name_precision
 from steelyard.case.question import Question, Train
 from steelyard.data.division import Division
-from steelyard.errors import RequestError, known, short_repr
+from steelyard.errors import RequestError, short_repr, suggest_name
 from steelyard.files import MAX_TOML_DEPTH
 from steelyard.models import families
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 MAX_CASE_BYTES = 64 << 10
-CASE = "case"  # the origin of values from a case file
+CASE_ORIGIN = "case"  # the origin of values from a case file
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedCase:
     """A case with every override applied, and the origin of each value by dotted key (`case`,
     `command line`, `default`, ...).
 
-    `auto` names the tunes that `plan/auto.py` chooses once the devices are known; until then they
+    `auto` names the tunes that `plan/auto_sizes.py` chooses once the devices are known; until then they
     hold the fallback for devices of unknown memory. `path` is the case's name or file.
     """
 
@@ -44,7 +52,7 @@ class Resolved:
     auto: tuple[str, ...] = ()
 
 
-def names() -> list[str]:
+def list_shipped_cases() -> list[str]:
     """Return the names of the cases that come with the package, sorted."""
     folder = resources.files("steelyard") / "cases"
     return sorted(
@@ -53,7 +61,7 @@ def names() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Source:
+class CaseSource:
     """A case as TOML: its text and the parsed table, before a size is applied.
 
     `path` is the name or file that the user gave. `origins` says by dotted key where values came
@@ -65,7 +73,7 @@ class Source:
     table: dict[str, Any]
     origins: Mapping[str, str] = field(default_factory=dict)
 
-    def sized(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def apply_size(self, size: str) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the table of a size, and the origin of each value by dotted key.
 
         For `smoke` the [smoke] table is merged over the rest; any other size drops it. Raise
@@ -78,18 +86,18 @@ class Source:
                 f"case {self.path!r}: smoke is {short_repr(smoke)}; it must be a table: what size"
                 " smoke changes"
             )
-        _note(table, CASE, origins)
+        _note_origins(table, CASE_ORIGIN, origins)
         if size == "smoke":
-            table = _merge(table, smoke)
-            _note(smoke, f"{CASE}, size smoke", origins)
+            table = _merge_tables(table, smoke)
+            _note_origins(smoke, f"{CASE_ORIGIN}, size smoke", origins)
         table["size"] = size
         return table, {
-            key: self.origins.get(key, found) if found == CASE else found
-            for key, found in origins.items()
+            key: self.origins.get(key, origin) if origin == CASE_ORIGIN else origin
+            for key, origin in origins.items()
         }
 
 
-def read(name: str) -> Source:
+def read_case(name: str) -> CaseSource:
     """Read a case by the name of a shipped case, or by the path of a file that ends in `.toml`.
 
     Raise RequestError if there is no such case, or if the file cannot be read, is larger than 64
@@ -100,13 +108,13 @@ def read(name: str) -> Source:
         if not path.exists():
             raise RequestError(
                 f"case file {name!r} does not exist; give the path of a TOML file or one of:"
-                f" {', '.join(names())}"
+                f" {', '.join(list_shipped_cases())}"
             )
-        raw = _read_file(path)
-    elif name in names():
+        raw = _read_case_file(path)
+    elif name in list_shipped_cases():
         raw = (resources.files("steelyard") / "cases" / f"{name}.toml").read_bytes()
     else:
-        hint = known(name, [*names(), "smoke"], "known cases")
+        hint = suggest_name(name, [*list_shipped_cases(), "smoke"], "known cases")
         raise RequestError(f"no case {name!r}; {hint} (a file of your own ends in .toml)")
     try:
         table = files.parse_toml(raw)
@@ -116,20 +124,20 @@ def read(name: str) -> Source:
         ) from error
     except ValueError as error:
         raise RequestError(f"case file {name!r} is not TOML: {error}") from error
-    if _deeper(table, MAX_TOML_DEPTH):
+    if _is_deeper(table, MAX_TOML_DEPTH):
         raise RequestError(
             f"case file {name!r}: tables nested more than {MAX_TOML_DEPTH} deep; a case has tables"
             " four deep"
         )
-    return Source(name, raw.decode("utf-8"), table)
+    return CaseSource(name, raw.decode("utf-8"), table)
 
 
-def _read_file(path: Path) -> bytes:
+def _read_case_file(path: Path) -> bytes:
     """Return the bytes of a case file. Raise RequestError if it cannot be read or is larger than 64
     KiB.
     """
     try:
-        return files.read(path, MAX_CASE_BYTES, unpack=False)
+        return files.read_file(path, MAX_CASE_BYTES, unpack=False)
     except files.TooLargeError as error:
         raise RequestError(
             f"case file {str(path)!r} is larger than {MAX_CASE_BYTES} bytes; a case file is a few"
@@ -141,26 +149,26 @@ def _read_file(path: Path) -> bytes:
         ) from error
 
 
-def _deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: Any, max_depth: int) -> bool:
     """Return whether dicts and lists are nested more than `max_depth` deep. Dotted keys of TOML
     nest as deep as they have parts.
     """
     level = [value]
-    for _ in range(most + 1):
-        level = [one for one in level if isinstance(one, dict | list)]
+    for _ in range(max_depth + 1):
+        level = [node for node in level if isinstance(node, dict | list)]
         level = [
-            inner for one in level for inner in (one.values() if isinstance(one, dict) else one)
+            inner for node in level for inner in (node.values() if isinstance(node, dict) else node)
         ]
     return bool(level)
 
 
-def resolve(
-    name: str | Source,
+def resolve_case(
+    case: str | CaseSource,
     size: str | None = None,
     precision: str | None = None,
     division: str | None = None,
     settings: list[str] | None = None,
-) -> Resolved:
+) -> ResolvedCase:
     """Resolve a case as it will be run: its file, then its size (None: full), then precision,
     division and `settings` (`key=value` texts of --set) of the command line.
 
@@ -168,8 +176,8 @@ def resolve(
     case, size, division, precision or key, and CaseError, which lists all problems of the file at
     both sizes, if the result does not validate.
     """
-    source = read(name) if isinstance(name, str) else name
-    table, origins = source.sized("smoke" if size == "smoke" else "full")
+    source = read_case(case) if isinstance(case, str) else case
+    table, origins = source.apply_size("smoke" if size == "smoke" else "full")
     if size not in (None, "smoke", "full"):
         raise RequestError(f"size {size!r} is not known; allowed: smoke, full")
     if division not in (None, *get_args(Division)):
@@ -186,35 +194,37 @@ def resolve(
             question["precision"] = precision
             origins["question.precision"] = "command line"
     for setting in settings or []:
-        _apply(table, setting, origins)
-    case, auto = _validate(table, origins, source)
-    _note_defaults(case.model_dump(mode="json"), origins)
-    return Resolved(case, origins, source.path, auto)
+        _apply_setting(table, setting, origins)
+    validated, auto = _validate_or_explain(table, origins, source)
+    _note_default_origins(validated.model_dump(mode="json"), origins)
+    return ResolvedCase(validated, origins, source.path, auto)
 
 
-def _validate(
-    table: dict[str, Any], origins: dict[str, str], source: Source
+def _validate_or_explain(
+    table: dict[str, Any], origins: dict[str, str], source: CaseSource
 ) -> tuple[Case, tuple[str, ...]]:
     """Return the validated case and the names of its tunes that are `auto`. Raise CaseError with
     all problems of the file, at this and at the other size, if it does not validate. `table` and
     `origins` are changed in place.
     """
     try:
-        return _case(table, origins)
+        return _validate_case(table, origins)
     except ValidationError as error:
         size = str(table["size"])
-        every = problems.collect(error, source.text, origins, size, _keys_of_cases())
+        found_problems = problems.collect_problems(
+            error, source.text, origins, size, _list_case_keys()
+        )
         try:
-            other = source.sized("full" if size == "smoke" else "smoke")
-            _case(*other)
+            other_size = source.apply_size("full" if size == "smoke" else "smoke")
+            _validate_case(*other_size)
         except ValidationError as second:
-            every += problems.collect(
-                second, source.text, other[1], str(other[0]["size"]), _keys_of_cases()
+            found_problems += problems.collect_problems(
+                second, source.text, other_size[1], str(other_size[0]["size"]), _list_case_keys()
             )
-        raise problems.CaseError(source.path, problems.in_order(every)) from error
+        raise problems.CaseError(source.path, problems.sort_problems(found_problems)) from error
 
 
-def _case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[str, ...]]:
+def _validate_case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[str, ...]]:
     """Return the validated case and the names of its tunes that are `auto`; pydantic's
     ValidationError if it does not validate.
 
@@ -222,34 +232,34 @@ def _case(table: dict[str, Any], origins: dict[str, str]) -> tuple[Case, tuple[s
     changed model are dropped, and `auto` is replaced.
     """
     _expand_precision(table, origins)
-    _forget_nominal(table, origins)
-    auto = _take_auto(table, origins)
+    _drop_nominal_parameters(table, origins)
+    auto = _replace_auto(table, origins)
     return Case.model_validate(table), auto
 
 
-def _take_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
+def _replace_auto(table: dict[str, Any], origins: dict[str, str]) -> tuple[str, ...]:
     """Return the names of the tunes that are `auto`, and replace each in `table` by its fallback
     for unknown memory; its origin becomes `auto (ORIGIN)`.
     """
     tune = table.get("tune")
     if not isinstance(tune, dict):
         return ()
-    found = tuple(name for name in UNKNOWN_MEMORY if tune.get(name) == AUTO)
-    table["tune"] = {**tune, **{name: UNKNOWN_MEMORY[name] for name in found}}
-    origins.update({f"tune.{name}": f"{AUTO} ({origins[f'tune.{name}']})" for name in found})
-    return found
+    auto_names = tuple(name for name in AUTO_FALLBACKS if tune.get(name) == AUTO)
+    table["tune"] = {**tune, **{name: AUTO_FALLBACKS[name] for name in auto_names}}
+    origins.update({f"tune.{name}": f"{AUTO} ({origins[f'tune.{name}']})" for name in auto_names})
+    return auto_names
 
 
-def auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
+def find_auto_tunes(origins: dict[str, str]) -> tuple[str, ...]:
     """Return the names of the tunes that were `auto`, according to the origins of a resolved case
     or a record.
     """
     return tuple(
-        name for name in UNKNOWN_MEMORY if origins.get(f"tune.{name}", "").startswith(f"{AUTO} (")
+        name for name in AUTO_FALLBACKS if origins.get(f"tune.{name}", "").startswith(f"{AUTO} (")
     )
 
 
-def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
+def _drop_nominal_parameters(table: dict[str, Any], origins: dict[str, str]) -> None:
     """Set the model's nominal parameters to None, in place, if the command line changed the model
     but not them: it is no longer of the size that the case names.
     """
@@ -267,15 +277,17 @@ def _forget_nominal(table: dict[str, Any], origins: dict[str, str]) -> None:
         origins[key] = "unknown: the model was changed"
 
 
-def changed_question(origins: dict[str, str]) -> list[str]:
+def list_changed_keys(origins: dict[str, str]) -> list[str]:
     """Return the dotted keys of the question that the command line changed, sorted, without those
     of precision and division, which are shown by name anyway.
     """
-    named = ("question.division", "question.precision")
+    shown_by_name = ("question.division", "question.precision")
     return sorted(
         key
         for key, origin in origins.items()
-        if origin == "command line" and key.startswith("question.") and not key.startswith(named)
+        if origin == "command line"
+        and key.startswith("question.")
+        and not key.startswith(shown_by_name)
     )
 
 
@@ -288,26 +300,30 @@ def _expand_precision(table: dict[str, Any], origins: dict[str, str]) -> None:
     """
     question = table.get("question")
     if isinstance(question, dict) and isinstance(question.get("precision"), dict):
-        own = question["precision"]  # any name it gives itself is replaced: names belong to presets
-        question["precision"] = {**own, "name": name_of(str(question.get("kind")), own)}
+        parts = question[
+            "precision"
+        ]  # any name it gives itself is replaced: names belong to presets
+        question["precision"] = {**parts, "name": name_precision(str(question.get("kind")), parts)}
         origins["question.precision.name"] = "of its parts"
     if not isinstance(question, dict) or not isinstance(question.get("precision"), str):
         return
-    named = presets().get(str(question.get("kind")), {})
+    kind_presets = load_presets().get(str(question.get("kind")), {})
     name = question["precision"]
-    if name not in named and origins.get("question.precision") == "command line":
+    if name not in kind_presets and origins.get("question.precision") == "command line":
         raise RequestError(
             f"precision {name!r} is not known; allowed for {question.get('kind')}:"
-            f" {', '.join(named)}"
+            f" {', '.join(kind_presets)}"
         )
-    if name not in named:
+    if name not in kind_presets:
         return  # validation reports it with the other problems of the file
-    question["precision"] = named[name].model_dump(mode="json")
-    where = origins.pop("question.precision", "case")
-    _note(question["precision"], f"preset {name} ({where})", origins, "question.precision.")
+    question["precision"] = kind_presets[name].model_dump(mode="json")
+    origin = origins.pop("question.precision", "case")
+    _note_origins(
+        question["precision"], f"preset {name} ({origin})", origins, "question.precision."
+    )
 
 
-def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
+def _apply_setting(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None:
     """Apply one `--set` text (`key=value`) to the case's table and note its origin, in place.
 
     Raise RequestError if it has another form, names an unknown key, is nested too deep, or lies
@@ -318,9 +334,9 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         raise RequestError(
             f"--set {setting!r} is not of the form key=value, such as tune.batch_tokens=16384"
         )
-    check_key(key, settable(), "--set")
-    value = typed(text)
-    if key.count(".") + 1 > MAX_TOML_DEPTH or _deeper(value, MAX_TOML_DEPTH):
+    check_option_key(key, list_settable_keys(), "--set")
+    value = parse_value(text)
+    if key.count(".") + 1 > MAX_TOML_DEPTH or _is_deeper(value, MAX_TOML_DEPTH):
         raise RequestError(
             f"--set {short_repr(setting)}: nested more than {MAX_TOML_DEPTH} deep; a case has"
             " tables four deep"
@@ -334,19 +350,21 @@ def _apply(table: dict[str, Any], setting: str, origins: dict[str, str]) -> None
         if not isinstance(node, dict):
             raise RequestError(f"--set: {key!r} is below {part!r}, which is a single value")
     node[leaf] = value
-    _note({key: value}, "command line", origins)
+    _note_origins({key: value}, "command line", origins)
 
 
-def check_key(key: str, allowed: list[str], option: str) -> None:
+def check_option_key(key: str, allowed: list[str], option: str) -> None:
     """Raise RequestError, with a suggestion, if `key` is neither in `allowed` nor a variable below
     `tune.env.`. `option` is named in the message, such as `--set`.
     """
     if key in allowed or key.startswith("tune.env."):
         return
-    raise RequestError(f"{option}: no key {short_repr(key)}; {known(key, allowed, 'allowed')}")
+    raise RequestError(
+        f"{option}: no key {short_repr(key)}; {suggest_name(key, allowed, 'allowed')}"
+    )
 
 
-def typed(text: str) -> Any:
+def parse_value(text: str) -> Any:
     """Parse a value of the command line as TOML (number, true, list, quoted text); return the text
     itself if it is not TOML.
     """
@@ -356,81 +374,85 @@ def typed(text: str) -> Any:
         return text
 
 
-def settable() -> list[str]:
+def list_settable_keys() -> list[str]:
     """Return every dotted key that --set takes, sorted, from the pydantic models of cases, tasks
     and model families.
 
     The shapes of models that transformers alone computes cannot be set: their FLOPs were counted
     for the whole model. Keys below `tune.env.` are not listed.
     """
-    out = {
+    keys = {
         "max_interval",
-        *_keys("tune", Tune),
-        *_keys("question", Question),
-        *_keys("question.train", Train),
+        *_collect_keys("tune", Tune),
+        *_collect_keys("question", Question),
+        *_collect_keys("question.train", Train),
     }
-    for gate in (Gate, Falling, Target):
-        out |= _keys("gate", gate)
-    for task in tasks.table().values():
-        out |= _keys("question.data", task.data)
-        out |= {f"published.{name}" for name in task.published_facts}
-    for family in families.table().values():
+    for gate in (AccuracyGate, FallingLossGate, TargetGate):
+        keys |= _collect_keys("gate", gate)
+    for task in tasks.load_tasks().values():
+        keys |= _collect_keys("question.data", task.data)
+        keys |= {f"published.{name}" for name in task.published_facts}
+    for family in families.load_families().values():
         if family.forward is None:  # otherwise FLOPs were counted for the model as it is
-            out |= _keys("question.model", family.shape)
-    return sorted(out)
+            keys |= _collect_keys("question.model", family.shape)
+    return sorted(keys)
 
 
-def _keys_of_cases() -> list[str]:
+def _list_case_keys() -> list[str]:
     """Return every dotted key a case file may have, sorted, without those of published rows."""
-    told = {"question.kind", "question.task", "question.model.family", "question.data.kind"}
-    return sorted({*settable(), *Case.model_fields, *told, "smoke"} - {"size"})
+    kind_keys = {"question.kind", "question.task", "question.model.family", "question.data.kind"}
+    return sorted({*list_settable_keys(), *Case.model_fields, *kind_keys, "smoke"} - {"size"})
 
 
-def _keys(prefix: str, model: type[Frozen]) -> set[str]:
+def _collect_keys(prefix: str, model: type[FrozenModel]) -> set[str]:
     """Return the dotted keys of a pydantic model's fields and of the models inside them, below
     `prefix`, without `kind`, `task` and `family`, which say what kind of table it is.
     """
-    out: set[str] = set()
+    keys: set[str] = set()
     for name, info in model.model_fields.items():
         if name in ("kind", "task", "family"):
             continue
-        out.add(f"{prefix}.{name}")
+        keys.add(f"{prefix}.{name}")
         for inner in get_args(info.annotation):
-            if isinstance(inner, type) and issubclass(inner, Frozen):
-                out |= _keys(f"{prefix}.{name}", inner)
-    return out
+            if isinstance(inner, type) and issubclass(inner, FrozenModel):
+                keys |= _collect_keys(f"{prefix}.{name}", inner)
+    return keys
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with the values of `over` merged in, nested dicts key by key. Neither is
     changed.
     """
-    out = dict(base)
+    merged = dict(base)
     for key, value in over.items():
-        old = out.get(key)
-        out[key] = (
-            _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        old = merged.get(key)
+        merged[key] = (
+            _merge_tables(old, value)
+            if isinstance(old, dict) and isinstance(value, dict)
+            else value
         )
-    return out
+    return merged
 
 
-def _note(table: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = "") -> None:
+def _note_origins(
+    table: dict[str, Any], origin: str, origins: dict[str, str], prefix: str = ""
+) -> None:
     """Set the origin of every value in `table`, by dotted key below `prefix`, in `origins`, in
     place.
     """
     for key, value in table.items():
         if isinstance(value, dict):
-            _note(value, origin, origins, f"{prefix}{key}.")
+            _note_origins(value, origin, origins, f"{prefix}{key}.")
         else:
             origins[f"{prefix}{key}"] = origin
 
 
-def _note_defaults(table: dict[str, Any], origins: dict[str, str], prefix: str = "") -> None:
+def _note_default_origins(table: dict[str, Any], origins: dict[str, str], prefix: str = "") -> None:
     """Set the origin `default` for every value in `table` that has no origin yet, in `origins`, in
     place. An empty dict counts as a value.
     """
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            _note_defaults(value, origins, f"{prefix}{key}.")
+            _note_default_origins(value, origins, f"{prefix}{key}.")
         else:
             origins.setdefault(f"{prefix}{key}", "default")

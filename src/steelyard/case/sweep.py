@@ -14,67 +14,67 @@ from steelyard.case import resolve
 from steelyard.case.case import Tune
 from steelyard.errors import RequestError
 
-DEVICES = ("devices", "nodes")  # keys of the plan, which no case holds
-EXAMPLE = "tune.micro_batch=1,2,4"
+PLAN_KEYS = ("devices", "nodes")  # keys of the plan, which no case holds
+SWEEP_EXAMPLE = "tune.micro_batch=1,2,4"
 _COMMA = re.compile(r',(?=(?:[^"]*"[^"]*")*[^"]*$)')  # commas outside of quotes
 
-Point = tuple[tuple[str, str], ...]  # (key, value) pairs, values as they were typed
+SweepPoint = tuple[tuple[str, str], ...]  # (key, value) pairs, values as they were typed
 
 
 @dataclass(frozen=True)
-class Axis:
+class SweepAxis:
     """A dotted key of a sweep, and the values that it takes, as they were typed."""
 
     key: str
     values: tuple[str, ...]
 
 
-def axes(options: list[str], given: Mapping[str, str]) -> tuple[Axis, ...]:
+def parse_axes(options: list[str], set_keys: Mapping[str, str]) -> tuple[SweepAxis, ...]:
     """Parse the `--sweep` options (`key=value,value`) into axes, in their order.
 
     `set_keys` are keys that the command line sets otherwise, each with the option that does (such
     as `--devices 2`). Raise RequestError for an unknown key, an empty value, or a key that is swept
     twice or also set.
     """
-    out: list[Axis] = []
+    parsed: list[SweepAxis] = []
     for option in options:
-        axis = _axis(option)
-        for other in out:
+        axis = _parse_axis(option)
+        for other in parsed:
             if axis.key == other.key:
                 raise RequestError(
                     f"--sweep {option!r}: {axis.key} is swept twice; name all its values in one"
                     " --sweep"
                 )
-            if _overlap(axis.key, other.key):
+            if _has_overlap(axis.key, other.key):
                 raise RequestError(
                     f"--sweep {option!r}: {axis.key} and {other.key} set the same value; leave"
                     " one out"
                 )
-        for key, words in given.items():
-            if _overlap(axis.key, key):
+        for key, set_by in set_keys.items():
+            if _has_overlap(axis.key, key):
                 raise RequestError(
-                    f"--sweep {option!r}: {axis.key} is also set by {words}; leave one of the"
+                    f"--sweep {option!r}: {axis.key} is also set by {set_by}; leave one of the"
                     " two out"
                 )
-        out.append(axis)
-    return tuple(out)
+        parsed.append(axis)
+    return tuple(parsed)
 
 
-def _axis(option: str) -> Axis:
+def _parse_axis(option: str) -> SweepAxis:
     """Parse one `--sweep` option; the name of a tune may stand without `tune.`. Raise RequestError
     if its form, key or a value is not allowed. Commas in quotes do not separate.
     """
     name, sign, text = option.partition("=")
     if not sign or not name:
         raise RequestError(
-            f"--sweep {option!r} is not of the form key=value,value, such as {EXAMPLE}"
+            f"--sweep {option!r} is not of the form key=value,value, such as {SWEEP_EXAMPLE}"
         )
     key = f"tune.{name}" if name.partition(".")[0] in Tune.model_fields else name
-    resolve.check_key(key, sweepable(), "--sweep")
+    resolve.check_option_key(key, list_sweepable_keys(), "--sweep")
     values = tuple(value.strip() for value in _COMMA.split(text))
     for value in values:
         _check_value(option, key, value)
-    return Axis(key, values)
+    return SweepAxis(key, values)
 
 
 def _check_value(option: str, key: str, value: str) -> None:
@@ -82,37 +82,42 @@ def _check_value(option: str, key: str, value: str) -> None:
     not a whole number of at least 1. `option` is shown in the message.
     """
     if not value:
-        raise RequestError(f"--sweep {option!r}: a value is empty; name each, as in {EXAMPLE}")
-    read = resolve.typed(value)
-    if isinstance(read, dict | list):
+        raise RequestError(
+            f"--sweep {option!r}: a value is empty; name each, as in {SWEEP_EXAMPLE}"
+        )
+    parsed = resolve.parse_value(value)
+    if isinstance(parsed, dict | list):
         raise RequestError(
             f"--sweep {option!r}: {value} is a table or a list; a sweep has single values, as in"
-            f" {EXAMPLE}"
+            f" {SWEEP_EXAMPLE}"
         )
-    if key in DEVICES and (type(read) is not int or read < 1):
+    if key in PLAN_KEYS and (type(parsed) is not int or parsed < 1):
         raise RequestError(
             f"--sweep {option!r}: {value} is no number of {key}; allowed: 1 or more, as in"
             f" {key}=1,2,4"
         )
 
 
-def sweepable() -> list[str]:
+def list_sweepable_keys() -> list[str]:
     """Return every key that --sweep takes, sorted: `devices`, `nodes`, and the keys of --set
     without those below `published.`, which change no run.
     """
     return sorted(
-        [*DEVICES, *(key for key in resolve.settable() if not key.startswith("published."))]
+        [
+            *PLAN_KEYS,
+            *(key for key in resolve.list_settable_keys() if not key.startswith("published.")),
+        ]
     )
 
 
-def _overlap(one: str, other: str) -> bool:
+def _has_overlap(key: str, other: str) -> bool:
     """Return whether two dotted keys set the same value: they are equal, or one names a table that
     holds the other.
     """
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def grid(axes: tuple[Axis, ...]) -> list[Point]:
+def make_grid(axes: tuple[SweepAxis, ...]) -> list[SweepPoint]:
     """Return all points of the grid, the last axis changing fastest. Without axes it is one point
     that sets nothing.
     """
@@ -122,25 +127,25 @@ def grid(axes: tuple[Axis, ...]) -> list[Point]:
     ]
 
 
-def settings(point: Point) -> list[str]:
+def format_settings(point: SweepPoint) -> list[str]:
     """Return a point's values as `key=value` texts for --set, without `devices` and `nodes`."""
-    return [f"{key}={value}" for key, value in point if key not in DEVICES]
+    return [f"{key}={value}" for key, value in point if key not in PLAN_KEYS]
 
 
-def number(point: Point, key: str) -> int | None:
+def find_count(point: SweepPoint, key: str) -> int | None:
     """Return the number at `key` (`devices` or `nodes`) of a point; None if the point does not set
     it.
     """
-    return next((int(resolve.typed(value)) for name, value in point if name == key), None)
+    return next((int(resolve.parse_value(value)) for name, value in point if name == key), None)
 
 
-def text(point: Point) -> str:
+def format_point(point: SweepPoint) -> str:
     """Return a point as text for messages, such as `tune.micro_batch=2 devices=4`."""
     return " ".join(f"{key}={value}" for key, value in point)
 
 
 @contextmanager
-def named(point: Point) -> Iterator[None]:
+def name_point_in_errors(point: SweepPoint) -> Iterator[None]:
     """Prefix the message of a RequestError that is raised inside the `with` block with the point;
     nothing is added for a point without keys.
     """
@@ -149,4 +154,4 @@ def named(point: Point) -> Iterator[None]:
     except RequestError as error:
         if not point:
             raise
-        raise RequestError(f"point {text(point)}: {error}") from error
+        raise RequestError(f"point {format_point(point)}: {error}") from error

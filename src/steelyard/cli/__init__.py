@@ -15,21 +15,21 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import __version__
-from steelyard.cli import case, compare, data, machine, report, run, show, weights
-from steelyard.cli.options import HELP, Command
-from steelyard.cli.out import answer, one_line, say, settled
-from steelyard.errors import MORE_MEMORY, LostError, RequestError, lacks_memory
+from steelyard.cli import case, check_and_spec, compare, data, report, run, show, weights
+from steelyard.cli.options import HELP_SETTINGS, GroupedCommand
+from steelyard.cli.printing import print_stderr, print_stdout, protect_streams, to_one_line
+from steelyard.errors import MORE_MEMORY_HINT, LostError, RequestError, is_out_of_memory
 
 # Newer versions of typer bring their own copy of click; this finds the base class of its usage
 # errors in every version.
-UsageProblem: type[Exception] = next(
+UsageErrorBase: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
-DEFECT = 70  # EX_SOFTWARE of sysexits.h
+EXIT_DEFECT = 70  # EX_SOFTWARE of sysexits.h
 # error numbers that mean a path named by the user cannot be reached
-UNREACHABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-INTERRUPTED = 130  # exit code of newer typer versions on an interrupt; no command uses it
+PATH_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+TYPER_INTERRUPTED = 130  # exit code of newer typer versions on an interrupt; no command uses it
 
 app = typer.Typer(
     name="steelyard",
@@ -39,7 +39,7 @@ app = typer.Typer(
         " machine. steelyard VERB -h explains a verb."
     ),
     no_args_is_help=True,
-    context_settings=HELP,
+    context_settings=HELP_SETTINGS,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -53,11 +53,11 @@ def root(
     before every command.
     """
     if version:
-        answer(__version__)
+        print_stdout(__version__)
         raise typer.Exit(0)
 
 
-VERBS: dict[str, Callable[..., int | None]] = {
+COMMANDS: dict[str, Callable[..., int | None]] = {
     "run": run.run,
     "report": report.report_,
     "compare": compare.compare,
@@ -65,15 +65,15 @@ VERBS: dict[str, Callable[..., int | None]] = {
     "reproduce": run.reproduce,
     "list": show.list_,
     "show": show.show,
-    "check": machine.check,
-    "spec": machine.spec,
+    "check": check_and_spec.check,
+    "spec": check_and_spec.spec,
     "verify": report.verify,
     "sign": report.sign,
     "schema": report.schema,
     "conform": run.conform,
 }
-for _name, _verb in VERBS.items():  # in the order in which --help lists them
-    app.command(_name, cls=Command)(_verb)
+for _name, _verb in COMMANDS.items():  # in the order in which --help lists them
+    app.command(_name, cls=GroupedCommand)(_verb)
 app.add_typer(case.app, name="case")
 app.add_typer(weights.app, name="weights")
 app.add_typer(data.app, name="data")
@@ -86,11 +86,11 @@ def main() -> None:
     output, 2 the request is wrong, 70 a bug of this program (with a traceback). Standard streams
     that are closed or block are made safe first.
     """
-    with settled():
-        _main()
+    with protect_streams():
+        _run_and_exit()
 
 
-def _main() -> None:
+def _run_and_exit() -> None:
     """Run the command and turn every error into a message on stderr and an exit code (see `main`);
     it always raises SystemExit.
 
@@ -99,79 +99,89 @@ def _main() -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _interrupt)
+            signal.signal(number, _raise_interrupt)
     try:
         code = app(standalone_mode=False, prog_name="steelyard")
-        if code == INTERRUPTED:
+        if code == TYPER_INTERRUPTED:
             raise KeyboardInterrupt
     except RequestError as error:
         first, *more = error.lines
-        say("\n".join((f"error: {one_line(first)}", *(f"  {one_line(line)}" for line in more))))
+        print_stderr(
+            "\n".join(
+                (f"error: {to_one_line(first)}", *(f"  {to_one_line(line)}" for line in more))
+            )
+        )
         sys.exit(2)
     except LostError as error:
-        if error.left is not None:
-            say(error.left.rstrip("\n"))
-        say(f"error: {one_line(error)}")
+        if error.unsaved is not None:
+            print_stderr(error.unsaved.rstrip("\n"))
+        print_stderr(f"error: {to_one_line(error)}")
         sys.exit(1)
-    except UsageProblem as error:
-        _usage(error)
+    except UsageErrorBase as error:
+        _print_usage_error(error)
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
-        say("interrupted")
+        print_stderr("interrupted")
         sys.exit(1)
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:  # noqa: BLE001  our own bug, never blamed on a user's file
-        _end_for_the_machine(error)
-        say(traceback.format_exc())
-        say(
+        _exit_if_not_a_bug(error)
+        print_stderr(traceback.format_exc())
+        print_stderr(
             f"error: a bug in steelyard {__version__}, not in your request; please report it with"
             " the lines above"
         )
-        sys.exit(DEFECT)
+        sys.exit(EXIT_DEFECT)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _end_for_the_machine(error: Exception) -> None:
+def _exit_if_not_a_bug(error: Exception) -> None:
     """Print one line and exit if the error is not a bug: code 1 if memory ran out, 2 if a path that
     the user named cannot be reached. Return otherwise.
     """
-    if lacks_memory(error):
-        say(f"error: this command ran out of memory; {MORE_MEMORY}, then run it again")
+    if is_out_of_memory(error):
+        print_stderr(
+            f"error: this command ran out of memory; {MORE_MEMORY_HINT}, then run it again"
+        )
         sys.exit(1)
-    if isinstance(error, OSError) and error.errno in UNREACHABLE and error.filename is not None:
-        say(
-            f"error: {one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path"
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS and error.filename is not None:
+        print_stderr(
+            f"error: {to_one_line(f'{str(error.filename)[:300]!r}: {error.strerror}')}; check the path"
         )
         sys.exit(2)
 
 
-def _usage(error: Any) -> None:
+def _print_usage_error(error: Any) -> None:
     """Print one line on stderr about a mistyped command, with the `-h` to see; for a command
     without any arguments print its help on stdout. `error` is an exception of click.
     """
     if type(error).__name__ == "NoArgsIsHelpError":
-        answer(error.format_message())
+        print_stdout(error.format_message())
     else:
-        verb = error.ctx.command_path if error.ctx else "steelyard"
-        said = _mistake(error)
-        say(f"error: {said}{'? See' if 'did you mean' in said else '; see'} {verb} -h")
+        command_path = error.ctx.command_path if error.ctx else "steelyard"
+        mistake = _describe_usage_error(error)
+        print_stderr(
+            f"error: {mistake}{'? See' if 'did you mean' in mistake else '; see'} {command_path} -h"
+        )
 
 
-def _mistake(error: Any) -> str:
+def _describe_usage_error(error: Any) -> str:
     """Return what is wrong with a mistyped command on one line; for an unknown option with the most
     similar one.
     """
     if not hasattr(error, "possibilities"):
         return (
-            one_line(error.format_message())
+            to_one_line(error.format_message())
             .rstrip(".?")
             .replace(". Did you mean", "; did you mean")
         )
-    near = get_close_matches(error.option_name, error.possibilities or [], 1)
-    return f"No such option {error.option_name}" + (f"; did you mean {near[0]}" if near else "")
+    similar = get_close_matches(error.option_name, error.possibilities or [], 1)
+    return f"No such option {error.option_name}" + (
+        f"; did you mean {similar[0]}" if similar else ""
+    )
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _raise_interrupt(number: int, frame: Any) -> None:
     """Raise KeyboardInterrupt with the name of the signal. A signal handler."""
     raise KeyboardInterrupt(signal.Signals(number).name)

@@ -6,8 +6,14 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import Command, Json
-from steelyard.cli.out import Output, answer, begin, dump, one_line
+from steelyard.cli.options import GroupedCommand, JsonOption
+from steelyard.cli.printing import (
+    OutputOptions,
+    print_json,
+    print_start_line,
+    print_stdout,
+    to_one_line,
+)
 from steelyard.errors import RequestError
 
 app = typer.Typer(
@@ -24,7 +30,7 @@ def root() -> None:
     """Do nothing. Typer keeps the name of a group's only command if the group has a callback."""
 
 
-@app.command(cls=Command)
+@app.command(cls=GroupedCommand)
 def new(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Of the case; the file is NAME.toml.")
@@ -40,7 +46,7 @@ def new(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the file.")] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that exists.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Write a complete case file, sizes full and smoke, for the model of a folder, and say what was
     assumed.
@@ -50,52 +56,52 @@ def new(
       steelyard case new smollm2-mmlu --from SmolLM2-135M/ --task mmlu
       steelyard run smollm2-mmlu.toml --weights SmolLM2-135M/ --data mmlu/
     """
-    begin("reading the model's folder", Output(as_json))
+    print_start_line("reading the model's folder", OutputOptions(as_json))
     from steelyard.case import resolve
-    from steelyard.case.new import slug
-    from steelyard.cli.own import AUTO, new_case
+    from steelyard.case.new_case import make_slug
+    from steelyard.cli.model_case import AUTO_FAMILY, make_complete_case
 
-    if slug(name) != name:
+    if make_slug(name) != name:
         raise RequestError(
             f"{name!r}: a name of a case has small letters, digits, '-' and '.'; such as"
-            f" {slug(name)}"
+            f" {make_slug(name)}"
         )
     path = out / f"{name}.toml"
     if path.exists() and not force:
         raise RequestError(f"{path} exists; give another name, or add --force")
-    made = new_case(source, task, name)
-    full = resolve.resolve(made.source, "full").case
+    result = make_complete_case(source, task, name)
+    full = resolve.resolve_case(result.source, "full").case
     sizes = [
         "full",
         *(
-            [resolve.resolve(made.source, "smoke").case.size]
-            if made.source.table.get("smoke")
+            [resolve.resolve_case(result.source, "smoke").case.size]
+            if result.source.table.get("smoke")
             else []
         ),
     ]
     try:
-        path.write_text(made.source.text, encoding="utf-8")
+        path.write_text(result.source.text, encoding="utf-8")
     except OSError as error:
         raise RequestError(
             f"{path} cannot be written: {error.strerror}; choose another --out"
         ) from error
     if as_json:
-        dump(
+        print_json(
             {
                 "path": str(path),
                 "name": name,
-                "template": made.template,
+                "template": result.template,
                 "sizes": sizes,
-                "assumed": list(made.assumed),
+                "assumed": list(result.assumed),
             }
         )
         return 0
-    lines = [f"{one_line(path)}: {one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
-    lines += [f"  {one_line(one)}" for one in made.assumed]
+    lines = [f"{to_one_line(path)}: {to_one_line(name)}, sizes {' and '.join(sizes)}", "assumed:"]
+    lines += [f"  {to_one_line(assumption)}" for assumption in result.assumed]
     run = f"steelyard run {shlex.quote(str(path))}"
-    run += " --engine transformers" if full.question.model.family == AUTO else ""
-    weights = "" if made.random else f" --weights {shlex.quote(str(source))}"
-    lines += [f"try it:  {one_line(run)} --size smoke"] if "smoke" in sizes else []
-    lines += [f"run it:  {one_line(run + weights)} --data PATH"]
-    answer("\n".join(lines))
+    run += " --engine transformers" if full.question.model.family == AUTO_FAMILY else ""
+    weights = "" if result.starts_random else f" --weights {shlex.quote(str(source))}"
+    lines += [f"try it:  {to_one_line(run)} --size smoke"] if "smoke" in sizes else []
+    lines += [f"run it:  {to_one_line(run + weights)} --data PATH"]
+    print_stdout("\n".join(lines))
     return 0

@@ -8,16 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from steelyard.cli.options import THRESHOLD, Format, Json, Lang, Threshold, To, Wide
-from steelyard.cli.out import one_line, say
+from steelyard.cli.options import (
+    DEFAULT_THRESHOLD,
+    FormatOption,
+    JsonOption,
+    LangOption,
+    ThresholdOption,
+    ToOption,
+    WideOption,
+)
+from steelyard.cli.printing import print_stderr, to_one_line
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
-    from steelyard.metrics.compare import Change, Comparison, Side
-    from steelyard.metrics.fields import Field
-    from steelyard.metrics.history import History, Indexed, Point, Trend
+    from steelyard.metrics.rate_history import IndexedRecord, RateHistory, Trend, TrendPoint
     from steelyard.metrics.ratio import Ratio
-    from steelyard.record.index import Entry
+    from steelyard.metrics.record_fields import FieldDifference
+    from steelyard.metrics.side_comparison import Comparison, ComparisonSide, ValueChange
+    from steelyard.record.index import RecordSummary
 
 
 def compare(
@@ -36,16 +44,16 @@ def compare(
             metavar="FIELD",
             help=(
                 "A field of the question that may differ, such as question.precision. case: any"
-                " field may."
+                " field_to_json may."
             ),
         ),
     ] = None,
-    threshold: Threshold = THRESHOLD,
-    format_: Format = "text",
-    lang: Lang = "en",
-    to: To = None,
-    wide: Wide = False,
-    as_json: Json = False,
+    threshold: ThresholdOption = DEFAULT_THRESHOLD,
+    format_: FormatOption = "text",
+    lang: LangOption = "en",
+    to: ToOption = None,
+    wide: WideOption = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Compare two runs of one case, with a test of significance.
 
@@ -60,23 +68,25 @@ def compare(
       steelyard compare bf16.json fp16.json --across question.precision
     """
     from steelyard import report
-    from steelyard.cli.pages import check_format, show
-    from steelyard.cli.records import read
-    from steelyard.metrics import compare as compared
+    from steelyard.cli.page_output import check_format, show_page
+    from steelyard.cli.records import read_run_records
+    from steelyard.metrics import side_comparison as compared
 
     check_format(format_, lang)
-    ours, theirs = (compared.side(str(place), read([place])) for place in (base, new))
-    found = compared.compare(ours, theirs, across or [], threshold)
-    page = partial(report.comparison, found, lang)  # type: ignore[arg-type]
-    show(page, partial(table, found), format_, lang, to, wide, as_json)
-    return 1 if found.regressed else 0
+    base_side, new_side = (
+        compared.make_side(str(path), read_run_records([path])) for path in (base, new)
+    )
+    comparison = compared.compare_sides(base_side, new_side, across or [], threshold)
+    page = partial(report.build_comparison_page, comparison, lang)  # type: ignore[arg-type]
+    show_page(page, partial(comparison_to_json, comparison), format_, lang, to, wide, as_json)
+    return 1 if comparison.has_regressed else 0
 
 
 def history(
     places: Annotated[
         list[Path], typer.Argument(metavar="DIR...", help="Folders of records, or records.")
     ],
-    threshold: Threshold = THRESHOLD,
+    threshold: ThresholdOption = DEFAULT_THRESHOLD,
     index_file: Annotated[
         Path | None,
         typer.Option(
@@ -86,11 +96,11 @@ def history(
     no_index: Annotated[
         bool, typer.Option("--no-index", help="Read every record; keep no index.")
     ] = False,
-    format_: Format = "text",
-    lang: Lang = "en",
-    to: To = None,
-    wide: Wide = False,
-    as_json: Json = False,
+    format_: FormatOption = "text",
+    lang: LangOption = "en",
+    to: ToOption = None,
+    wide: WideOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show how the rate of each case changed over time.
 
@@ -103,59 +113,65 @@ def history(
       steelyard history records/ --format html --to history.html
     """
     from steelyard import report
-    from steelyard.cli.pages import check_format, show
-    from steelyard.metrics import history as trends
+    from steelyard.cli.page_output import check_format, show_page
+    from steelyard.metrics import rate_history as trends
 
     check_format(format_, lang)
     if no_index and index_file is not None:
         raise RequestError("--index and --no-index cannot be combined; drop one")
-    for place in places:
-        if not place.exists():
-            raise RequestError(f"{str(place)!r} does not exist; give folders of records")
-    found = trends.history(_entries(places, index_file, no_index), threshold)
-    page = partial(report.history, found, lang)  # type: ignore[arg-type]
-    show(page, partial(_history_table, found), format_, lang, to, wide, as_json)
+    for path in places:
+        if not path.exists():
+            raise RequestError(f"{str(path)!r} does not exist; give folders of records")
+    history_found = trends.build_history(_index_records(places, index_file, no_index), threshold)
+    page = partial(report.build_history_page, history_found, lang)  # type: ignore[arg-type]
+    show_page(page, partial(_history_to_json, history_found), format_, lang, to, wide, as_json)
 
 
-def table(found: "Comparison") -> dict[str, Any]:
+def comparison_to_json(comparison: "Comparison") -> dict[str, Any]:
     """Return a comparison as the dict that `compare --json` and `reproduce --json` print."""
-    case = (found.base.finished or found.base.records)[0].case
-    own, theirs = found.answers
+    case = (comparison.base.finished or comparison.base.records)[0].case
+    base_answers, new_answers = comparison.answers
     return {
         "case": {"name": case.name, "key": case.key, "size": case.size},
-        "outcome": found.outcome,
-        "regressed": found.regressed,
-        "threshold": found.threshold,
-        "unit": found.unit,
-        "ratio": ratio_table(found.ratio),
-        "why": None if found.why is None else asdict(found.why),
-        "base": _side(found, found.base, 0),
-        "new": _side(found, found.new, 1),
-        "across": [field(one) for one in found.across],
-        "quality": found.quality,
+        "outcome": comparison.outcome,
+        "regressed": comparison.has_regressed,
+        "threshold": comparison.threshold,
+        "unit": comparison.unit,
+        "ratio": ratio_to_json(comparison.ratio),
+        "why": None if comparison.why is None else asdict(comparison.why),
+        "base": _side_to_json(comparison, comparison.base, 0),
+        "new": _side_to_json(comparison, comparison.new, 1),
+        "across": [field_to_json(item) for item in comparison.question_differences],
+        "quality": comparison.quality_metric,
         "answers": {
-            "base": None if own is None else asdict(own),
-            "new": None if theirs is None else asdict(theirs),
+            "base": None if base_answers is None else asdict(base_answers),
+            "new": None if new_answers is None else asdict(new_answers),
         },
-        "metrics": [_change(one) for one in found.metrics],
-        "phases": [_change(one) for one in found.phases],
-        "tokens_per_step": {"base": found.steps[0], "new": found.steps[1]},
-        "differs": [field(one) for one in found.differs],
+        "metrics": [_change_to_json(item) for item in comparison.metrics],
+        "phases": [_change_to_json(item) for item in comparison.phases],
+        "tokens_per_step": {
+            "base": comparison.tokens_per_step[0],
+            "new": comparison.tokens_per_step[1],
+        },
+        "differs": [field_to_json(item) for item in comparison.setting_differences],
     }
 
 
-def _side(found: "Comparison", side: "Side", place: int) -> dict[str, Any]:
+def _side_to_json(comparison: "Comparison", side: "ComparisonSide", index: int) -> dict[str, Any]:
     """Return one side of a comparison as JSON data; `index` is 0 for the base and 1 for the new
     side. Rates are None if the side has none.
     """
-    rate = found.rates[place]
+    rate = comparison.rates[index]
     return {
         "name": side.name,
         "records": [record.id for record in side.records],
         "valid": len(side.valid),
         "left_out": [
-            {"record": one.id, "reasons": [reason.code for reason in one.reasons]}
-            for one in side.left_out
+            {
+                "record": excluded_record.id,
+                "reasons": [reason.code for reason in excluded_record.reasons],
+            }
+            for excluded_record in side.not_valid
         ],
         "rate": None if rate is None else rate.estimate.value,
         "rate_interval": None if rate is None else rate.estimate.interval,
@@ -163,53 +179,63 @@ def _side(found: "Comparison", side: "Side", place: int) -> dict[str, Any]:
     }
 
 
-def _change(one: "Change") -> dict[str, Any]:
+def _change_to_json(change: "ValueChange") -> dict[str, Any]:
     """Return a metric or phase of both sides, with the ratio of the two, as JSON data."""
-    told = {"name": one.name, "unit": one.unit, "base": one.base, "new": one.new}
-    return told | {"ratio": ratio_table(one.ratio), "direction": one.direction or None}
+    entry = {"name": change.name, "unit": change.unit, "base": change.base, "new": change.new}
+    return entry | {"ratio": ratio_to_json(change.ratio), "direction": change.direction or None}
 
 
-def ratio_table(one: "Ratio | None") -> dict[str, Any] | None:
+def ratio_to_json(ratio: "Ratio | None") -> dict[str, Any] | None:
     """Return a ratio of two rates with its interval and verdict as JSON data; None for None."""
-    if one is None:
+    if ratio is None:
         return None
     return {
-        "value": one.value,
-        "interval": one.interval,
-        "interval_from": one.source,
-        "verdict": one.verdict,
+        "value": ratio.value,
+        "interval": ratio.interval,
+        "interval_from": ratio.source,
+        "verdict": ratio.verdict,
     }
 
 
-def field(one: "Field") -> dict[str, Any]:
+def field_to_json(difference: "FieldDifference") -> dict[str, Any]:
     """Return a field that differs between two sides as JSON data, with the list of values on each
     side.
     """
-    return {"field": one.name, "base": list(one.base), "new": list(one.new)}
+    return {"field": difference.name, "base": list(difference.base), "new": list(difference.new)}
 
 
-def _entries(places: list[Path], named: Path | None, no_index: bool) -> "dict[Path, Entry]":
+def _index_records(
+    paths_given: list[Path], index_file: Path | None, no_index: bool
+) -> "dict[Path, RecordSummary]":
     """Return the index entry of every run record in these files and folders, by path.
 
     The index is `index_file`, or if None the one in the user's cache; it is read and updated,
     unless `no_index`. Spec records are left out with a line on stderr, and warnings are printed
     there. Raise RequestError if there is no run record.
     """
-    from steelyard.cli.records import only_runs, paths
-    from steelyard.metrics.history import summary
+    from steelyard.cli.records import drop_spec_records, find_record_paths
+    from steelyard.metrics.rate_history import summarize_record
     from steelyard.record import index
     from steelyard.run import environment
 
-    every = [path for place in places for path in paths([place])]
-    runs = only_runs(list(dict.fromkeys(every)))
-    file = None if no_index else _own_index() if named is None else index.named(named)
-    found, warnings = index.entries(runs, file, environment.package_hash(), summary)
+    record_paths = [path for path_given in paths_given for path in find_record_paths([path_given])]
+    runs = drop_spec_records(list(dict.fromkeys(record_paths)))
+    index_path = (
+        None
+        if no_index
+        else _find_user_index()
+        if index_file is None
+        else index.check_index_path(index_file)
+    )
+    entries, warnings = index.summarize_records(
+        runs, index_path, environment.hash_package(), summarize_record
+    )
     for warning in warnings:
-        say(f"warning: {one_line(warning)}")
-    return found
+        print_stderr(f"warning: {to_one_line(warning)}")
+    return entries
 
 
-def _own_index() -> Path | None:
+def _find_user_index() -> Path | None:
     """Return the path of the index in the user's cache folder, which is created. Print a warning
     and return None if that folder cannot be used.
     """
@@ -217,46 +243,48 @@ def _own_index() -> Path | None:
     from steelyard.run import environment
 
     try:
-        return environment.private_cache(os.environ, "index") / index.NAME
+        return environment.make_private_cache(os.environ, "index") / index.INDEX_NAME
     except (OSError, RequestError) as error:
-        say(f"warning: no index is kept: {one_line(error)}")
+        print_stderr(f"warning: no index is kept: {to_one_line(error)}")
         return None
 
 
-def _history_table(found: "History") -> dict[str, Any]:
+def _history_to_json(history: "RateHistory") -> dict[str, Any]:
     """Return a history as the dict that `history --json` prints: its trends, and the files that are
     not sound records.
     """
     return {
-        "threshold": found.threshold,
-        "trends": [_trend(one) for one in found.trends],
-        "wrong": [{"path": str(one.path), "why": one.entry.wrong} for one in found.wrong],
+        "threshold": history.threshold,
+        "trends": [_trend_to_json(item) for item in history.trends],
+        "wrong": [
+            {"path": str(item.path), "why": item.entry.wrong} for item in history.not_verified
+        ],
     }
 
 
-def _trend(trend: "Trend") -> dict[str, Any]:
+def _trend_to_json(trend: "Trend") -> dict[str, Any]:
     """Return a trend (the runs of one case and setup over time) as JSON data, with its first bad
     record or None.
     """
-    head, bad = trend.head, trend.bad
+    head, bad = trend.first_entry, trend.first_bad
     names = ("name", "size", "key", "division", "precision", "engine", "plan", "scope", "devices")
-    told = None
+    first_bad = None
     if bad is not None:
         why = {
             "codes": list(bad.record.entry.codes),
-            "ratio": ratio_table(bad.ratio),
+            "ratio": ratio_to_json(bad.ratio),
             "best": bad.best and bad.best.entry.id,
         }
-        told = _run(bad.record) | why
+        first_bad = _run_to_json(bad.record) | why
     return {
         **head.model_dump(mode="json", include=set(names)),
         "unit": trend.unit,
-        "points": [_point(one) for one in trend.points],
-        "first_bad": told,
+        "points": [_point_to_json(point) for point in trend.points],
+        "first_bad": first_bad,
     }
 
 
-def _point(point: "Point") -> dict[str, Any]:
+def _point_to_json(point: "TrendPoint") -> dict[str, Any]:
     """Return a point of a trend (a run, or repeats of it) as JSON data; its rate is None if no run
     has one.
     """
@@ -268,13 +296,13 @@ def _point(point: "Point") -> dict[str, Any]:
         "rate": None if point.rate is None else point.rate.value,
         "rate_interval": None if point.rate is None else point.rate.interval,
         "interval_from": point.source,
-        "to_first": ratio_table(point.to_first),
-        "to_before": ratio_table(point.to_before),
-        "records": [_run(one) for one in point.runs],
+        "to_first": ratio_to_json(point.to_first),
+        "to_before": ratio_to_json(point.to_previous),
+        "records": [_run_to_json(run) for run in point.runs],
     }
 
 
-def _run(one: "Indexed") -> dict[str, Any]:
+def _run_to_json(run: "IndexedRecord") -> dict[str, Any]:
     """Return id, path, status and rate of an indexed record as JSON data."""
-    entry = one.entry
-    return {"id": entry.id, "path": str(one.path), "status": entry.status, "rate": entry.rate}
+    entry = run.entry
+    return {"id": entry.id, "path": str(run.path), "status": entry.status, "rate": entry.rate}

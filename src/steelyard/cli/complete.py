@@ -9,10 +9,13 @@ from typing import Any, get_args
 
 from steelyard import plugins
 
-CASES, ENGINES = "steelyard.case.resolve:names", "steelyard.engine.rows:table"
+CASES_REFERENCE, ENGINES_REFERENCE = (
+    "steelyard.case.resolve:list_shipped_cases",
+    "steelyard.engine.engine_rows:load_engine_rows",
+)
 
 
-def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[str]]:
+def _make_completer(*names: str, reference: str | None = None) -> Callable[[str], list[str]]:
     """Return a completion function for the given names and those at `reference`, loaded when it is
     called.
 
@@ -22,32 +25,32 @@ def _offer(*names: str, reference: str | None = None) -> Callable[[str], list[st
 
     def complete(incomplete: str) -> list[str]:
         """Return the names that begin with the text typed; those at the reference come first."""
-        known: Any = () if reference is None else plugins.load(reference)
-        known = get_args(known) or (known() if callable(known) else known)
-        every = [*(getattr(one, "name", one) for one in known), *names]
-        return [name for name in every if name.startswith(incomplete)]
+        loaded: Any = () if reference is None else plugins.load_reference(reference)
+        loaded = get_args(loaded) or (loaded() if callable(loaded) else loaded)
+        candidates = [*(getattr(item, "name", item) for item in loaded), *names]
+        return [name for name in candidates if name.startswith(incomplete)]
 
     return complete
 
 
-cases = _offer("smoke", reference=CASES)
-shipped_cases = _offer(reference=CASES)
-data = _offer(reference="steelyard.sources.table:DATA")
-weights = _offer(reference="steelyard.sources.table:WEIGHTS")
-engines = _offer(reference=ENGINES)
-engines_or_all = _offer("all", reference=ENGINES)
-sizes = _offer("full", "smoke")
-divisions = _offer(reference="steelyard.data.division:Division")
-accelerators = _offer(reference="steelyard.accelerators:table")
-launchers = _offer(reference="steelyard.run.launch:table")
-formats = _offer("text", "md", "html")
-report_formats = _offer("text", "md", "html", "csv")
-langs = _offer("en", "zh")
+cases = _make_completer("smoke", reference=CASES_REFERENCE)
+shipped_cases = _make_completer(reference=CASES_REFERENCE)
+data = _make_completer(reference="steelyard.sources.catalog:DATA_SOURCES")
+weights = _make_completer(reference="steelyard.sources.catalog:WEIGHT_SOURCES")
+engines = _make_completer(reference=ENGINES_REFERENCE)
+engines_or_all = _make_completer("all", reference=ENGINES_REFERENCE)
+sizes = _make_completer("full", "smoke")
+divisions = _make_completer(reference="steelyard.data.division:Division")
+accelerators = _make_completer(reference="steelyard.accelerators:load_accelerators")
+launchers = _make_completer(reference="steelyard.run.launch:load_launchers")
+formats = _make_completer("text", "md", "html")
+report_formats = _make_completer("text", "md", "html", "csv")
+langs = _make_completer("en", "zh")
 
 
 def precisions(incomplete: str) -> list[str]:
     """Return the precision names of all kinds of work that begin with what has been typed."""
-    from steelyard.case.precision import presets
+    from steelyard.case.precision import load_presets
 
-    names = dict.fromkeys(name for rows in presets().values() for name in rows)
+    names = dict.fromkeys(name for rows in load_presets().values() for name in rows)
     return [name for name in names if name.startswith(incomplete)]

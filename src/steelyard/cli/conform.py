@@ -1,6 +1,6 @@
 """Compare what an engine computes with what engine torch computes, on cases at size smoke.
 
-The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform.py` compares two
+The command `conform` (`cli/run.py`) calls `compare_with_torch`; `metrics/conform_checks.py` compares two
 records, `run/conformity.py` stores the result.
 """
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 from steelyard.case import resolve
 from steelyard.case.request import DEFAULT_ENGINE as YARDSTICK
-from steelyard.case.request import EngineSettings, Request, engine_settings
-from steelyard.case.resolve import Resolved
-from steelyard.cli.out import aligned, answer, dump, say
-from steelyard.cli.runs import interrupted
-from steelyard.engine import rows as engine_rows
-from steelyard.engine.rows import EngineRow
+from steelyard.case.request import EngineSettings, Request, split_engine_settings
+from steelyard.case.resolve import ResolvedCase
+from steelyard.cli.execute_runs import is_interrupted
+from steelyard.cli.printing import align_columns, print_json, print_stderr, print_stdout
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine.engine_rows import EngineRow
 from steelyard.errors import RequestError
-from steelyard.metrics.conform import Compared, compare
+from steelyard.metrics.conform_checks import ConformCheck, check_conformity
 from steelyard.record.record import Record
 from steelyard.run import conformity
+from steelyard.run.checked_request import check_request
 from steelyard.run.parent import run_case
-from steelyard.run.ready import ready
 
-STEPS = 2
+TRAINING_STEPS = 2
 
 
 def compare_with_torch(
@@ -37,8 +37,8 @@ def compare_with_torch(
     RequestError for settings other than engine.KEY, for engine torch itself, and for engines that
     cannot be compared; KeyboardInterrupt if a run is interrupted.
     """
-    row = engine_rows.row(engine)
-    of_engine, others = engine_settings(settings)
+    row = engine_rows.find_engine(engine)
+    engine_paths, others = split_engine_settings(settings)
     if others:
         raise RequestError(
             f"--set {others[0]!r}: conform takes only engine.KEY=VALUE, such as"
@@ -50,87 +50,97 @@ def compare_with_torch(
         raise RequestError(
             f"engine {engine!r} has its own weights and rows, so its steps cannot be compared"
         )
-    rows: list[Compared] = []
+    rows: list[ConformCheck] = []
     finished = True
     packages: dict[str, str] | None = None
-    chosen = _cases(row, cases)
+    chosen = _resolve_cases(row, cases)
     with tempfile.TemporaryDirectory(prefix="steelyard-conform-") as folder:
-        for one in chosen:
-            ours = _run(one, YARDSTICK, EngineSettings(), accelerator, Path(folder))
-            theirs = _run(one, engine, of_engine, accelerator, Path(folder))
-            rows += compare(ours, theirs)
-            finished &= "failed" not in (ours.status, theirs.status)
+        for item in chosen:
+            torch_record = _run_smoke(item, YARDSTICK, EngineSettings(), accelerator, Path(folder))
+            engine_record = _run_smoke(item, engine, engine_paths, accelerator, Path(folder))
+            rows += check_conformity(torch_record, engine_record)
+            finished &= "failed" not in (torch_record.status, engine_record.status)
             packages = (
-                theirs.environment.software.packages if of_engine.python is not None else None
+                engine_record.environment.software.packages
+                if engine_paths.python is not None
+                else None
             )
-    sound = all(one.ok for one in rows)
+    conforms = all(item.ok for item in rows)
     if not finished:
-        say("not kept: a run failed, which may be the machine's fault; mend it and run again")
+        print_stderr(
+            "not kept: a run failed, which may be the machine's fault; mend it and run again"
+        )
     # some of the cases can show that an engine does not conform, never that it does
-    elif cases is None or not sound:
-        say(f"kept: {conformity.keep(row, [one.case.name for one in chosen], sound, packages)}")
+    elif cases is None or not conforms:
+        print_stderr(
+            f"kept: {conformity.write_conformity(row, [item.case.name for item in chosen], conforms, packages)}"
+        )
     if as_json:
-        told = [{**asdict(row), "ok": row.ok} for row in rows]
-        dump(
+        entries = [{**asdict(row), "ok": row.ok} for row in rows]
+        print_json(
             {
                 "engine": engine,
-                "version": conformity.engine_version(row, packages),
-                "conforms": sound,
-                "rows": told,
+                "version": conformity.hash_engine(row, packages),
+                "conforms": conforms,
+                "rows": entries,
             }
         )
     else:
-        answer(_table(engine, rows, sound))
-    return 0 if sound else 1
+        print_stdout(_format_comparison(engine, rows, conforms))
+    return 0 if conforms else 1
 
 
-def _cases(row: EngineRow, names: list[str] | None) -> list[Resolved]:
+def _resolve_cases(row: EngineRow, names: list[str] | None) -> list[ResolvedCase]:
     """Return the cases (None: all shipped ones that the engine runs), resolved at size smoke in
     division closed, with dropout 0: engines draw random numbers in different orders.
 
     Raise RequestError if the engine refuses a case that was named, or runs none.
     """
-    out: list[Resolved] = []
-    for name in names or resolve.names():
-        found = resolve.resolve(name, "smoke", None, "closed").case
-        refusal = row.refusal(found)
+    resolved: list[ResolvedCase] = []
+    for name in names or resolve.list_shipped_cases():
+        case = resolve.resolve_case(name, "smoke", None, "closed").case
+        refusal = row.refusal(case)
         if refusal is not None and names:
             raise RequestError(refusal)
         if refusal is None:
-            random = [
+            without_dropout = [
                 f"question.model.{key}=0"
                 for key in ("dropout",)
-                if hasattr(found.question.model, key)
+                if hasattr(case.question.model, key)
             ]
-            out.append(resolve.resolve(name, "smoke", None, "closed", random))
-    if not out:
+            resolved.append(resolve.resolve_case(name, "smoke", None, "closed", without_dropout))
+    if not resolved:
         raise RequestError(f"engine {row.name!r} runs none of the cases; see steelyard list")
-    return out
+    return resolved
 
 
-def _run(
-    resolved: Resolved, engine: str, of_engine: EngineSettings, accelerator: str, folder: Path
+def _run_smoke(
+    resolved: ResolvedCase,
+    engine: str,
+    engine_paths: EngineSettings,
+    accelerator: str,
+    folder: Path,
 ) -> Record:
     """Run a case once and return its record, which is written to `folder`; training runs for two
     steps. Print a line on stderr before, and raise KeyboardInterrupt if the run was interrupted.
     """
-    steps = STEPS if resolved.case.question.train is not None else None
-    say(f"{resolved.case.name} {engine}")
+    steps = TRAINING_STEPS if resolved.case.question.train is not None else None
+    print_stderr(f"{resolved.case.name} {engine}")
     request = Request(
         resolved=resolved,
         engine=engine,
-        engine_settings=of_engine,
+        engine_settings=engine_paths,
         accelerator=accelerator,
         steps=steps,
         out=folder,
     )
-    made = run_case(ready(request))[0]
-    if interrupted(made):
+    record = run_case(check_request(request))[0]
+    if is_interrupted(record):
         raise KeyboardInterrupt
-    return made
+    return record
 
 
-def _table(engine: str, rows: list[Compared], sound: bool) -> str:
+def _format_comparison(engine: str, rows: list[ConformCheck], conforms: bool) -> str:
     """Format the comparison as aligned lines, one per quantity, and a last line that says whether
     the engine conforms.
     """
@@ -139,27 +149,27 @@ def _table(engine: str, rows: list[Compared], sound: bool) -> str:
         head,
         *(
             (
-                r.case,
-                r.what,
-                _cell(r.ours),
-                _cell(r.theirs),
-                _cell(r.apart),
-                _cell(r.allowed),
-                _word(r),
+                row.case,
+                row.what,
+                _format_cell(row.ours),
+                _format_cell(row.theirs),
+                _format_cell(row.apart),
+                _format_cell(row.allowed),
+                _format_verdict(row),
             )
-            for r in rows
+            for row in rows
         ),
     ]
     return "\n".join(
-        [*aligned(cells), f"engine {engine} {'conforms' if sound else 'does not conform'}"]
+        [*align_columns(cells), f"engine {engine} {'conforms' if conforms else 'does not conform'}"]
     )
 
 
-def _word(row: Compared) -> str:
+def _format_verdict(row: ConformCheck) -> str:
     """Return `ok`, or `WRONG` if a quantity differs by more than its tolerance."""
     return "ok" if row.ok else "WRONG"
 
 
-def _cell(value: float | str | None) -> str:
+def _format_cell(value: float | str | None) -> str:
     """Format a value for the table: numbers with six digits, `/` for None."""
     return "/" if value is None else value if isinstance(value, str) else f"{value:.6g}"

@@ -7,14 +7,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from steelyard.cli import complete
-from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
-from steelyard.cli.out import Output, aligned, answer, begin, dump, one_line, sized
+from steelyard.cli.options import (
+    AgainOption,
+    FromOption,
+    GroupedCommand,
+    JsonOption,
+    MirrorsOption,
+    QuietOption,
+    RepinOption,
+    TimeoutOption,
+)
+from steelyard.cli.printing import (
+    OutputOptions,
+    align_columns,
+    format_file_sizes,
+    print_json,
+    print_start_line,
+    print_stdout,
+    to_one_line,
+)
 
 if TYPE_CHECKING:
-    from steelyard.data.tokenize import CorpusInspection, TokenFiles
+    from steelyard.data.token_files import CorpusInspection, TokenFiles
     from steelyard.data.tokenizer import Tokenizer
 
-TOKENIZER = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
+TOKENIZER_HELP = (
+    "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or the folder of one."
+)
 
 app = typer.Typer(
     help=(
@@ -25,7 +44,7 @@ app = typer.Typer(
 )
 
 
-@app.command("get", cls=Command)
+@app.command("get", cls=GroupedCommand)
 def get_data(
     name: Annotated[
         str,
@@ -35,13 +54,13 @@ def get_data(
             autocompletion=complete.data,
         ),
     ],
-    offline: From = None,
-    mirrors: Mirrors = None,
-    again: Again = False,
-    repin: Repin = False,
-    timeout: Timeout = 30.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    offline: FromOption = None,
+    mirrors: MirrorsOption = None,
+    again: AgainOption = False,
+    repin: RepinOption = False,
+    timeout: TimeoutOption = 30.0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> int:
     """Download a data set, check it, and keep it for --data auto.
 
@@ -55,39 +74,39 @@ def get_data(
       steelyard data get record --from /media/usb
       steelyard data get openwebtext --mirror https://files.example.org/steelyard
     """
-    output = Output(as_json, quiet)
-    begin("getting", output)
+    output = OutputOptions(as_json, quiet)
+    print_start_line("getting", output)
     from steelyard.cli import get
 
-    return get.get(
+    return get.get_source(
         "data",
-        get.data_name(name),
+        get.find_data_name(name),
         None,
-        get.checked_wish(offline, mirrors, again, repin),
+        get.make_fetch_options(offline, mirrors, again, repin),
         timeout,
         output,
     )
 
 
-@app.command("list", cls=Command)
-def list_data(as_json: Json = False) -> None:
+@app.command("list", cls=GroupedCommand)
+def list_data(as_json: JsonOption = False) -> None:
     """List data sets that can be got: size, licence, what is here and where.
 
     Example: steelyard data list
     """
     from steelyard.cli import get
 
-    get.show_list("data", as_json)
+    get.print_sources("data", as_json)
 
 
-@app.command(cls=Command)
+@app.command(cls=GroupedCommand)
 def pack(
     inputs: Annotated[
         list[Path],
         typer.Argument(metavar="INPUT", help="JSON lines, one document a line, plain or gzipped."),
     ],
     tokenizer: Annotated[
-        Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER}")
+        Path, typer.Option(metavar="PATH", help=f"The model's tokenizer: {TOKENIZER_HELP}")
     ],
     out: Annotated[
         Path,
@@ -103,7 +122,7 @@ def pack(
         ),
     ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Tokenize text into a pair of token files, which training cases read with --data.
 
@@ -115,23 +134,23 @@ def pack(
       steelyard data pack texts.jsonl.gz --tokenizer tokenizer.model --out corpus
       steelyard data pack pages.jsonl --key content --tokenizer gpt2/ --out pages
     """
-    begin("reading the tokenizer", Output(as_json))
-    from steelyard.cli.progress import showing_bytes
-    from steelyard.data.tokenize import tokenize
-    from steelyard.data.tokenizer import load
+    print_start_line("reading the tokenizer", OutputOptions(as_json))
+    from steelyard.cli.progress import show_bytes_progress
+    from steelyard.data.token_files import write_token_files
+    from steelyard.data.tokenizer import load_tokenizer
 
-    known = load([tokenizer])
-    with showing_bytes(one_line(out.name), quiet=as_json) as watch:
-        made = tokenize(inputs, known, out, key, append_end, force, watch)
-    paths = [(str(out.with_name(name)), size_bytes) for name, size_bytes in made.files]
+    loaded = load_tokenizer([tokenizer])
+    with show_bytes_progress(to_one_line(out.name), quiet=as_json) as watch:
+        token_files = write_token_files(inputs, loaded, out, key, append_end, force, watch)
+    paths = [(str(out.with_name(name)), size_bytes) for name, size_bytes in token_files.files]
     if as_json:
         files = [{"path": path, "size_bytes": size_bytes} for path, size_bytes in paths]
-        dump({**asdict(made), "files": files})
+        print_json({**asdict(token_files), "files": files})
     else:
-        answer("\n".join(aligned(_written(made, paths))))
+        print_stdout("\n".join(align_columns(_list_pack_facts(token_files, paths))))
 
 
-@app.command(cls=Command)
+@app.command(cls=GroupedCommand)
 def inspect(
     source: Annotated[
         Path,
@@ -142,10 +161,10 @@ def inspect(
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="PATH", help=f"Check every token id against this tokenizer: {TOKENIZER}"
+            metavar="PATH", help=f"Check every token id against this tokenizer: {TOKENIZER_HELP}"
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a pair of token files holds: documents, tokens, and the split for training.
 
@@ -155,62 +174,72 @@ def inspect(
       steelyard data inspect data/ --tokenizer Llama-7b/tokenizer.model
     """
     from steelyard.data.corpus import check_ids, open_corpus
-    from steelyard.data.tokenize import inspect as look
-    from steelyard.data.tokenizer import load
+    from steelyard.data.token_files import inspect_corpus as look
+    from steelyard.data.tokenizer import load_tokenizer
 
-    known = None if tokenizer is None else load([tokenizer])
+    loaded = None if tokenizer is None else load_tokenizer([tokenizer])
     corpus = open_corpus(source)
-    if known is not None:
-        check_ids(corpus, known.vocab)
-    found = look(corpus)
+    if loaded is not None:
+        check_ids(corpus, loaded.vocab)
+    inspection = look(corpus)
     if as_json:
-        about = (
+        tokenizer_facts = (
             None
-            if known is None
-            else {"source": known.source, "vocab": known.vocab, "sha256": known.sha256}
+            if loaded is None
+            else {"source": loaded.source, "vocab": loaded.vocab, "sha256": loaded.sha256}
         )
-        dump({"path": str(source), **asdict(found), "tokenizer": about})
+        print_json({"path": str(source), **asdict(inspection), "tokenizer": tokenizer_facts})
     else:
-        answer("\n".join(aligned(_facts(found, known))))
+        print_stdout("\n".join(align_columns(_list_corpus_facts(inspection, loaded))))
 
 
-def _written(made: "TokenFiles", paths: list[tuple[str, int]]) -> list[tuple[str, str]]:
+def _list_pack_facts(
+    token_files: "TokenFiles", paths: list[tuple[str, int]]
+) -> list[tuple[str, str]]:
     """Return label and value of each line that `data pack` prints about the token files that it
     wrote; `paths` are their paths and sizes in bytes.
     """
     return [
-        ("documents", str(made.documents)),
-        ("skipped", f"{made.skipped} without a word" if made.skipped else "0"),
-        ("tokens", str(made.tokens)),
-        ("fingerprint", made.fingerprint),
-        *(("" if i else "files", text) for i, text in enumerate(sized(paths))),
+        ("documents", str(token_files.documents)),
+        ("skipped", f"{token_files.skipped} without a word" if token_files.skipped else "0"),
+        ("tokens", str(token_files.tokens)),
+        ("fingerprint", token_files.fingerprint),
+        *(("" if i else "files", text) for i, text in enumerate(format_file_sizes(paths))),
     ]
 
 
-def _facts(found: "CorpusInspection", tokenizer: "Tokenizer | None") -> list[tuple[str, str]]:
+def _list_corpus_facts(
+    inspection: "CorpusInspection", tokenizer: "Tokenizer | None"
+) -> list[tuple[str, str]]:
     """Return label and value of each line that `data inspect` prints; `tokenizer` is the one that
     ids were checked against, or None.
     """
-    from steelyard.data.tokenize import ROW
+    from steelyard.data.token_files import ROW_TOKENS
 
     rows = [
-        ("name", one_line(found.name)),
-        ("documents", str(found.documents)),
-        ("tokens", str(found.tokens)),
-        ("dtype", found.dtype),
-        ("lengths", f"{found.shortest} to {found.longest}, {found.mean:.1f} in the mean"),
-        ("highest id", str(found.highest)),
+        ("name", to_one_line(inspection.name)),
+        ("documents", str(inspection.documents)),
+        ("tokens", str(inspection.tokens)),
+        ("dtype", inspection.dtype),
+        (
+            "lengths",
+            f"{inspection.shortest} to {inspection.longest}, {inspection.mean:.1f} in the mean",
+        ),
+        ("highest id", str(inspection.highest)),
     ]
-    if found.splits is None:
+    if inspection.splits is None:
         rows.append(("split", "/ (too few documents to train on, to validate and to test)"))
     else:
         rows += [
-            (name, f"{part.tokens} tokens in {part.documents} document(s)")
-            for name, part in found.splits.items()
+            (name, f"{split.tokens} tokens in {split.documents} document(s)")
+            for name, split in inspection.splits.items()
         ]
-        rows.append(("epoch", f"{found.rows} rows of {ROW} tokens"))
+        rows.append(("epoch", f"{inspection.rows} rows of {ROW_TOKENS} tokens"))
     if tokenizer is not None:
         rows.append(
-            ("tokenizer", f"{one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}")
+            (
+                "tokenizer",
+                f"{to_one_line(tokenizer.source)}: every id is below its {tokenizer.vocab}",
+            )
         )
-    return [*rows, ("fingerprint", found.fingerprint)]
+    return [*rows, ("fingerprint", inspection.fingerprint)]

@@ -12,23 +12,32 @@ from typing import Any
 
 from steelyard.case import resolve
 from steelyard.case.case import Case
-from steelyard.cli.out import Output, aligned, answer, dump, one_line, say, size, sized
-from steelyard.cli.progress import showing_bytes
+from steelyard.cli.printing import (
+    OutputOptions,
+    align_columns,
+    format_file_sizes,
+    format_size,
+    print_json,
+    print_stderr,
+    print_stdout,
+    to_one_line,
+)
+from steelyard.cli.progress import show_bytes_progress
 from steelyard.errors import RequestError
 from steelyard.run import environment
-from steelyard.run.clock import sleep, today
-from steelyard.sources import get as sources
-from steelyard.sources import hub, table
-from steelyard.sources.download import DownloadError, Meter, Tools
-from steelyard.sources.get import Wish
-from steelyard.sources.http import Web
-from steelyard.sources.store import CheckedBy, Here, Store
-from steelyard.sources.table import Kind, Source
+from steelyard.run.clock import read_utc_time, sleep
+from steelyard.sources import catalog, huggingface
+from steelyard.sources import fetch as sources
+from steelyard.sources.catalog import CatalogSource, SourceKind
+from steelyard.sources.download import DownloadError, DownloadTools, TransferMeter
+from steelyard.sources.fetch import FetchOptions
+from steelyard.sources.http import HttpClient
+from steelyard.sources.store import CheckedBy, SourceStore, StoredSource
 
-AUTO = "auto"  # in place of a path: what was downloaded
-MOST_TIMEOUT_S = 86400
+AUTO_PATH = "auto"  # in place of a path: what was downloaded
+MAX_TIMEOUT_S = 86400
 
-_CHECKED: dict[CheckedBy, str] = {
+_CHECK_TEXTS: dict[CheckedBy, str] = {
     "table": "checked by its known hash",
     "pins": "checked by its pin",
     "hub": "checked by the hub's list",
@@ -37,64 +46,71 @@ _CHECKED: dict[CheckedBy, str] = {
 }
 
 
-def data_of(data: Path | None, case: Case) -> Path | None:
+def find_data_path(data: Path | None, case: Case) -> Path | None:
     """Return the path that --data means for a case: the path itself, or for `auto` the downloaded
     data set of its task.
 
     Return None if `data` is None, and for `auto` at size smoke, whose data is generated. Raise
     RequestError if `auto` has no data set for the task, or it is not downloaded yet.
     """
-    if data is None or str(data) != AUTO:
+    if data is None or str(data) != AUTO_PATH:
         return data
     if case.size == "smoke":
         return None
-    source = table.of_task(case.question.row.name)
+    source = catalog.find_task_source(case.question.task_row.name)
     if source is None:
         raise RequestError(
-            f"--data auto: nothing is known to get for task {case.question.row.name!r}; give a path"
+            f"--data auto: nothing is known to get for task {case.question.task_row.name!r}; give a path"
         )
-    here = _store("data").find(source.name)
-    if here is None:
+    stored = _open_store("data").find(source.name)
+    if stored is None:
         raise RequestError(
             f"--data auto: {source.name} is not here yet; run steelyard data get {source.name}"
             " first"
         )
-    return here.path
+    return stored.path
 
 
-def checked_wish(offline: Path | None, mirrors: list[str] | None, again: bool, repin: bool) -> Wish:
+def make_fetch_options(
+    offline_folder: Path | None, mirrors: list[str] | None, again: bool, repin: bool
+) -> FetchOptions:
     """Check the options of `data get` and `weights get` and return them as one object;
     `offline_folder` is that of --from.
 
     Raise RequestError if --from is no folder or combined with --mirror, or a mirror is no http
     address or holds a password.
     """
-    if offline is not None and not offline.is_dir():
+    if offline_folder is not None and not offline_folder.is_dir():
         raise RequestError(
-            f"--from {str(offline)!r} is not a folder; name the one that has the files"
+            f"--from {str(offline_folder)!r} is not a folder; name the one that has the files"
         )
-    if offline is not None and mirrors:
+    if offline_folder is not None and mirrors:
         raise RequestError("--from and --mirror cannot be combined; drop one")
     for url in mirrors or []:
         if not url.startswith(("https://", "http://")):
             raise RequestError(f"--mirror {url!r}: not an address; allowed: https://… or http://…")
         if "@" in url.split("/")[2]:
             raise RequestError("--mirror: an address with a name and a password in it is not taken")
-    return Wish(tuple(mirrors or ()), offline, again, repin)
+    return FetchOptions(tuple(mirrors or ()), offline_folder, again, repin)
 
 
-def data_name(name: str) -> str:
+def find_data_name(name: str) -> str:
     """Return the name of the data set to download: that of the case's task if `name` is a shipped
     case, otherwise `name` unchanged, known or not.
     """
-    if name not in resolve.names():
+    if name not in resolve.list_shipped_cases():
         return name
-    found = table.of_task(resolve.resolve(name).case.question.row.name)
-    return name if found is None else found.name
+    source = catalog.find_task_source(resolve.resolve_case(name).case.question.task_row.name)
+    return name if source is None else source.name
 
 
-def get(
-    kind: Kind, name: str, revision: str | None, wish: Wish, timeout: float, output: Output
+def get_source(
+    kind: SourceKind,
+    name: str,
+    revision: str | None,
+    options: FetchOptions,
+    timeout_s: float,
+    output: OutputOptions,
 ) -> int:
     """Download a data set or model into the user's cache unless it is there, print what was got,
     and return the exit code: 0, or 1 if the download, the disk or the user ended it.
@@ -102,148 +118,175 @@ def get(
     `revision` is one of the hub, `timeout_s` how long a connection may be silent. Raise
     RequestError for an unknown name, and for options that do not fit the source.
     """
-    if not 0 < timeout <= MOST_TIMEOUT_S:
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise RequestError(
-            f"--timeout {timeout:g}: must be more than 0 and at most {MOST_TIMEOUT_S} seconds"
+            f"--timeout {timeout_s:g}: must be more than 0 and at most {MAX_TIMEOUT_S} seconds"
         )
-    source = table.row(kind, name)
+    source = catalog.find_source(kind, name)
     if revision is not None and not source.hub:
         raise RequestError(
             f"--revision {revision}: {source.name} is not a model of the hub; leave it out"
         )
-    if revision is not None and wish.offline is not None:
+    if revision is not None and options.offline is not None:
         raise RequestError(
             "--revision and --from cannot be combined: a folder has the revision that was put"
             " there; drop one"
         )
-    if source.hub and wish.mirrors:
+    if source.hub and options.mirrors:
         raise RequestError(
             f"--mirror: {source.name} is a model of the hub; name a mirror of the hub in"
             " HF_ENDPOINT"
         )
-    store = _store(kind)
+    store = _open_store(kind)
 
-    def tell(text: str) -> None:
+    def print_line(text: str) -> None:
         """Print a line on stderr; with --quiet only warnings, with --json nothing."""
         if not output.silent or (text.startswith("warning:") and not output.json):
-            say(one_line(text))
+            print_stderr(to_one_line(text))
 
-    tell(
+    print_line(
         f"{source.name}: {source.title}; licence: {source.licence or 'see its page'}; {source.page}"
     )
     try:
-        with showing_bytes(source.name, output.silent) as watch:
-            tools = Tools(Web(timeout), sleep, tell, Meter(watch))
+        with show_bytes_progress(source.name, output.silent) as watch:
+            tools = DownloadTools(HttpClient(timeout_s), sleep, print_line, TransferMeter(watch))
             if source.hub:
-                here, before = hub.get(store, source, revision, wish, tools, today)
+                stored, was_here = huggingface.fetch_model(
+                    store, source, revision, options, tools, read_utc_time
+                )
             else:
-                here, before = sources.get(store, source, wish, tools, today)
+                stored, was_here = sources.fetch_source(
+                    store, source, options, tools, read_utc_time
+                )
     except DownloadError as error:
-        say(f"error: {one_line(error)}")
+        print_stderr(f"error: {to_one_line(error)}")
         return 1
     except OSError as error:  # of the disk: network errors are DownloadErrors
-        say(
-            f"error: {one_line(store.folder)}: {one_line(error.strerror or error)}; mend that, then"
+        print_stderr(
+            f"error: {to_one_line(store.folder)}: {to_one_line(error.strerror or error)}; mend that, then"
             " run the same command again"
         )
         return 1
     except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on")
+        print_stderr("interrupted; run the same command again to go on")
         return 1
     if output.json:
-        dump(
+        print_json(
             {
-                **_row(source, here, 0),
-                "before": before,
-                **here.manifest.model_dump(exclude={"version", "name", "licence"}),
+                **_source_to_json(source, stored, 0),
+                "before": was_here,
+                **stored.manifest.model_dump(exclude={"version", "name", "licence"}),
             }
         )
     else:
-        answer(_got(kind, source, here, before, store))
+        print_stdout(_format_result(kind, source, stored, was_here, store))
     return 0
 
 
-def _store(kind: Kind) -> Store:
+def _open_store(kind: SourceKind) -> SourceStore:
     """Return the store of downloaded data sets or models in the user's cache, whose folder is
     created. Raise RequestError if it cannot be.
     """
     try:
-        return Store(environment.private_cache(os.environ, kind))
+        return SourceStore(environment.make_private_cache(os.environ, kind))
     except OSError as error:
         raise RequestError(
             f"the folder for {kind} cannot be made: {error}; {environment.CACHE_HINT}"
         ) from error
 
 
-def _got(kind: Kind, source: Source, here: Here, before: bool, store: Store) -> str:
+def _format_result(
+    kind: SourceKind,
+    source: CatalogSource,
+    stored: StoredSource,
+    was_here: bool,
+    store: SourceStore,
+) -> str:
     """Format what `get` prints: files with sizes, how each download was checked (unless it was
     there before), the folder, and how to use it.
     """
-    made = here.manifest
-    lines = sized([(one.path, one.size_bytes) for one in made.files])
-    if not before:
+    manifest = stored.manifest
+    lines = format_file_sizes([(item.path, item.size_bytes) for item in manifest.files])
+    if not was_here:
         lines += [
-            f"{_CHECKED[one.checked_by]}: {one.name} sha256 {one.sha256}" for one in made.downloads
+            f"{_CHECK_TEXTS[item.checked_by]}: {item.name} sha256 {item.sha256}"
+            for item in manifest.downloads
         ]
         lines += (
             [f"pins are in {store.pins_path}"]
-            if any(one.checked_by == "first use" for one in made.downloads)
+            if any(item.checked_by == "first use" for item in manifest.downloads)
             else []
         )
-    state = "already here" if before else "done"
+    state = "already here" if was_here else "done"
     lines.append(
-        f"{source.name}: {state}, {len(made.files)} file(s), {size(made.size_bytes)}, in"
-        f" {one_line(here.path)}"
+        f"{source.name}: {state}, {len(manifest.files)} file(s), {format_size(manifest.size_bytes)}, in"
+        f" {to_one_line(stored.path)}"
     )
-    path = one_line(here.path)
-    own = (
+    path = to_one_line(stored.path)
+    without_case = (
         f"\n  or without a case: steelyard run --model {path} --task mmlu --data auto"
         if source.hub
         else ""
     )
     lines.append(
-        "use it with --data auto" if kind == "data" else f"use it with --weights {path}{own}"
+        "use it with --data auto"
+        if kind == "data"
+        else f"use it with --weights {path}{without_case}"
     )
     return "\n".join(lines)
 
 
-def show_list(kind: Kind, as_json: bool) -> None:
+def print_sources(kind: SourceKind, as_json: bool) -> None:
     """Print all known data sets or models (`kind`), and other downloaded ones, with size, state and
     licence; or as JSON.
     """
-    store = _store(kind)
-    others = [name for name in store.names() if name not in {one.name for one in table.TABLE[kind]}]
-    listed = [*table.TABLE[kind], *(table.unlisted(name) for name in others)]
-    rows = [_row(one, store.find(one.name), store.partial_bytes(one.name)) for one in listed]
+    store = _open_store(kind)
+    unlisted = [
+        name
+        for name in store.list_names()
+        if name not in {item.name for item in catalog.CATALOG[kind]}
+    ]
+    shown = [*catalog.CATALOG[kind], *(catalog.make_unlisted_source(name) for name in unlisted)]
+    rows = [
+        _source_to_json(item, store.find(item.name), store.count_partial_bytes(item.name))
+        for item in shown
+    ]
     if as_json:
-        dump({"folder": str(store.folder), "sources": rows})
+        print_json({"folder": str(store.folder), "sources": rows})
         return
-    lines = aligned([(one["name"], _size(one), _state(one), one["licence"]) for one in rows])
-    answer(
+    lines = align_columns(
+        [
+            (item["name"], _format_entry_size(item), _format_entry_state(item), item["licence"])
+            for item in rows
+        ]
+    )
+    print_stdout(
         "\n".join(
-            [*lines, f"folder: {one_line(store.folder)}", f"get one: steelyard {kind} get NAME"]
+            [*lines, f"folder: {to_one_line(store.folder)}", f"get one: steelyard {kind} get NAME"]
         )
     )
 
 
-def _row(source: Source, here: Here | None, partial_bytes: int) -> dict[str, Any]:
+def _source_to_json(
+    source: CatalogSource, stored: StoredSource | None, partial_bytes: int
+) -> dict[str, Any]:
     """Return a source as JSON data. `stored` is what is downloaded of it, or None; its size is None
     if it is not known before the download.
     """
-    known = [file.size_bytes for file in source.files]
+    file_sizes = [file.size_bytes for file in source.files]
     return {
         "name": source.name,
         "title": source.title,
-        "licence": source.licence if here is None else here.manifest.licence,
+        "licence": source.licence if stored is None else stored.manifest.licence,
         "page": source.page,
         "gated": source.gated,
-        "here": here is not None,
-        "path": None if here is None else str(here.path),
+        "here": stored is not None,
+        "path": None if stored is None else str(stored.path),
         "size_bytes": (
-            here.manifest.size_bytes
-            if here
-            else sum(map(int, known))  # type: ignore[arg-type]
-            if known and None not in known
+            stored.manifest.size_bytes
+            if stored
+            else sum(map(int, file_sizes))  # type: ignore[arg-type]
+            if file_sizes and None not in file_sizes
             else None
         ),
         "partial_bytes": partial_bytes,
@@ -251,21 +294,21 @@ def _row(source: Source, here: Here | None, partial_bytes: int) -> dict[str, Any
     }
 
 
-def _size(row: dict[str, Any]) -> str:
+def _format_entry_size(entry: dict[str, Any]) -> str:
     """Format the size in an entry of the list, `/` if unknown."""
-    return "/" if row["size_bytes"] is None else size(row["size_bytes"])
+    return "/" if entry["size_bytes"] is None else format_size(entry["size_bytes"])
 
 
-def _state(row: dict[str, Any]) -> str:
+def _format_entry_state(entry: dict[str, Any]) -> str:
     """Return the state in an entry of the list: `here`, the size of a partial download, `gated`, or
     `-`.
     """
-    if row["here"]:
+    if entry["here"]:
         return "here"
     return (
-        f"{size(row['partial_bytes'])} so far"
-        if row["partial_bytes"]
+        f"{format_size(entry['partial_bytes'])} so far"
+        if entry["partial_bytes"]
         else "gated"
-        if row["gated"]
+        if entry["gated"]
         else "-"
     )

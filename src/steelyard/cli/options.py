@@ -14,43 +14,43 @@ import typer
 from typer.core import TyperCommand
 
 from steelyard.cli import complete
-from steelyard.cli.out import Output
+from steelyard.cli.printing import OutputOptions
 
 # Titles of option groups in the help of a command with many options, the most used first.
-MAIN = "Most used"
-QUESTION = "What is measured"
-PART = "How much of it"
-PLACE = "Devices and hosts"
-SEVERAL = "Several runs"
-TRAINING = "Training"
-DETAIL = "Detail"
-OUTPUT = "Output"
-REST = "Options"
-FEW = 10  # up to this number, options are not grouped
+MAIN_GROUP = "Most used"
+QUESTION_GROUP = "What is measured"
+SCOPE_GROUP = "How much of it"
+DEVICES_GROUP = "Devices and hosts"
+SEVERAL_RUNS_GROUP = "Several runs"
+TRAINING_GROUP = "Training"
+DETAIL_GROUP = "Detail"
+OUTPUT_GROUP = "Output"
+OTHER_GROUP = "Options"
+MAX_UNGROUPED = 10  # up to this number, options are not grouped
 SMOKE = "smoke"  # a size; in place of a case name: every case at that size
-HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+HELP_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 Options = TypeVar("Options")
 
-Json = Annotated[
+JsonOption = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT
+        "--json", help="Print one JSON document and nothing else.", rich_help_panel=OUTPUT_GROUP
     ),
 ]
-Quiet = Annotated[
+QuietOption = Annotated[
     bool,
     typer.Option(
         "--quiet",
         "-q",
         help="No progress: only the result, warnings and errors.",
-        rich_help_panel=OUTPUT,
+        rich_help_panel=OUTPUT_GROUP,
     ),
 ]
-Wide = Annotated[
+WideOption = Annotated[
     bool,
     typer.Option(
-        "--wide", help="Show all columns, not only those that fit.", rich_help_panel=OUTPUT
+        "--wide", help="Show all columns, not only those that fit.", rich_help_panel=OUTPUT_GROUP
     ),
 ]
 SizeOption = Annotated[
@@ -59,7 +59,7 @@ SizeOption = Annotated[
         "--size",
         metavar="SIZE",
         help="full (default) or smoke: tiny, seconds on a CPU, no download.",
-        rich_help_panel=MAIN,
+        rich_help_panel=MAIN_GROUP,
         autocompletion=complete.sizes,
     ),
 ]
@@ -71,7 +71,7 @@ PrecisionOption = Annotated[
             "fp32, tf32, fp16, bf16, fp8; training: bf16-pure, fp8-pure; paddle: fp16-o2, bf16-o2."
             " Default: the case's."
         ),
-        rich_help_panel=QUESTION,
+        rich_help_panel=QUESTION_GROUP,
         autocompletion=complete.precisions,
     ),
 ]
@@ -80,11 +80,11 @@ DivisionOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="closed: every token is computed. open: shared prefixes once. Default: the case's.",
-        rich_help_panel=QUESTION,
+        rich_help_panel=QUESTION_GROUP,
         autocompletion=complete.divisions,
     ),
 ]
-Settings = Annotated[
+SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -93,10 +93,10 @@ Settings = Annotated[
             "Change any value of the case, such as tune.batch_tokens=16384 (steelyard show lists"
             " them). engine.python=PATH: the Python that workers run in."
         ),
-        rich_help_panel=QUESTION,
+        rich_help_panel=QUESTION_GROUP,
     ),
 ]
-EngineOptions = Annotated[
+EngineSetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -109,68 +109,70 @@ AcceleratorOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="As steelyard list names it, such as cpu. Default: the first one found.",
-        rich_help_panel=PLACE,
+        rich_help_panel=DEVICES_GROUP,
         autocompletion=complete.accelerators,
     ),
 ]
-Out = Annotated[
-    Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT)
+OutOption = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder for the records.", rich_help_panel=OUTPUT_GROUP)
 ]
-Records = Annotated[
+RecordsArgument = Annotated[
     list[Path], typer.Argument(metavar="RECORD...", help="Records, or folders of records.")
 ]
-Format = Annotated[
+FormatOption = Annotated[
     str,
     typer.Option(
         "--format", metavar="FORMAT", help="text, md or html.", autocompletion=complete.formats
     ),
 ]
-Lang = Annotated[
+LangOption = Annotated[
     str, typer.Option("--lang", metavar="LANG", help="en or zh.", autocompletion=complete.langs)
 ]
-To = Annotated[
+ToOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write to this file instead of stdout.")
 ]
-Threshold = Annotated[
+ThresholdOption = Annotated[
     float, typer.Option(metavar="SHARE", help="Smaller changes of the rate do not count.")
 ]
-THRESHOLD = 0.01  # a smaller change is not useful to know, even if it is significant
-HangAfter = Annotated[
+DEFAULT_THRESHOLD = 0.01  # a smaller change is not useful to know, even if it is significant
+HangAfterOption = Annotated[
     float,
     typer.Option(
         metavar="SECONDS",
         help="Stop the run when workers show no progress for so long.",
-        rich_help_panel=PART,
+        rich_help_panel=SCOPE_GROUP,
     ),
 ]
-TimeLimit = Annotated[
+TimeLimitOption = Annotated[
     float | None,
     typer.Option(
-        metavar="SECONDS", help="Stop a run that takes longer than this.", rich_help_panel=PART
+        metavar="SECONDS",
+        help="Stop a run that takes longer than this.",
+        rich_help_panel=SCOPE_GROUP,
     ),
 ]
 
 # Options of `data get` and `weights get`.
-From = Annotated[
+FromOption = Annotated[
     Path | None,
     typer.Option(
         "--from", metavar="DIR", help="Take the files from this folder; nothing is downloaded."
     ),
 ]
-Mirrors = Annotated[
+MirrorsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--mirror", metavar="URL", help="Ask URL/NAME/FILE first. Several are asked in order."
     ),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
-Repin = Annotated[
+AgainOption = Annotated[bool, typer.Option("--again", help="Get it anew, although it is here.")]
+RepinOption = Annotated[
     bool,
     typer.Option(
         "--repin", help="Get it anew and accept other bytes than were pinned at first use."
     ),
 ]
-Timeout = Annotated[
+TimeoutOption = Annotated[
     float, typer.Option(metavar="SECONDS", help="Give up a connection that is silent for so long.")
 ]
 
@@ -198,7 +200,7 @@ class RunOptions:
                 "The case's data (size full): a folder, a file, or auto for what steelyard data get"
                 " brought."
             ),
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
         ),
     ] = None
     weights: Annotated[
@@ -209,7 +211,7 @@ class RunOptions:
                 "Hugging Face safetensors, Megatron shards, GLM's layout, or random. "
                 "Default: random; with --model its folder."
             ),
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
         ),
     ] = None
     size: SizeOption = None
@@ -221,7 +223,7 @@ class RunOptions:
                 "torch (ours, the default), transformers, megatron, paddle, flagscale, reference"
                 " (GLM as published), or all: every one that can run the case, side by side."
             ),
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
             autocompletion=complete.engines_or_all,
         ),
     ] = None
@@ -230,7 +232,7 @@ class RunOptions:
         typer.Option(
             metavar="N",
             help="Devices per host. Default: the site's, else 1; smoke: what each case names.",
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
         ),
     ] = None
     model: Annotated[
@@ -241,7 +243,7 @@ class RunOptions:
                 "Instead of CASE: a model of your own, a Hugging Face folder. Its case is made in"
                 " memory; see steelyard case new."
             ),
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
         ),
     ] = None
     task: Annotated[
@@ -250,12 +252,12 @@ class RunOptions:
             "--task",
             metavar="TASK",
             help="With --model: mmlu, lambada, openwebtext or alpaca.",
-            rich_help_panel=MAIN,
+            rich_help_panel=MAIN_GROUP,
         ),
     ] = None
     precision: PrecisionOption = None
     division: DivisionOption = None
-    settings: Settings = None
+    settings: SetOption = None
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -264,7 +266,7 @@ class RunOptions:
                 "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt."
                 " Default: beside weights or data."
             ),
-            rich_help_panel=QUESTION,
+            rich_help_panel=QUESTION_GROUP,
         ),
     ] = None
     passes: Annotated[
@@ -276,7 +278,7 @@ class RunOptions:
                 " inside); default: val,infer. Training: before, train, after (held-out loss before"
                 " and after); default: all, or until the case's target."
             ),
-            rich_help_panel=PART,
+            rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
     steps: Annotated[
@@ -284,7 +286,7 @@ class RunOptions:
         typer.Option(
             metavar="N",
             help="Stop after N steps; inference: after N batches of each pass.",
-            rich_help_panel=PART,
+            rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
     sample: Annotated[
@@ -292,7 +294,7 @@ class RunOptions:
         typer.Option(
             metavar="N",
             help="Inference: a seeded sample of N items. Training: N of each batch.",
-            rich_help_panel=PART,
+            rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
     subjects: Annotated[
@@ -300,7 +302,7 @@ class RunOptions:
         typer.Option(
             metavar="A,B",
             help="MMLU: the questions of these subjects alone; with --sample, N of them.",
-            rich_help_panel=PART,
+            rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
     rows: Annotated[
@@ -311,11 +313,11 @@ class RunOptions:
                 "Inference: the items alone whose ids are in this file, one a line: places in the"
                 " set counted from 0, ranges such as 12-20; MMLU also anatomy/12."
             ),
-            rich_help_panel=PART,
+            rich_help_panel=SCOPE_GROUP,
         ),
     ] = None
-    hang_after: HangAfter = 1800.0
-    time_limit: TimeLimit = None
+    hang_after: HangAfterOption = 1800.0
+    time_limit: TimeLimitOption = None
     accelerator: AcceleratorOption = None
     parallel: Annotated[
         str | None,
@@ -325,13 +327,15 @@ class RunOptions:
                 "Such as TP2DP4. A degree without a number takes the devices that are left."
                 " Default: the case's."
             ),
-            rich_help_panel=PLACE,
+            rich_help_panel=DEVICES_GROUP,
         ),
     ] = None
     nodes: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Hosts. Several need --launcher ssh or slurm.", rich_help_panel=PLACE
+            metavar="N",
+            help="Hosts. Several need --launcher ssh or slurm.",
+            rich_help_panel=DEVICES_GROUP,
         ),
     ] = 1
     launcher: Annotated[
@@ -342,7 +346,7 @@ class RunOptions:
                 "local (this host), ssh, or slurm (uses the allocation, or asks for one). Default:"
                 " the site's, else local."
             ),
-            rich_help_panel=PLACE,
+            rich_help_panel=DEVICES_GROUP,
             autocompletion=complete.launchers,
         ),
     ] = None
@@ -354,7 +358,7 @@ class RunOptions:
                 "TOML file that describes the cluster: launcher, hosts, interface, machine,"
                 " network. Default: ~/.config/steelyard/site.toml, if it is there."
             ),
-            rich_help_panel=PLACE,
+            rich_help_panel=DEVICES_GROUP,
         ),
     ] = None
     repeat: Annotated[
@@ -362,7 +366,7 @@ class RunOptions:
         typer.Option(
             metavar="N",
             help="Run N times in fresh processes; print the mean and its interval.",
-            rich_help_panel=SEVERAL,
+            rich_help_panel=SEVERAL_RUNS_GROUP,
         ),
     ] = 1
     sweeps: Annotated[
@@ -375,7 +379,7 @@ class RunOptions:
                 " nodes. Several sweeps make a grid. Points with a valid record in --out are not"
                 " run again."
             ),
-            rich_help_panel=SEVERAL,
+            rich_help_panel=SEVERAL_RUNS_GROUP,
         ),
     ] = None
     checkpoint_every: Annotated[
@@ -383,7 +387,7 @@ class RunOptions:
         typer.Option(
             metavar="N",
             help="Save a checkpoint every N steps, under checkpoints/ in --out.",
-            rich_help_panel=TRAINING,
+            rich_help_panel=TRAINING_GROUP,
         ),
     ] = None
     resume: Annotated[
@@ -394,7 +398,7 @@ class RunOptions:
                 "Continue from the last complete checkpoint of a run: its record, or its checkpoint"
                 " folder. --parallel and --devices may differ."
             ),
-            rich_help_panel=TRAINING,
+            rich_help_panel=TRAINING_GROUP,
         ),
     ] = None
     explain: Annotated[
@@ -402,7 +406,7 @@ class RunOptions:
         typer.Option(
             "--explain",
             help="Profile a few steps after the run: where the time goes.",
-            rich_help_panel=DETAIL,
+            rich_help_panel=DETAIL_GROUP,
         ),
     ] = False
     trace: Annotated[
@@ -410,36 +414,38 @@ class RunOptions:
         typer.Option(
             "--trace",
             help="With --explain: keep the trace (Chrome format) beside the record.",
-            rich_help_panel=DETAIL,
+            rich_help_panel=DETAIL_GROUP,
         ),
     ] = False
-    out: Out = Path("records")
-    as_json: Json = False
-    quiet: Quiet = False
-    wide: Wide = False
+    out: OutOption = Path("records")
+    as_json: JsonOption = False
+    quiet: QuietOption = False
+    wide: WideOption = False
     sign: Annotated[
         Path | None,
         typer.Option(
             metavar="KEY",
             help="Sign each record with this SSH key; see steelyard sign -h.",
-            rich_help_panel=OUTPUT,
+            rich_help_panel=OUTPUT_GROUP,
         ),
     ] = None
 
     @property
-    def output(self) -> Output:
+    def output(self) -> OutputOptions:
         """Return the options that say how much is printed."""
-        return Output(self.as_json, self.quiet, self.wide)
+        return OutputOptions(self.as_json, self.quiet, self.wide)
 
 
-def takes(options: type[Options]) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
+def take_options(
+    options_class: type[Options],
+) -> Callable[[Callable[[Options], int]], Callable[..., int]]:
     """Return a decorator that turns a function of one options object into a typer command.
 
     `options_class` is a dataclass; typer sees its fields as the command's parameters. The docstring
     of the function is kept as the help text.
     """
 
-    def decorated(verb: Callable[[Options], int]) -> Callable[..., int]:
+    def decorate(verb: Callable[[Options], int]) -> Callable[..., int]:
         """Return a function that makes the options object from its keyword arguments and calls
         `verb` with it.
         """
@@ -448,18 +454,18 @@ def takes(options: type[Options]) -> Callable[[Callable[[Options], int]], Callab
             """Call the command with an options object made from typer's keyword arguments, and
             return its exit code.
             """
-            return verb(options(**values))
+            return verb(options_class(**values))
 
         command.__doc__ = verb.__doc__
-        command.__annotations__ = get_type_hints(options, include_extras=True)
+        command.__annotations__ = get_type_hints(options_class, include_extras=True)
         # setattr: __signature__ is no attribute of a function's type
-        setattr(command, "__signature__", inspect.signature(options))  # noqa: B010
+        setattr(command, "__signature__", inspect.signature(options_class))  # noqa: B010
         return command
 
-    return decorated
+    return decorate
 
 
-class Command(TyperCommand):
+class GroupedCommand(TyperCommand):
     """A typer command whose help lists arguments first, then options.
 
     If there are more than ten options they are listed in groups, by `rich_help_panel`, in the order
@@ -471,14 +477,16 @@ class Command(TyperCommand):
         arguments: list[tuple[str, str]] = []
         options: list[tuple[str, tuple[str, str]]] = []
         for param in self.get_params(ctx):
-            told = param.get_help_record(ctx)
-            if told is not None and param.param_type_name == "argument":
-                arguments.append(told)
-            elif told is not None:
-                options.append((getattr(param, "rich_help_panel", None) or REST, told))
+            help_row = param.get_help_record(ctx)
+            if help_row is not None and param.param_type_name == "argument":
+                arguments.append(help_row)
+            elif help_row is not None:
+                options.append((getattr(param, "rich_help_panel", None) or OTHER_GROUP, help_row))
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": arguments}
-        for panel, told in options:
-            groups.setdefault(panel if len(options) > FEW else REST, []).append(told)
+        for group, help_row in options:
+            groups.setdefault(group if len(options) > MAX_UNGROUPED else OTHER_GROUP, []).append(
+                help_row
+            )
         for title, rows in groups.items():
             if rows:
                 with formatter.section(title):

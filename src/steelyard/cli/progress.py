@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from steelyard.cli.out import one_line, say
+from steelyard.cli.printing import print_stderr, to_one_line
 from steelyard.run import clock as clocks
 from steelyard.run.clock import now
 from steelyard.run.session import STARTING, PhaseProgress
 
-BAR, SHORTEST_BAR = 24, 4
-LINES_S = 30.0  # seconds between two lines without a terminal
+MAX_BAR_WIDTH, MIN_BAR_WIDTH = 24, 4
+LINE_INTERVAL_S = 30.0  # seconds between two lines without a terminal
 
 
-class Display:
+class ProgressDisplay:
     """A context manager that prints a title on stderr and below it the latest progress; nothing if
     the console is quiet.
 
@@ -34,22 +34,22 @@ class Display:
     def __init__(
         self, console: Console, title: str, alone: bool = True, clock: Callable[[], float] = now
     ) -> None:
-        self._console, self._title, self._now = console, one_line(title), clock
-        self._titled = not console.quiet and (console.is_terminal or not alone)
-        self._begin_s = self._said_s = self._now()
-        self._last: PhaseProgress | None = None
-        able = console.is_terminal and not console.is_dumb_terminal and not console.quiet
+        self._console, self._title, self._now = console, to_one_line(title), clock
+        self._shows_title = not console.quiet and (console.is_terminal or not alone)
+        self._begin_s = self._printed_s = self._now()
+        self._latest: PhaseProgress | None = None
+        can_update = console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._live = (
             Live(console=console, transient=True, refresh_per_second=4, get_renderable=self._render)
-            if able
+            if can_update
             else None
         )
 
     def __enter__(self) -> Self:
         """Print the title and start the live line, if there is a terminal."""
-        if self._titled:
-            say(self._title)
-        self._begin_s = self._said_s = self._now()
+        if self._shows_title:
+            print_stderr(self._title)
+        self._begin_s = self._printed_s = self._now()
         if self._live is not None:
             self._live.start(refresh=True)
         return self
@@ -68,59 +68,63 @@ class Display:
         """Store the latest progress for the live line; without a terminal print it as a line, at
         most every 30 seconds.
         """
-        self._last = progress
-        if self._live is None and not self._console.quiet and self._now() - self._said_s >= LINES_S:
-            self._said_s = self._now()
-            say(f"  {line(progress, bar=False)}")
+        self._latest = progress
+        if (
+            self._live is None
+            and not self._console.quiet
+            and self._now() - self._printed_s >= LINE_INTERVAL_S
+        ):
+            self._printed_s = self._now()
+            print_stderr(f"  {format_progress(progress, bar=False)}")
 
     def _render(self) -> Text:
         """Return the live line, cut to the width of the console; before any progress it says that
         the run is starting.
         """
-        last = self._last or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
-        return Text(line(last, self._console.width), no_wrap=True, overflow="ellipsis")
+        latest = self._latest or PhaseProgress(STARTING, 0, 0, self._now() - self._begin_s)
+        return Text(format_progress(latest, self._console.width), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
-def showing_bytes(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def show_bytes_progress(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a title and the progress of bytes, in MiB, on stderr inside the `with` block; nothing if
     `quiet`.
 
     Yields the callback to call with bytes done and bytes in total.
     """
-    with Display(rich_console.Console(stderr=True, quiet=quiet), title) as display:
+    with ProgressDisplay(rich_console.Console(stderr=True, quiet=quiet), title) as display:
         begin_s = clocks.now()
         yield lambda done, total: display.show(
             PhaseProgress("MiB", done >> 20, -(-total >> 20), clocks.now() - begin_s)
         )
 
 
-def line(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:
+def format_progress(progress: PhaseProgress, columns: int = 80, bar: bool = True) -> str:
     """Format a progress as one line of at most `columns` characters as far as the bar can shrink:
     phase, bar, done/total, rate per second, time spent and time left.
 
     Without a total it is phase and time spent. The bar is left out if `bar` is False or there is no
     room for it.
     """
-    spent, phase = clock(progress.elapsed_s), one_line(progress.phase)
+    spent, phase = format_duration(progress.elapsed_s), to_one_line(progress.phase)
     if progress.total <= 0:
         return f"{phase}  {spent}"
-    share = f"{progress.done}/{progress.total}"
+    done_of_total = f"{progress.done}/{progress.total}"
     if progress.done == 0 or progress.elapsed_s <= 0:
-        parts = [phase, share, spent]
+        parts = [phase, done_of_total, spent]
     else:
         rate = progress.done / progress.elapsed_s
-        left = clock(max(0, progress.total - progress.done) / rate)
-        parts = [phase, share, f"{rate:.2f}/s", f"{spent}, {left} left"]
-    room = min(BAR, columns - 1 - len("  ".join(parts)) - 2)
-    if bar and room >= SHORTEST_BAR:
-        filled = min(room, room * progress.done // progress.total)
-        parts.insert(1, "━" * filled + "╌" * (room - filled))
+        remaining = format_duration(max(0, progress.total - progress.done) / rate)
+        parts = [phase, done_of_total, f"{rate:.2f}/s", f"{spent}, {remaining} left"]
+    bar_width = min(MAX_BAR_WIDTH, columns - 1 - len("  ".join(parts)) - 2)
+    if bar and bar_width >= MIN_BAR_WIDTH:
+        filled = min(bar_width, bar_width * progress.done // progress.total)
+        parts.insert(1, "━" * filled + "╌" * (bar_width - filled))
     return "  ".join(parts)
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `h:mm:ss`, or `m:ss` below an hour."""
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest_s = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"

@@ -8,35 +8,35 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.cli.out import one_line, say
+from steelyard.cli.printing import print_stderr, to_one_line
 from steelyard.errors import RequestError
-from steelyard.metrics import ceilings, verify
-from steelyard.record import sealed, signature
+from steelyard.metrics import ceiling_rates, verify
+from steelyard.record import record_file, signature
+from steelyard.record.ceilings_record import SpecRecord
 from steelyard.record.record import Record
 from steelyard.record.signature import Signature
-from steelyard.record.spec import SpecRecord
 
-SHOWN = 3  # spec records that a message names at most
+MAX_NAMED = 3  # spec records that a message names at most
 
 
-def paths(places: list[Path]) -> list[Path]:
+def find_record_paths(paths_given: list[Path]) -> list[Path]:
     """Return the paths of records: files as they were given, existing or not, and every .json file
     in folders and below them.
 
     Raise RequestError if there is none.
     """
-    out: list[Path] = []
-    for place in places:
-        out += _below(place) if place.is_dir() else [place]
-    if not out:
+    found_paths: list[Path] = []
+    for path in paths_given:
+        found_paths += _find_below(path) if path.is_dir() else [path]
+    if not found_paths:
         raise RequestError(
-            f"no records in {', '.join(str(place) for place in places)}; give records or a folder"
+            f"no records in {', '.join(str(path) for path in paths_given)}; give records or a folder"
             " of them"
         )
-    return out
+    return found_paths
 
 
-def _below(folder: Path) -> list[Path]:
+def _find_below(folder: Path) -> list[Path]:
     """Return the .json files in a folder and below it, sorted, without those in folders named
     `checkpoints`, which hold JSON that is no record.
     """
@@ -47,51 +47,56 @@ def _below(folder: Path) -> list[Path]:
     )
 
 
-def by_kind(every: list[Path]) -> tuple[list[Path], list[Path]]:
+def split_spec_records(record_paths: list[Path]) -> tuple[list[Path], list[Path]]:
     """Split paths into those of spec records and all others, which are taken for records of runs.
     The first bytes of each file are read.
     """
-    out: tuple[list[Path], list[Path]] = ([], [])
-    for path in every:
-        out[sealed.kind(path) != "spec"].append(path)
-    return out
+    specs_and_runs: tuple[list[Path], list[Path]] = ([], [])
+    for path in record_paths:
+        specs_and_runs[record_file.read_record_kind(path) != "spec"].append(path)
+    return specs_and_runs
 
 
-def only_runs(every: list[Path]) -> list[Path]:
+def drop_spec_records(record_paths: list[Path]) -> list[Path]:
     """Return the paths that are not spec records, and print a line on stderr that names spec
     records that are left out. Raise RequestError if nothing else is there.
     """
-    of_spec, runs = by_kind(every)
-    if not of_spec:
-        return runs
-    named = [shlex.quote(str(path)) for path in of_spec[:SHOWN]]
-    shown = " ".join([*named, "…"] if len(of_spec) > SHOWN else named)
-    count, them = (
-        ("1 spec record", "it") if len(of_spec) == 1 else (f"{len(of_spec)} spec records", "them")
+    spec_paths, run_paths = split_spec_records(record_paths)
+    if not spec_paths:
+        return run_paths
+    quoted = [shlex.quote(str(path)) for path in spec_paths[:MAX_NAMED]]
+    shown = " ".join([*quoted, "…"] if len(spec_paths) > MAX_NAMED else quoted)
+    count, pronoun = (
+        ("1 spec record", "it")
+        if len(spec_paths) == 1
+        else (f"{len(spec_paths)} spec records", "them")
     )
-    how = f"show {them} with: steelyard report {shown}"
-    if not runs:
-        raise RequestError(f"{count} and no run; {how}")
-    say(f"left out: {one_line(f'{count}; {how}')}")
-    return runs
+    hint = f"show {pronoun} with: steelyard report {shown}"
+    if not run_paths:
+        raise RequestError(f"{count} and no run; {hint}")
+    print_stderr(f"left out: {to_one_line(f'{count}; {hint}')}")
+    return run_paths
 
 
-def read_specs(every: list[Path]) -> list[SpecRecord]:
+def read_spec_records(spec_paths: list[Path]) -> list[SpecRecord]:
     """Read and verify spec records. Raise RequestError for the first that does not verify."""
-    return [ceilings.read(path) for path in every]
+    return [ceiling_rates.read_verified_spec_record(path) for path in spec_paths]
 
 
-def read(places: list[Path]) -> list[Record]:
+def read_run_records(paths_given: list[Path]) -> list[Record]:
     """Read and verify the records of runs in files and folders; spec records among them are left
     out, with a line on stderr.
 
     Raise RequestError if there is no run record, or for the first that does not verify.
     """
-    return [verify.read(path) for path in only_runs(paths(places))]
+    return [
+        verify.read_verified_record(path)
+        for path in drop_spec_records(find_record_paths(paths_given))
+    ]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RecordVerification:
     """The result of verifying one record: what is wrong (empty: it verifies), remarks that are no
     errors, and its signature (None if the file is no record).
     """
@@ -102,7 +107,7 @@ class Verdict:
     signature: Signature | None
 
 
-def verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
+def verify_record(path: Path, signers: Path | None, alone: bool) -> RecordVerification:
     """Verify a record of a run or a spec record, and its signature. With `signers`, an
     allowed_signers file of SSH, a record that none of them signed is wrong.
 
@@ -110,14 +115,14 @@ def verdict(path: Path, signers: Path | None, alone: bool) -> Verdict:
     `alone`, that is if it is the only one.
     """
     try:
-        of_spec = sealed.kind(path) == "spec"
-        wrong = ceilings.verify(path) if of_spec else verify.verify(path)
-        remarks = [] if of_spec else verify.remarks(path)
+        is_spec = record_file.read_record_kind(path) == "spec"
+        wrong = ceiling_rates.verify_spec_record(path) if is_spec else verify.verify_record(path)
+        remarks = [] if is_spec else verify.list_remarks(path)
     except RequestError as error:
         if alone:
             raise
-        return Verdict(path, [one_line(error)], [], None)
-    signed = signature.check(path, signers)
+        return RecordVerification(path, [to_one_line(error)], [], None)
+    signed = signature.check_signature(path, signers)
     if signed.state == "bad" or (signers is not None and signed.state != "known"):
         wrong = [*wrong, str(signed)]
-    return Verdict(path, wrong, remarks, signed)
+    return RecordVerification(path, wrong, remarks, signed)

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from steelyard.cli import complete
-from steelyard.cli.options import Json, Lang, Records, Wide
-from steelyard.cli.out import answer, dump, one_line
+from steelyard.cli.options import JsonOption, LangOption, RecordsArgument, WideOption
+from steelyard.cli.printing import print_json, print_stdout, to_one_line
 from steelyard.errors import RequestError
 
 
 def report_(
-    records: Records,
+    records: RecordsArgument,
     format_: Annotated[
         str | None,
         typer.Option(
@@ -32,7 +32,7 @@ def report_(
             help="flagperf: order, tables and columns of FlagPerf's published pages, in Markdown.",
         ),
     ] = None,
-    lang: Lang = "en",
+    lang: LangOption = "en",
     to: Annotated[
         Path | None,
         typer.Option(
@@ -50,8 +50,8 @@ def report_(
         bool,
         typer.Option("--full", help="Text: every detail and all columns, not one screen a case."),
     ] = False,
-    wide: Wide = False,
-    as_json: Json = False,
+    wide: WideOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show records on the terminal, or write a page, a table or data.
 
@@ -76,16 +76,25 @@ def report_(
     The form of FlagPerf's published pages, to submit there; one file a case:
       steelyard report records/ --layout flagperf --lang zh --to pages/
     """
-    from steelyard.cli import pages
-    from steelyard.cli.records import by_kind, paths, read, read_specs
+    from steelyard.cli import page_output
+    from steelyard.cli.records import (
+        find_record_paths,
+        read_run_records,
+        read_spec_records,
+        split_spec_records,
+    )
 
-    wanted = pages.Export(format_, layout, lang, to, explain, full, wide, as_json)
-    of_spec, runs = by_kind(paths(records))
-    pages.export(wanted, [] if runs else read_specs(of_spec), read(records) if runs else [])
+    options = page_output.ExportOptions(format_, layout, lang, to, explain, full, wide, as_json)
+    spec_paths, run_paths = split_spec_records(find_record_paths(records))
+    page_output.export_records(
+        options,
+        [] if run_paths else read_spec_records(spec_paths),
+        read_run_records(records) if run_paths else [],
+    )
 
 
 def verify(
-    records: Records,
+    records: RecordsArgument,
     signers: Annotated[
         Path | None,
         typer.Option(
@@ -93,7 +102,7 @@ def verify(
             help="SSH allowed_signers file; every record must be signed by one of them.",
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Check records: metrics, hashes and signatures.
 
@@ -105,33 +114,34 @@ def verify(
       steelyard verify records/
       steelyard verify records/ --signers allowed_signers
     """
-    from steelyard.cli.records import paths, verdict
+    from steelyard.cli.records import find_record_paths, verify_record
 
-    every = paths(records)
-    found = [verdict(path, signers, alone=len(every) == 1) for path in every]
+    record_paths = find_record_paths(records)
+    results = [verify_record(path, signers, alone=len(record_paths) == 1) for path in record_paths]
     if as_json:
-        dump(
+        print_json(
             {
                 "records": [
-                    asdict(one) | {"path": str(one.path), "ok": not one.wrong} for one in found
+                    asdict(result) | {"path": str(result.path), "ok": not result.wrong}
+                    for result in results
                 ]
             }
         )
     else:
-        for one in found:
-            answer(f"{'WRONG' if one.wrong else 'ok'}  {one_line(one.path)}")
-            signed = (
-                [str(one.signature)]
-                if one.signature is not None and str(one.signature) not in one.wrong
+        for result in results:
+            print_stdout(f"{'WRONG' if result.wrong else 'ok'}  {to_one_line(result.path)}")
+            signature_lines = (
+                [str(result.signature)]
+                if result.signature is not None and str(result.signature) not in result.wrong
                 else []
             )
-            for line in (*one.wrong, *one.remarks, *signed):
-                answer(f"  {one_line(line)}")
-    return 1 if any(one.wrong for one in found) else 0
+            for line in (*result.wrong, *result.remarks, *signature_lines):
+                print_stdout(f"  {to_one_line(line)}")
+    return 1 if any(result.wrong for result in results) else 0
 
 
 def sign(
-    records: Records,
+    records: RecordsArgument,
     key: Annotated[
         Path,
         typer.Option(
@@ -140,7 +150,7 @@ def sign(
             help="An SSH private key, or the .pub of one that ssh-agent holds.",
         ),
     ],
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Sign records with an SSH key. The signature is a file RECORD.json.sig beside each record.
 
@@ -152,28 +162,28 @@ def sign(
       steelyard sign records/*.json --key ~/.ssh/id_ed25519
       steelyard run smoke --sign ~/.ssh/id_ed25519
     """
-    from steelyard.cli.records import by_kind, paths, read_specs
-    from steelyard.metrics.verify import read
+    from steelyard.cli.records import find_record_paths, read_spec_records, split_spec_records
+    from steelyard.metrics.verify import read_verified_record
     from steelyard.record import signature
 
-    every = paths(records)
-    of_spec, runs = by_kind(every)
-    read_specs(of_spec)  # all records must verify before the first is signed
-    for path in runs:
-        read(path)
-    made = [signature.sign(path, key) for path in every]
+    record_paths = find_record_paths(records)
+    spec_paths, run_paths = split_spec_records(record_paths)
+    read_spec_records(spec_paths)  # all records must verify before the first is signed
+    for path in run_paths:
+        read_verified_record(path)
+    signature_paths = [signature.sign_record(path, key) for path in record_paths]
     if as_json:
-        dump(
+        print_json(
             {
                 "signed": [
-                    {"record": str(path), "signature": str(one)}
-                    for path, one in zip(every, made, strict=True)
+                    {"record": str(path), "signature": str(signature_path)}
+                    for path, signature_path in zip(record_paths, signature_paths, strict=True)
                 ]
             }
         )
         return
-    for one in made:
-        answer(f"signed  {one_line(one)}")
+    for signature_path in signature_paths:
+        print_stdout(f"signed  {to_one_line(signature_path)}")
 
 
 def schema(
@@ -181,7 +191,7 @@ def schema(
         str,
         typer.Argument(metavar="[record|spec|report|worker|rank]", help="Which schema to print."),
     ] = "record",
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the JSON Schema of records, reports and worker files.
 
@@ -193,18 +203,18 @@ def schema(
       steelyard schema > record.schema.json
       steelyard schema worker
     """
+    from steelyard.record import ceilings_record as of_spec
     from steelyard.record import record
-    from steelyard.record import spec as of_spec
-    from steelyard.report import data as of_report
-    from steelyard.run import boundary
+    from steelyard.report import report_data as of_report
+    from steelyard.run import worker_files
 
     schemas: dict[str, Callable[[], dict[str, Any]]] = {
-        "record": record.schema,
-        "spec": of_spec.schema,
-        "report": of_report.schema,
-        "worker": boundary.WorkerSpec.model_json_schema,
-        "rank": boundary.RankFile.model_json_schema,
+        "record": record.make_record_schema,
+        "spec": of_spec.make_spec_record_schema,
+        "report": of_report.report_schema,
+        "worker": worker_files.WorkerSpec.model_json_schema,
+        "rank": worker_files.RankFile.model_json_schema,
     }
     if of not in schemas:
         raise RequestError(f"schema {of!r}: allowed: {', '.join(schemas)}")
-    dump(schemas[of]())
+    print_json(schemas[of]())

@@ -11,35 +11,47 @@ from pathlib import Path
 from typing import Any
 
 from steelyard import report
-from steelyard.case.request import Request, engine_settings
-from steelyard.cli.compare import field, table
-from steelyard.cli.get import data_of
-from steelyard.cli.out import Output, dump, one_line, paged, say, tell
-from steelyard.cli.records import read
-from steelyard.cli.requests import checked_repeat, site_file
-from steelyard.cli.runs import Turn, carry_out_all
+from steelyard.case.request import Request, split_engine_settings
+from steelyard.cli.compare import comparison_to_json, field_to_json
+from steelyard.cli.execute_runs import QueuedRun, execute_all
+from steelyard.cli.get import find_data_path
+from steelyard.cli.printing import (
+    OutputOptions,
+    format_page,
+    print_json,
+    print_run_result,
+    print_stderr,
+    to_one_line,
+)
+from steelyard.cli.records import read_run_records
+from steelyard.cli.requests import check_repeat, find_site_file
 from steelyard.errors import RequestError
-from steelyard.metrics import compare, fields
-from steelyard.metrics.compare import Side
-from steelyard.metrics.fields import Field
+from steelyard.metrics import record_fields, side_comparison
+from steelyard.metrics.record_fields import FieldDifference
+from steelyard.metrics.side_comparison import ComparisonSide
 from steelyard.record import record
 from steelyard.record.record import Record
-from steelyard.run import reproduce as again
-from steelyard.run.ready import Ready, ready
+from steelyard.run import rerun as again
+from steelyard.run.checked_request import CheckedRequest, check_request
 
 
-def read_request(source: Path) -> tuple[Side, Request]:
+def read_request(source: Path) -> tuple[ComparisonSide, Request]:
     """Read a record, or a folder of its repeats; return it as the base of a comparison, with the
     request that would run it again.
 
     Raise RequestError if a record does not verify or cannot be run again.
     """
-    base = compare.side(str(source), read([source]))
-    return base, again.request((base.finished or base.records)[0])
+    base = side_comparison.make_side(str(source), read_run_records([source]))
+    return base, again.make_request((base.finished or base.records)[0])
 
 
 def reproduce_record(
-    base: Side, asked: Request, settings: list[str], repeat: int, threshold: float, output: Output
+    base: ComparisonSide,
+    request: Request,
+    settings: list[str],
+    repeat: int,
+    threshold: float,
+    output: OutputOptions,
 ) -> int:
     """Run `request`, which describes the record `base`, `repeat` times; print the comparison and
     return the exit code: 0 if all runs are valid and not significantly slower by more than
@@ -49,69 +61,78 @@ def reproduce_record(
     than engine.KEY, other data, weights or plan. What differs on this host is printed on stderr
     before.
     """
-    found = (base.finished or base.records)[0]
-    of_engine, others = engine_settings(settings)
+    record_found = (base.finished or base.records)[0]
+    engine_paths, others = split_engine_settings(settings)
     if others:
         raise RequestError(
             f"--set {others[0]!r}: reproduce takes only engine.KEY=VALUE; all else is the record's"
         )
-    data = data_of(asked.data, asked.resolved.case)
-    asked = replace(asked, site=site_file(asked.site, output), data=data, engine_settings=of_engine)
-    again.check_sources(found, asked)
-    one = ready(asked)
-    told, now = found.plan, one.plan
-    if (told.tp, told.pp, told.dp) != (now.tp, now.pp, now.dp):
+    data = find_data_path(request.data, request.resolved.case)
+    request = replace(
+        request, site=find_site_file(request.site, output), data=data, engine_settings=engine_paths
+    )
+    again.check_sources(record_found, request)
+    checked = check_request(request)
+    recorded_plan, new_plan = record_found.plan, checked.plan
+    if (recorded_plan.tp, recorded_plan.pp, recorded_plan.dp) != (
+        new_plan.tp,
+        new_plan.pp,
+        new_plan.dp,
+    ):
         raise RequestError(
-            f"record {found.id} ran as {told}; here its tune gives {now}; use the same number of"
+            f"record {record_found.id} ran as {recorded_plan}; here its tune gives {new_plan}; use the same number of"
             " devices"
         )
-    _check_weights(found, one)
-    before = again.here(found, one)
+    _check_same_weights(record_found, checked)
+    differences = again.find_host_differences(record_found, checked)
     if not output.silent:
-        _say_before(found, before)
-    done = [made for _, made in carry_out_all([Turn(one)] * checked_repeat(repeat), output)]
-    return _after(base, done, before, threshold, output, repeat)
+        _print_differences(record_found, differences)
+    new_records = [
+        new_record
+        for _, new_record in execute_all([QueuedRun(checked)] * check_repeat(repeat), output)
+    ]
+    return _print_comparison(base, new_records, differences, threshold, output, repeat)
 
 
-def _check_weights(found: Record, one: Ready) -> None:
+def _check_same_weights(base_record: Record, checked: CheckedRequest) -> None:
     """Raise RequestError if the weights of the request, where they are on this host, are not those
     of the record. Their headers are read by a subprocess, because the reader imports torch. Nothing
     is checked without a local folder or without torch.
     """
-    folder = one.request.weights
+    folder = checked.request.weights
     if folder is None or not folder.is_dir() or find_spec("torch") is None:
         return
     command = [sys.executable, "-P", "-m", "steelyard", "weights", "inspect", str(folder), "--json"]
-    looked = subprocess.run(command, capture_output=True, text=True, check=False)
-    if looked.returncode:
+    inspection = subprocess.run(command, capture_output=True, text=True, check=False)
+    if inspection.returncode:
         raise RequestError(
-            looked.stderr.strip().removeprefix("error: ")
+            inspection.stderr.strip().removeprefix("error: ")
             or f"--weights {str(folder)!r} cannot be read"
         )
-    again.check_weights(found, json.loads(looked.stdout)["header_sha256"])
+    again.check_weights(base_record, json.loads(inspection.stdout)["header_sha256"])
 
 
-def _say_before(found: Record, before: tuple[Field, ...]) -> None:
+def _print_differences(base_record: Record, differences: tuple[FieldDifference, ...]) -> None:
     """Print on stderr the remarks on the record's case, and what differs between the record and
     this host.
     """
-    for said in again.remarks(found):
-        say(one_line(said))
-    say(
-        f"different here: {len(before)} field(s) (record / here)"
-        if before
+    for remark in again.describe_case_differences(base_record):
+        print_stderr(to_one_line(remark))
+    print_stderr(
+        f"different here: {len(differences)} field(s) (record / here)"
+        if differences
         else "nothing known is different here"
     )
-    for one in before:
-        say(f"  {one_line(fields.line([one]))}")
+    for difference in differences:
+        print_stderr(f"  {to_one_line(record_fields.format_differences([difference]))}")
 
 
-def _after(
-    base: Side,
-    done: list[Record],
-    before: tuple[Field, ...],
+def _print_comparison(
+    base: ComparisonSide,
+    new_records: list[Record],
+    differences: tuple[FieldDifference, ...],
     threshold: float,
-    output: Output,
+    output: OutputOptions,
     times: int,
 ) -> int:
     """Print the comparison of the new records with the base and return the exit code: 0 if there
@@ -120,21 +141,36 @@ def _after(
     Raise RequestError if a run read other data or weights than the record. `differences` are those
     between the record and this host, for --json.
     """
-    found = (base.finished or base.records)[0]
-    other = [one for made in done for one in again.differs(found, made)]
-    if other:
-        ids = ", ".join(made.id[:8] for made in done)
+    base_record = (base.finished or base.records)[0]
+    other_sources = [
+        difference
+        for new_record in new_records
+        for difference in again.find_rerun_differences(base_record, new_record)
+    ]
+    if other_sources:
+        ids = ", ".join(new_record.id[:8] for new_record in new_records)
         raise RequestError(
-            f"not the same run: {fields.line(other)}; the new run is kept as record {ids}"
+            f"not the same run: {record_fields.format_differences(other_sources)}; the new run is kept as record {ids}"
         )
-    compared = compare.compare(base, compare.side("reproduced", done), [], threshold)
+    comparison = side_comparison.compare_sides(
+        base, side_comparison.make_side("reproduced", new_records), [], threshold
+    )
     if output.json:
-        told: dict[str, Any] = {
-            "records": [record.printed(made) for made in done],
-            "here": [field(one) for one in before],
+        document: dict[str, Any] = {
+            "records": [record.record_to_english_json(new_record) for new_record in new_records],
+            "here": [field_to_json(difference) for difference in differences],
         }
-        dump(told | {"remarks": again.remarks(found), "comparison": table(compared)}, tell)
+        print_json(
+            document
+            | {
+                "remarks": again.describe_case_differences(base_record),
+                "comparison": comparison_to_json(comparison),
+            },
+            print_run_result,
+        )
     else:
-        tell(paged(report.comparison(compared), output.wide))
-    whole = len(done) == times and all(made.status == "valid" for made in done)
-    return 0 if whole and not compared.regressed else 1
+        print_run_result(format_page(report.build_comparison_page(comparison), output.wide))
+    all_valid = len(new_records) == times and all(
+        new_record.status == "valid" for new_record in new_records
+    )
+    return 0 if all_valid and not comparison.has_regressed else 1

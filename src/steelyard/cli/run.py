@@ -10,24 +10,24 @@ import typer
 
 from steelyard.cli import complete
 from steelyard.cli.options import (
-    PLACE,
-    THRESHOLD,
+    DEFAULT_THRESHOLD,
+    DEVICES_GROUP,
     AcceleratorOption,
-    EngineOptions,
-    HangAfter,
-    Json,
-    Out,
-    Quiet,
+    EngineSetOption,
+    HangAfterOption,
+    JsonOption,
+    OutOption,
+    QuietOption,
     RunOptions,
-    Threshold,
-    TimeLimit,
-    Wide,
-    takes,
+    ThresholdOption,
+    TimeLimitOption,
+    WideOption,
+    take_options,
 )
-from steelyard.cli.out import Output, begin
+from steelyard.cli.printing import OutputOptions, print_start_line
 
 
-@takes(RunOptions)
+@take_options(RunOptions)
 def run(options: RunOptions) -> int:
     """Run cases, check the answers, and write a record of each.
 
@@ -46,19 +46,21 @@ def run(options: RunOptions) -> int:
       steelyard run llama1-7b-openwebtext --data owt/owt --steps 20 \\
         --sweep devices=1,2,4,8 --sweep micro_batch=1,2,4
     """
-    begin("preparing", options.output)
-    from steelyard.cli import requests, runs
-    from steelyard.record.signature import try_key
+    print_start_line("preparing", options.output)
+    from steelyard.cli import execute_runs, requests
+    from steelyard.record.signature import try_signing_key
 
-    wanted, axes = requests.read(options)
-    times = requests.checked_repeat(options.repeat)
+    requested, axes = requests.make_requests(options)
+    times = requests.check_repeat(options.repeat)
     if options.sign is not None:
-        try_key(options.sign)
+        try_signing_key(options.sign)
     if axes:
-        return runs.run_sweep(wanted, axes, times, options.output)
-    if options.engine == requests.ALL:
-        return runs.run_engines(wanted, times, options.output)
-    return runs.run_each([one for one in wanted for _ in range(times)], options.output)
+        return execute_runs.run_sweep(requested, axes, times, options.output)
+    if options.engine == requests.ALL_ENGINES:
+        return execute_runs.run_engines(requested, times, options.output)
+    return execute_runs.run_each(
+        [request for request in requested for _ in range(times)], options.output
+    )
 
 
 def reproduce(
@@ -83,15 +85,15 @@ def reproduce(
         ),
     ] = None,
     repeat: Annotated[int, typer.Option(metavar="N", help="Run N times, in fresh processes.")] = 1,
-    threshold: Threshold = THRESHOLD,
-    settings: EngineOptions = None,
+    threshold: ThresholdOption = DEFAULT_THRESHOLD,
+    settings: EngineSetOption = None,
     accelerator: AcceleratorOption = None,
     launcher: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="local, ssh or slurm. Default: the site's, else local.",
-            rich_help_panel=PLACE,
+            rich_help_panel=DEVICES_GROUP,
             autocompletion=complete.launchers,
         ),
     ] = None,
@@ -100,15 +102,15 @@ def reproduce(
         typer.Option(
             metavar="FILE",
             help="TOML file that describes the cluster; see run.",
-            rich_help_panel=PLACE,
+            rich_help_panel=DEVICES_GROUP,
         ),
     ] = None,
-    hang_after: HangAfter = 1800.0,
-    time_limit: TimeLimit = None,
-    out: Out = Path("records"),
-    as_json: Json = False,
-    quiet: Quiet = False,
-    wide: Wide = False,
+    hang_after: HangAfterOption = 1800.0,
+    time_limit: TimeLimitOption = None,
+    out: OutOption = Path("records"),
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    wide: WideOption = False,
 ) -> int:
     """Run again what a record describes, then compare with it.
 
@@ -120,15 +122,15 @@ def reproduce(
       steelyard reproduce records/20261116T041617-….json
       steelyard reproduce records/ --data mmlu/ --weights Llama-2-7b-hf/
     """
-    output = Output(as_json, quiet, wide)
-    begin("preparing", output)
+    output = OutputOptions(as_json, quiet, wide)
+    print_start_line("preparing", output)
     from steelyard.cli.reproduce import read_request, reproduce_record
 
-    base, asked = read_request(source)
-    asked = replace(
-        asked,
-        accelerator=accelerator or asked.accelerator,
-        launcher=launcher or asked.launcher,
+    base, request = read_request(source)
+    request = replace(
+        request,
+        accelerator=accelerator or request.accelerator,
+        launcher=launcher or request.launcher,
         site=site,
         weights=weights,
         data=data,
@@ -137,7 +139,7 @@ def reproduce(
         hang_s=hang_after,
         limit_s=time_limit,
     )
-    return reproduce_record(base, asked, settings or [], repeat, threshold, output)
+    return reproduce_record(base, request, settings or [], repeat, threshold, output)
 
 
 def conform(
@@ -164,8 +166,8 @@ def conform(
             metavar="NAME", help="Where to run both engines.", autocompletion=complete.accelerators
         ),
     ] = "cpu",
-    settings: EngineOptions = None,
-    as_json: Json = False,
+    settings: EngineSetOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Check that an engine computes what engine torch computes.
 
@@ -178,7 +180,7 @@ def conform(
       steelyard conform transformers
       steelyard conform transformers --case llama2-7b-mmlu
     """
-    begin("preparing", Output(as_json))
+    print_start_line("preparing", OutputOptions(as_json))
     from steelyard.cli.conform import compare_with_torch
 
     return compare_with_torch(engine, cases, accelerator, settings or [], as_json)

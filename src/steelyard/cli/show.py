@@ -8,24 +8,30 @@ from steelyard.cli import complete
 from steelyard.cli.options import (
     SMOKE,
     DivisionOption,
-    Json,
+    JsonOption,
     PrecisionOption,
     RunOptions,
-    Settings,
+    SetOption,
     SizeOption,
 )
-from steelyard.cli.out import aligned, answer, described, dump, plain
+from steelyard.cli.printing import (
+    align_columns,
+    format_descriptions,
+    format_value,
+    print_json,
+    print_stdout,
+)
 
 if TYPE_CHECKING:
-    from steelyard.accelerators.row import Found
+    from steelyard.accelerators.row import DetectedDevice
     from steelyard.case.case import Case
-    from steelyard.case.resolve import Resolved
-    from steelyard.engine.rows import EngineRow
+    from steelyard.case.resolve import ResolvedCase
+    from steelyard.engine.engine_rows import EngineRow
 
 MARGIN = "  "
 
 
-def list_(as_json: Json = False) -> None:
+def list_(as_json: JsonOption = False) -> None:
     """List cases, engines, accelerators and launchers.
 
     \b
@@ -35,62 +41,82 @@ def list_(as_json: Json = False) -> None:
     """
     from steelyard import accelerators
     from steelyard.case import resolve
-    from steelyard.engine import rows as engine_rows
+    from steelyard.engine import engine_rows as engine_rows
     from steelyard.run import launch
 
-    launchers = list(launch.table())
-    found: list[dict[str, Any]] = [
-        {"accelerator": row.name, "index": i, "device": one.name, "memory_bytes": one.memory_bytes}
-        for row in accelerators.table().values()
-        for i, one in enumerate(row.find())
+    launchers = list(launch.load_launchers())
+    device_entries: list[dict[str, Any]] = [
+        {
+            "accelerator": row.name,
+            "index": i,
+            "device": found_device.name,
+            "memory_bytes": found_device.memory_bytes,
+        }
+        for row in accelerators.load_accelerators().values()
+        for i, found_device in enumerate(row.find())
     ]
-    known = [resolve.resolve(name).case for name in resolve.names()]
-    cases = [{"name": case.name, "title": case.title} for case in known]
-    rows = [_engine(row, known) for _, row in sorted(engine_rows.table().items())]
+    shipped = [resolve.resolve_case(name).case for name in resolve.list_shipped_cases()]
+    cases = [{"name": case.name, "title": case.title} for case in shipped]
+    rows = [
+        _engine_to_json(row, shipped) for _, row in sorted(engine_rows.load_engine_rows().items())
+    ]
     if as_json:
-        dump({"cases": cases, "engines": rows, "accelerators": found, "launchers": launchers})
+        print_json(
+            {
+                "cases": cases,
+                "engines": rows,
+                "accelerators": device_entries,
+                "launchers": launchers,
+            }
+        )
         return
     devices = []
-    for device in found:
+    for device in device_entries:
         memory = f", {device['memory_bytes'] / (1 << 30):.0f} GiB" if device["memory_bytes"] else ""
         devices.append(
             (f"{device['accelerator']}:{device['index']}", f"{device['device']}{memory}")
         )
-    parts = (
+    sections = (
         ("cases", [(case["name"], case["title"]) for case in cases]),
-        ("engines", [(row["name"], _able(row, len(cases))) for row in rows]),
+        ("engines", [(row["name"], _describe_engine(row, len(cases))) for row in rows]),
         ("accelerators", devices),
         ("launchers", [(", ".join(launchers), "")]),
     )
-    answer("\n".join(line for title, pairs in parts for line in (title, *described(pairs, MARGIN))))
+    print_stdout(
+        "\n".join(
+            line
+            for title, pairs in sections
+            for line in (title, *format_descriptions(pairs, MARGIN))
+        )
+    )
 
 
-def _able(row: dict[str, Any], cases: int) -> str:
+def _describe_engine(row: dict[str, Any], case_count: int) -> str:
     """Describe in one line what an engine runs: cases, divisions, precisions, parallel degrees, and
     what is missing to run it. `row` is one of `_engine_to_json`, `case_count` the number of all
     cases.
     """
-    what = (
+    case_names = (
         "all cases"
-        if len(row["cases"]) == cases
+        if len(row["cases"]) == case_count
         else ", ".join(row["cases"]) or "none of these cases"
     )
-    told = [
-        what,
+    parts = [
+        case_names,
         ", ".join(row["divisions"]),
-        ", ".join(_named_precisions(row)),
+        ", ".join(_list_precisions(row)),
         " ".join(row["degrees"]),
     ]
-    told += [f"{row['missing']} is not installed"] if row["missing"] else []
-    told += (
+    parts += [f"{row['missing']} is not installed"] if row["missing"] else []
+    parts += (
         [f"needs --set engine.checkout=DIR, a checkout of {row['checkout']}"]
         if row["checkout"]
         else []
     )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
-def _named_precisions(row: dict[str, Any]) -> list[str]:
+def _list_precisions(row: dict[str, Any]) -> list[str]:
     """Return the values of --precision that an engine takes: the precisions of its matmuls if it
     scores, and those that it trains in.
     """
@@ -102,25 +128,25 @@ def _is_training(work: str) -> bool:
     """Return whether a kind of work, such as `train_rows`, belongs to training."""
     from steelyard.tasks import kind as kinds
 
-    return any(kind.trains and work in kind.works for kind in kinds.table().values())
+    return any(kind.trains and work in kind.works for kind in kinds.load_kinds().values())
 
 
-def _engine(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
+def _engine_to_json(row: "EngineRow", cases: "list[Case]") -> dict[str, Any]:
     """Return what an engine can do, as JSON data: the names of the cases that it accepts, works,
     families, divisions, precisions, degrees, and a package that is missing, or None.
     """
-    able = [case.name for case in cases if row.refusal(case) is None]
+    accepted = [case.name for case in cases if row.refusal(case) is None]
     return {
         "name": row.name,
         "framework": row.framework,
-        "cases": able,
+        "cases": accepted,
         "works": list(row.works),
         "families": list(row.families),
         "divisions": list(row.divisions),
         "precisions": list(row.precisions),
         "trains_in": list(row.trains_in) if any(map(_is_training, row.works)) else [],
         "degrees": [degree.upper() for degree in row.degrees],
-        "missing": row.missing(),
+        "missing": row.find_missing_module(),
         "checkout": row.checkout or None,
     }
 
@@ -137,8 +163,8 @@ def show(
     size: SizeOption = None,
     precision: PrecisionOption = None,
     division: DivisionOption = None,
-    settings: Settings = None,
-    as_json: Json = False,
+    settings: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show every value of a case, and where it comes from.
 
@@ -152,22 +178,22 @@ def show(
     """
     from steelyard import accelerators
     from steelyard.case.case import AUTO
-    from steelyard.case.resolve import resolve
+    from steelyard.case.resolve import resolve_case
     from steelyard.plan import flops
 
     if case == SMOKE:
-        _smoke(size, precision, division, settings, as_json)
+        _show_smoke(size, precision, division, settings, as_json)
         return
-    resolved = resolve(case, size, precision, division, settings)
+    resolved = resolve_case(case, size, precision, division, settings)
     values = {
         key: value
-        for key, value in _leaves(resolved.case.model_dump(mode="json"))
+        for key, value in _flatten(resolved.case.model_dump(mode="json"))
         if not key.startswith("reference")
     }
-    row = accelerators.detect()
+    row = accelerators.detect_accelerator()
     device = row.find()[0]
     values |= {f"tune.{name}": AUTO for name in resolved.auto}
-    origins = resolved.origins | _chosen(resolved, device)
+    origins = resolved.origins | _explain_auto_tunes(resolved, device)
     rows = [
         {"key": key, "value": value, "origin": origins.get(key, "default")}
         for key, value in values.items()
@@ -175,11 +201,11 @@ def show(
     rows.append(
         {
             "key": "model parameters",
-            "value": flops.parameters(resolved.case.question.model),
+            "value": flops.count_model_parameters(resolved.case.question.model),
             "origin": "derived from the shapes",
         }
     )
-    peak = accelerators.peak(row, device)
+    peak = accelerators.find_peak(row, device)
     rate = peak.flops_per_s.get(resolved.case.question.precision.matmul) if peak else None
     origin = (
         f"accelerator row {peak.name}" if peak else f"no accelerator row for {device.name}: no MFU"
@@ -187,7 +213,7 @@ def show(
     rows.append({"key": "peak FLOP/s", "value": rate, "origin": origin})
     references = [row.model_dump(mode="json") for row in resolved.case.reference]
     if as_json:
-        dump(
+        print_json(
             {
                 "name": resolved.case.name,
                 "size": resolved.case.size,
@@ -196,37 +222,42 @@ def show(
             }
         )
         return
-    pairs = [(str(row["key"]), f"{plain(row['value'])}  ({row['origin']})") for row in rows]
+    pairs = [(str(row["key"]), f"{format_value(row['value'])}  ({row['origin']})") for row in rows]
     lines = [
         f"{resolved.case.name}, size {resolved.case.size}: {resolved.case.title}",
-        *described(pairs, MARGIN),
+        *format_descriptions(pairs, MARGIN),
     ]
-    published = described(
-        [(str(i), _published(row)) for i, row in enumerate(references, 1)], MARGIN
+    published = format_descriptions(
+        [(str(i), _format_published_row(row)) for i, row in enumerate(references, 1)], MARGIN
     )
     lines += ["published results", *published] if references else []
-    answer("\n".join(lines))
+    print_stdout("\n".join(lines))
 
 
-def _chosen(resolved: "Resolved", device: "Found") -> dict[str, str]:
+def _explain_auto_tunes(resolved: "ResolvedCase", device: "DetectedDevice") -> dict[str, str]:
     """Return for each tune that is `auto` a new origin text, by dotted key, with the value that a
     run with engine torch on one such device would choose.
     """
     from steelyard.case.case import AUTO
-    from steelyard.engine.rows import TORCH
-    from steelyard.plan import auto, degrees
+    from steelyard.engine.engine_rows import TORCH
+    from steelyard.plan import auto_sizes, degrees
 
     plan = degrees.Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
-    here = auto.choose(resolved, auto.Devices(plan, device.memory_bytes, TORCH.fused)).case.tune
-    how = f"with engine torch on one {device.name}"
-    where = {
-        n: resolved.origins[f"tune.{n}"].removeprefix(f"{AUTO} (").removesuffix(")")
-        for n in resolved.auto
+    chosen = auto_sizes.choose_sizes(
+        resolved, auto_sizes.DeviceLimits(plan, device.memory_bytes, TORCH.fused)
+    ).case.tune
+    setup = f"with engine torch on one {device.name}"
+    origin_by_tune = {
+        tune_name: resolved.origins[f"tune.{tune_name}"].removeprefix(f"{AUTO} (").removesuffix(")")
+        for tune_name in resolved.auto
     }
-    return {f"tune.{n}": f"{origin}: {getattr(here, n)} {how}" for n, origin in where.items()}
+    return {
+        f"tune.{tune_name}": f"{origin}: {getattr(chosen, tune_name)} {setup}"
+        for tune_name, origin in origin_by_tune.items()
+    }
 
 
-def _published(row: dict[str, Any]) -> str:
+def _format_published_row(row: dict[str, Any]) -> str:
     """Format a published row: precision (and the one that ran, if another), configuration and
     source.
     """
@@ -234,7 +265,7 @@ def _published(row: dict[str, Any]) -> str:
     return f"{row['published_as']}{ran}, {row['config']}; {row['source']}"
 
 
-def _smoke(
+def _show_smoke(
     size: str | None,
     precision: str | None,
     division: str | None,
@@ -245,37 +276,37 @@ def _smoke(
     JSON.
     """
     from steelyard.case.request import DEFAULT_ENGINE
-    from steelyard.cli.requests import cases_at
+    from steelyard.cli.requests import resolve_cases_at
 
     options = RunOptions(size=size, precision=precision, division=division, settings=settings)
-    found = cases_at((), SMOKE, DEFAULT_ENGINE, options)
+    cases_and_devices = resolve_cases_at((), SMOKE, DEFAULT_ENGINE, options)
     runs = [
         {
-            "case": one.case.name,
-            "division": one.case.question.division,
-            "precision": one.case.question.precision.name,
+            "case": resolved.case.name,
+            "division": resolved.case.question.division,
+            "precision": resolved.case.question.precision.name,
             "devices": devices,
-            "title": one.case.title,
+            "title": resolved.case.title,
         }
-        for one, devices in found
+        for resolved, devices in cases_and_devices
     ]
     if as_json:
-        dump({"name": SMOKE, "runs": runs})
+        print_json({"name": SMOKE, "runs": runs})
         return
     count = f"{len(runs)} runs: every case at size smoke, with engine torch"
     head = ("case", "division", "precision", "devices")
     cells = [head, *(tuple(str(run[name]) for name in head) for run in runs)]
-    answer("\n".join([count, *aligned(cells), "run them: steelyard run smoke"]))
+    print_stdout("\n".join([count, *align_columns(cells), "run them: steelyard run smoke"]))
 
 
-def _leaves(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten(table: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Return the values of a nested dict with their dotted keys, in order. An empty dict counts as
     a value.
     """
-    out: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in table.items():
         if isinstance(value, dict) and value:
-            out += _leaves(value, f"{prefix}{key}.")
+            pairs += _flatten(value, f"{prefix}{key}.")
         else:
-            out.append((f"{prefix}{key}", value))
-    return out
+            pairs.append((f"{prefix}{key}", value))
+    return pairs

@@ -8,28 +8,37 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from steelyard.cli import complete
-from steelyard.cli.options import Again, Command, From, Json, Mirrors, Quiet, Repin, Timeout
-from steelyard.cli.out import (
-    Output,
-    aligned,
-    answer,
-    begin,
-    dump,
-    one_line,
-    plain,
-    say,
-    size,
-    sized,
+from steelyard.cli.options import (
+    AgainOption,
+    FromOption,
+    GroupedCommand,
+    JsonOption,
+    MirrorsOption,
+    QuietOption,
+    RepinOption,
+    TimeoutOption,
+)
+from steelyard.cli.printing import (
+    OutputOptions,
+    align_columns,
+    format_file_sizes,
+    format_size,
+    format_value,
+    print_json,
+    print_start_line,
+    print_stderr,
+    print_stdout,
+    to_one_line,
 )
 from steelyard.errors import RequestError
 
 if TYPE_CHECKING:
     from steelyard.models.shapes import LlamaModel
-    from steelyard.weights.convert import Conversion
+    from steelyard.weights.convert import ConversionResult
     from steelyard.weights.inspection import Inspection
 
-FORMATS = {"hf": "huggingface", "megatron": "megatron"}
-MOST_FILES = 8
+LAYOUT_BY_FORMAT = {"hf": "huggingface", "megatron": "megatron"}
+MAX_FILES = 8
 
 app = typer.Typer(
     help=(
@@ -40,7 +49,7 @@ app = typer.Typer(
 )
 
 
-@app.command("get", cls=Command)
+@app.command("get", cls=GroupedCommand)
 def get_weights(
     name: Annotated[
         str,
@@ -56,13 +65,13 @@ def get_weights(
             metavar="REV", help="Branch, tag or commit of the hub. Default: as pinned, else main."
         ),
     ] = None,
-    offline: From = None,
-    mirrors: Mirrors = None,
-    again: Again = False,
-    repin: Repin = False,
-    timeout: Timeout = 30.0,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    offline: FromOption = None,
+    mirrors: MirrorsOption = None,
+    again: AgainOption = False,
+    repin: RepinOption = False,
+    timeout: TimeoutOption = 30.0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
 ) -> int:
     """Download a model's weights and tokenizer, check them, and keep them.
 
@@ -75,27 +84,32 @@ def get_weights(
       steelyard weights get Qwen/Qwen2.5-0.5B
       steelyard weights get llama2-7b --from /media/usb/Llama-2-7b-hf
     """
-    output = Output(as_json, quiet)
-    begin("getting", output)
+    output = OutputOptions(as_json, quiet)
+    print_start_line("getting", output)
     from steelyard.cli import get
 
-    return get.get(
-        "weights", name, revision, get.checked_wish(offline, mirrors, again, repin), timeout, output
+    return get.get_source(
+        "weights",
+        name,
+        revision,
+        get.make_fetch_options(offline, mirrors, again, repin),
+        timeout,
+        output,
     )
 
 
-@app.command("list", cls=Command)
-def list_weights(as_json: Json = False) -> None:
+@app.command("list", cls=GroupedCommand)
+def list_weights(as_json: JsonOption = False) -> None:
     """List models that can be got: size, licence, what is here and where.
 
     Example: steelyard weights list
     """
     from steelyard.cli import get
 
-    get.show_list("weights", as_json)
+    get.print_sources("weights", as_json)
 
 
-@app.command(cls=Command)
+@app.command(cls=GroupedCommand)
 def inspect(
     folder: Annotated[
         Path,
@@ -103,24 +117,26 @@ def inspect(
             metavar="DIR", help="A Hugging Face folder, or a checkpoint of Megatron or GLM."
         ),
     ],
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds: layout, shards, sizes, dimensions.
 
     Example: steelyard weights inspect Llama-2-7b-hf/
     """
-    _ready(folder)
-    begin("reading the checkpoint", Output(as_json))
-    from steelyard.weights.inspection import inspect as look
+    _check_can_read(folder)
+    print_start_line("reading the checkpoint", OutputOptions(as_json))
+    from steelyard.weights.inspection import inspect_checkpoint as look
 
-    found = look(folder)
+    inspection = look(folder)
     if as_json:
-        dump({"path": str(folder), **asdict(found), "files": _named(found.files)})
+        print_json(
+            {"path": str(folder), **asdict(inspection), "files": _files_to_json(inspection.files)}
+        )
     else:
-        answer(_facts(found))
+        print_stdout(_format_inspection(inspection))
 
 
-@app.command(cls=Command)
+@app.command(cls=GroupedCommand)
 def convert(
     source: Annotated[
         Path, typer.Argument(metavar="SRC", help="The Llama checkpoint to read, in either format.")
@@ -139,7 +155,7 @@ def convert(
             autocompletion=complete.shipped_cases,
         ),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Write a Llama checkpoint in another format, or with another number of shards.
 
@@ -150,33 +166,46 @@ def convert(
       steelyard weights convert Llama-2-7b-hf/ megatron/ --to megatron --tp 2
       steelyard weights convert megatron/ hf/ --to hf --case llama2-7b-mmlu
     """
-    _check(to, tp)
-    model = _model(case)
-    _ready(source)
-    begin("reading the checkpoint", Output(as_json))
-    from steelyard.cli.progress import showing_bytes
-    from steelyard.weights.convert import convert as write
+    _check_target(to, tp)
+    model = _find_llama_model(case)
+    _check_can_read(source)
+    print_start_line("reading the checkpoint", OutputOptions(as_json))
+    from steelyard.cli.progress import show_bytes_progress
+    from steelyard.weights.convert import convert_checkpoint as write
 
     try:
-        with showing_bytes(f"{one_line(target.resolve().name)} {to}", quiet=as_json) as watch:
-            made = write(source, target, to, tp, model, watch)
+        with show_bytes_progress(
+            f"{to_one_line(target.resolve().name)} {to}", quiet=as_json
+        ) as watch:
+            conversion = write(source, target, to, tp, model, watch)
     except KeyboardInterrupt:
-        say("interrupted; run the same command again to go on")
+        print_stderr("interrupted; run the same command again to go on")
         return 1
     if as_json:
-        table = {"path": str(target), "layout": FORMATS[to], "tp": tp, "files": _named(made.files)}
-        dump({**table, "size_bytes": made.size_bytes, "kept": made.kept})
+        table = {
+            "path": str(target),
+            "layout": LAYOUT_BY_FORMAT[to],
+            "tp": tp,
+            "files": _files_to_json(conversion.files),
+        }
+        print_json({**table, "size_bytes": conversion.size_bytes, "kept": conversion.reused})
     else:
-        answer(_written(made, target, FORMATS[to] if tp == 1 else f"{FORMATS[to]} TP{tp}"))
+        print_stdout(
+            _format_conversion(
+                conversion,
+                target,
+                LAYOUT_BY_FORMAT[to] if tp == 1 else f"{LAYOUT_BY_FORMAT[to]} TP{tp}",
+            )
+        )
     return 0
 
 
-def _check(to: str, tp: int) -> None:
+def _check_target(to: str, tp: int) -> None:
     """Raise RequestError if the target format is unknown, or the number of tensor-parallel shards
     is not allowed for it.
     """
-    if to not in FORMATS:
-        raise RequestError(f"--to {to!r}: allowed: {', '.join(FORMATS)}")
+    if to not in LAYOUT_BY_FORMAT:
+        raise RequestError(f"--to {to!r}: allowed: {', '.join(LAYOUT_BY_FORMAT)}")
     if tp < 1:
         raise RequestError(f"--tp {tp}: must be at least 1")
     if to == "hf" and tp != 1:
@@ -186,23 +215,23 @@ def _check(to: str, tp: int) -> None:
         )
 
 
-def _model(name: str | None) -> "LlamaModel | None":
+def _find_llama_model(case_name: str | None) -> "LlamaModel | None":
     """Return the Llama model of a case, or None if no case is named. Raise RequestError for a case
     with another model family.
     """
-    from steelyard.case.resolve import resolve
+    from steelyard.case.resolve import resolve_case
     from steelyard.models.shapes import LlamaModel
 
-    model = None if name is None else resolve(name).case.question.model
+    model = None if case_name is None else resolve_case(case_name).case.question.model
     if model is not None and not isinstance(model, LlamaModel):
         raise RequestError(
-            f"--case {name}: its model is of family {model.family}; only Llama models can be"
+            f"--case {case_name}: its model is of family {model.family}; only Llama models can be"
             " converted"
         )
     return model
 
 
-def _ready(folder: Path) -> None:
+def _check_can_read(folder: Path) -> None:
     """Raise RequestError if the folder does not exist or torch is not installed; called before
     torch is imported, which takes seconds.
     """
@@ -216,45 +245,52 @@ def _ready(folder: Path) -> None:
         )
 
 
-def _facts(found: "Inspection") -> str:
+def _format_inspection(inspection: "Inspection") -> str:
     """Format what `weights inspect` prints as aligned lines, with at most MAX_FILES files."""
     rows: list[tuple[str, str]] = [
-        ("layout", found.layout),
-        ("shards", f"{found.tp}" if found.tp == 1 else f"{found.tp} (tensor parallel)"),
-        ("iteration", one_line(plain(found.iteration))),
-        ("dtype", found.dtype),
-        ("parameters", plain(found.parameters)),
+        ("layout", inspection.layout),
+        (
+            "shards",
+            f"{inspection.tp}" if inspection.tp == 1 else f"{inspection.tp} (tensor parallel)",
+        ),
+        ("iteration", to_one_line(format_value(inspection.iteration))),
+        ("dtype", inspection.dtype),
+        ("parameters", format_value(inspection.parameters)),
         (
             "size",
-            size(found.size_bytes)
-            + (f" ({found.size_bytes} bytes)" if found.size_bytes >= 1 << 10 else ""),
+            format_size(inspection.size_bytes)
+            + (f" ({inspection.size_bytes} bytes)" if inspection.size_bytes >= 1 << 10 else ""),
         ),
-        *((name, plain(value)) for name, value in found.shape.items()),
+        *((name, format_value(value)) for name, value in inspection.shape.items()),
     ]
-    files = sized(found.files[:MOST_FILES])
-    if len(found.files) > MOST_FILES:
-        files.append(f"… and {len(found.files) - MOST_FILES} more")
+    files = format_file_sizes(inspection.files[:MAX_FILES])
+    if len(inspection.files) > MAX_FILES:
+        files.append(f"… and {len(inspection.files) - MAX_FILES} more")
     rows += [("files" if i == 0 else "", text) for i, text in enumerate(files)]
-    rows += [("note", one_line(note)) for note in found.notes]
-    return "\n".join(aligned(rows))
+    rows += [("note", to_one_line(note)) for note in inspection.notes]
+    return "\n".join(align_columns(rows))
 
 
-def _written(made: "Conversion", target: Path, form: str) -> str:
+def _format_conversion(conversion: "ConversionResult", target: Path, layout: str) -> str:
     """Format what `weights convert` prints: its files with sizes, and how many were there from an
     earlier, interrupted conversion. `layout` names the format written.
     """
-    lines = sized([(str(target / name), size_bytes) for name, size_bytes in made.files])
-    done = "already complete, " if made.kept == len(made.files) else ""
+    lines = format_file_sizes(
+        [(str(target / name), size_bytes) for name, size_bytes in conversion.files]
+    )
+    state = "already complete, " if conversion.reused == len(conversion.files) else ""
     kept = (
-        f", {made.kept} of them kept from an earlier conversion" if made.kept and not done else ""
+        f", {conversion.reused} of them kept from an earlier conversion"
+        if conversion.reused and not state
+        else ""
     )
     lines.append(
-        f"{form}: {done}{len(made.files)} file(s), {size(made.size_bytes)}{kept}, in"
-        f" {one_line(target)}"
+        f"{layout}: {state}{len(conversion.files)} file(s), {format_size(conversion.size_bytes)}{kept}, in"
+        f" {to_one_line(target)}"
     )
     return "\n".join(lines)
 
 
-def _named(files: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def _files_to_json(files: list[tuple[str, int]]) -> list[dict[str, Any]]:
     """Return pairs of file name and size in bytes as JSON data."""
     return [{"name": name, "size_bytes": size} for name, size in files]

@@ -18,22 +18,26 @@ from steelyard import files
 from steelyard.errors import RequestError
 
 MAX_READ_BYTES = 65 << 20  # of one read: a member of 64 MiB with its padding
-OPENERS: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open}
+OPENERS_BY_MAGIC: dict[bytes, Any] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ": lzma.open,
+}
 
 
-class Bounded:
+class BoundedTarStream:
     """The unpacked byte stream that `tarfile` reads from; it raises RequestError beyond its limits.
 
     `most_bytes` limits the position in the unpacked stream. `size_hint` is appended to the error
     and says how large such a file normally is.
     """
 
-    def __init__(self, file: IO[bytes], source: Path, most_bytes: int, usual: str) -> None:
+    def __init__(self, file: IO[bytes], source: Path, most_bytes: int, size_hint: str) -> None:
         """Wrap `file`, the unpacked stream; `source` is the archive's path, for messages."""
         self.file = file
         self.source = source
         self.most_bytes = most_bytes
-        self.usual = usual
+        self.size_hint = size_hint
 
     def read(self, size: int = -1) -> bytes:
         """Read `size` bytes from the unpacked stream. Raises RequestError if `size` is negative or
@@ -43,32 +47,32 @@ class Bounded:
             raise RequestError(
                 f"{self.source}: a part of {size} bytes; at most {MAX_READ_BYTES} are read at once"
             )
-        self._within(self.file.tell() + size if size > 1 << 20 else self.file.tell())
+        self._check_position(self.file.tell() + size if size > 1 << 20 else self.file.tell())
         return self.file.read(size)
 
-    def seek(self, place: int, whence: int = 0) -> int:
+    def seek(self, position: int, whence: int = 0) -> int:
         """Move to a position in the unpacked stream and return it. Raises RequestError if
         `position` is beyond the stream's limit.
         """
-        self._within(place)
-        return self.file.seek(place, whence)
+        self._check_position(position)
+        return self.file.seek(position, whence)
 
     def tell(self) -> int:
         """Return the position in the unpacked stream."""
         return self.file.tell()
 
-    def _within(self, place: int) -> None:
+    def _check_position(self, position: int) -> None:
         """Raise RequestError if a position is beyond `most_bytes`."""
-        if place > self.most_bytes:
+        if position > self.most_bytes:
             raise RequestError(
-                f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.usual}"
+                f"{self.source}: larger than {self.most_bytes} bytes unpacked{self.size_hint}"
             )
 
 
 @contextmanager
-def opened(
-    source: Path, most_bytes: int, usual: str = ""
-) -> Iterator[tuple[tarfile.TarFile, Bounded]]:
+def open_tar(
+    source: Path, most_bytes: int, size_hint: str = ""
+) -> Iterator[tuple[tarfile.TarFile, BoundedTarStream]]:
     """Open a tar, plain or compressed with gzip, bzip2 or xz, and yield it with the bounded stream
     below it; both are closed afterwards.
 
@@ -77,11 +81,14 @@ def opened(
     Errors of `tarfile` and of the decompressors are not caught.
     """
     if source.stat().st_size > most_bytes:
-        raise RequestError(f"{source}: larger than {most_bytes} bytes{usual}")
+        raise RequestError(f"{source}: larger than {most_bytes} bytes{size_hint}")
     with files.open_regular(source) as file:
-        begin = file.read(max(map(len, OPENERS)))
-    unpack = next((opener for magic, opener in OPENERS.items() if begin.startswith(magic)), open)
-    with unpack(source, "rb") as file:
-        bounded = Bounded(file, source, most_bytes, usual)
+        first_bytes = file.read(max(map(len, OPENERS_BY_MAGIC)))
+    open_unpacked = next(
+        (opener for magic, opener in OPENERS_BY_MAGIC.items() if first_bytes.startswith(magic)),
+        open,
+    )
+    with open_unpacked(source, "rb") as file:
+        bounded = BoundedTarStream(file, source, most_bytes, size_hint)
         with tarfile.open(fileobj=bounded, mode="r:") as tar:  # type: ignore[call-overload]
             yield tar, bounded

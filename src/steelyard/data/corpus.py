@@ -25,16 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steelyard import files
-from steelyard.data.rows import IGNORED, Ids, Key, Row
+from steelyard.data.training_rows import IGNORED, Ids, RowKey, TrainingRow
 from steelyard.errors import RequestError
 
-IDS, IDX = "_ids.npy", "_idx.npz"
+IDS_SUFFIX, INDEX_SUFFIX = "_ids.npy", "_idx.npz"
 DTYPES = ("uint16", "int32", "uint32", "int64")
 MAX_INDEX_BYTES = 4 << 30
 MAX_HEADER_BYTES = 10_000  # of a .npy header; numpy refuses longer ones too
-BLOCK_TOKENS = 16 << 20  # 64 MiB of int32
-FEWEST = 3  # documents: one to train on, one to validate, one to test
-AGAIN = "make the pair anew with steelyard data pack"
+CHUNK_TOKENS = 16 << 20  # 64 MiB of int32
+MIN_DOCUMENTS = 3  # documents: one to train on, one to validate, one to test
+PACK_AGAIN = "make the pair anew with steelyard data pack"
 
 
 @dataclass(frozen=True)
@@ -55,99 +55,106 @@ def open_corpus(source: Path) -> Corpus:
     The index is read and checked, tokens are memory-mapped and not read. Raises RequestError if a
     file is missing, unreadable or of another type, or if the two files do not belong together.
     """
-    prefix, tokens, index = _pair(source)
-    ids = _mapped(tokens)
-    lens, docs = _index(index, len(ids))
+    prefix, tokens, index = _find_pair(source)
+    ids = _map_tokens(tokens)
+    lens, docs = _read_index(index, len(ids))
     _check_index(index, lens, docs, len(ids))
     ends = np.cumsum(lens.astype(np.int64))[docs.astype(np.int64)[1:] - 1]
     return Corpus(ids, ends, prefix.name)
 
 
-def check_files(source: Path) -> None:
+def check_token_files(source: Path) -> None:
     """Raise RequestError if there is no pair of token files at this path.
 
     Checks the names, the header and size of the token file, and that the index is a zip with `lens`
     and `docs`; reads neither tokens nor index arrays.
     """
-    _, tokens, index = _pair(source)
-    _mapped(tokens)
-    with _index_members(index):
+    _, tokens, index = _find_pair(source)
+    _map_tokens(tokens)
+    with _open_index(index):
         pass
 
 
-def _pair(source: Path) -> tuple[Path, Path, Path]:
+def _find_pair(source: Path) -> tuple[Path, Path, Path]:
     """Return the prefix, the token file and the index file of a pair. Raises RequestError if one of
     the files is missing.
     """
-    prefix = _prefix(source)
-    tokens, index = Path(f"{prefix}{IDS}"), Path(f"{prefix}{IDX}")
+    prefix = _find_prefix(source)
+    tokens, index = Path(f"{prefix}{IDS_SUFFIX}"), Path(f"{prefix}{INDEX_SUFFIX}")
     for path in (tokens, index):
         if not path.is_file():
             raise RequestError(
-                f"{path} is missing; a pair needs both files; copy it there, or {AGAIN}"
+                f"{path} is missing; a pair needs both files; copy it there, or {PACK_AGAIN}"
             )
     return prefix, tokens, index
 
 
-def _prefix(source: Path) -> Path:
+def _find_prefix(source: Path) -> Path:
     """Return the prefix of a pair, given the prefix, one of its files or the folder of exactly one
     pair. Raises RequestError if there is none, or more than one.
     """
-    if any(Path(f"{source}{suffix}").is_file() for suffix in (IDS, IDX)):
+    if any(Path(f"{source}{suffix}").is_file() for suffix in (IDS_SUFFIX, INDEX_SUFFIX)):
         return source
     if source.is_file():
-        for suffix in (IDS, IDX):
+        for suffix in (IDS_SUFFIX, INDEX_SUFFIX):
             if source.name.endswith(suffix):
                 return source.with_name(source.name.removesuffix(suffix))
         raise RequestError(
-            f"{source}: not a token file; allowed: NAME{IDS} or NAME{IDX}; make them with steelyard"
+            f"{source}: not a token file; allowed: NAME{IDS_SUFFIX} or NAME{INDEX_SUFFIX}; make them with steelyard"
             " data pack"
         )
     if not source.is_dir():
         raise RequestError(
-            f"data {str(source)!r} does not exist; give the prefix or the folder of NAME{IDS} and"
-            f" NAME{IDX}"
+            f"data {str(source)!r} does not exist; give the prefix or the folder of NAME{IDS_SUFFIX} and"
+            f" NAME{INDEX_SUFFIX}"
         )
-    found = sorted(
-        {p.name.removesuffix(s) for s in (IDS, IDX) for p in source.glob(f"*{s}") if p.name != s}
+    names = sorted(
+        {
+            p.name.removesuffix(s)
+            for s in (IDS_SUFFIX, INDEX_SUFFIX)
+            for p in source.glob(f"*{s}")
+            if p.name != s
+        }
     )
-    if not found:
+    if not names:
         raise RequestError(
-            f"{source}: no *{IDS} in it; give the folder of a pair, or make one with steelyard data"
+            f"{source}: no *{IDS_SUFFIX} in it; give the folder of a pair, or make one with steelyard data"
             " pack"
         )
-    if len(found) > 1:
+    if len(names) > 1:
         raise RequestError(
-            f"{source}: {len(found)} pairs in it ({', '.join(found[:4])}); name one, such as"
-            f" {source / found[0]}"
+            f"{source}: {len(names)} pairs in it ({', '.join(names[:4])}); name one, such as"
+            f" {source / names[0]}"
         )
-    return source / found[0]
+    return source / names[0]
 
 
-def _mapped(path: Path) -> NDArray[Any]:
+def _map_tokens(path: Path) -> NDArray[Any]:
     """Return the tokens of a .npy file as a read-only memory map. Raises RequestError if it is
     unreadable, empty, has another size than its header says, or a type that is not in `DTYPES`.
     """
     try:
         with files.open_regular(path) as file:
-            count, dtype = _header(file, str(path))
-            begin = file.tell()
+            count, dtype = _read_header(file, str(path))
+            offset = file.tell()
         size = path.stat().st_size
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
     if dtype.newbyteorder("=").name not in DTYPES:
-        raise RequestError(f"{path}: tokens of type {dtype}; allowed: {', '.join(DTYPES)}; {AGAIN}")
-    if size != begin + count * dtype.itemsize:
-        whole = begin + count * dtype.itemsize
         raise RequestError(
-            f"{path}: {size} bytes instead of {whole} for {count} tokens; copy it again, or {AGAIN}"
+            f"{path}: tokens of type {dtype}; allowed: {', '.join(DTYPES)}; {PACK_AGAIN}"
+        )
+    if size != offset + count * dtype.itemsize:
+        expected_size = offset + count * dtype.itemsize
+        raise RequestError(
+            f"{path}: {size} bytes instead of {expected_size} for {count} tokens; copy it again, or {PACK_AGAIN}"
         )
     if not count:
-        raise RequestError(f"{path}: no tokens; {AGAIN}")
-    return np.memmap(path, dtype=dtype, mode="r", offset=begin, shape=(count,))
+        raise RequestError(f"{path}: no tokens; {PACK_AGAIN}")
+    return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
 
 
-def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
+def _read_header(file: IO[bytes], location: str) -> tuple[int, np.dtype[Any]]:
     """Read the header of a .npy file of integers in one dimension, and return its length and type;
     the file is left at the first element. Raises RequestError, which begins with `location`, for
     anything else. Nothing is allocated for the array.
@@ -156,7 +163,7 @@ def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"version {version[0]}.{version[1]} of .npy")
-        shape, _, dtype = _array_header(file, version == (1, 0))
+        shape, _, dtype = _read_array_header(file, version == (1, 0))
     except (
         ValueError,
         EOFError,
@@ -169,16 +176,16 @@ def _header(file: IO[bytes], where: str) -> tuple[int, np.dtype[Any]]:
     ) as error:
         reason = str(error).partition("\n")[0]
         raise RequestError(
-            f"{where}: not a .npy array: {reason}; copy it again, or {AGAIN}"
+            f"{location}: not a .npy array: {reason}; copy it again, or {PACK_AGAIN}"
         ) from error
     if dtype.kind not in "iu" or len(shape) != 1 or shape[0] < 0:
         raise RequestError(
-            f"{where}: {dtype} of shape {shape}; allowed: integers in one dimension; {AGAIN}"
+            f"{location}: {dtype} of shape {shape}; allowed: integers in one dimension; {PACK_AGAIN}"
         )
     return int(shape[0]), dtype
 
 
-def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _read_array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Read a .npy header (shape, Fortran order, type) with numpy, after its length was checked:
     ValueError beyond `MAX_HEADER_BYTES`. `short` means format 1.0, whose length field has two
     bytes.
@@ -188,22 +195,26 @@ def _array_header(file: IO[bytes], short: bool) -> tuple[tuple[int, ...], bool, 
     if size > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {size} bytes; at most {MAX_HEADER_BYTES} are read")
     header = io.BytesIO(length + file.read(size))
-    read = np.lib.format.read_array_header_1_0 if short else np.lib.format.read_array_header_2_0
+    read_header = (
+        np.lib.format.read_array_header_1_0 if short else np.lib.format.read_array_header_2_0
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # numpy warns of headers that Python 2 wrote
-        return read(header)
+        return read_header(header)
 
 
-def _index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_index(path: Path, tokens: int) -> tuple[NDArray[Any], NDArray[Any]]:
     """Read `lens` and `docs` of an index file. Raises RequestError if it cannot be read, or has
     more entries than `tokens` tokens allow.
     """
-    with _index_members(path) as (archive, lens, docs):
-        return _member(archive, lens, path, tokens), _member(archive, docs, path, tokens + 1)
+    with _open_index(path) as (archive, lens, docs):
+        return _read_member(archive, lens, path, tokens), _read_member(
+            archive, docs, path, tokens + 1
+        )
 
 
 @contextmanager
-def _index_members(
+def _open_index(
     path: Path,
 ) -> Iterator[tuple[zipfile.ZipFile, zipfile.ZipInfo, zipfile.ZipInfo]]:
     """Open an index file and yield the zip archive with its members `lens` and `docs`, unread.
@@ -214,10 +225,10 @@ def _index_members(
     try:
         with files.open_regular(path) as raw, zipfile.ZipFile(raw) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            lacking = [name for name in ("lens", "docs") if name not in infos]
-            if lacking:
+            missing = [name for name in ("lens", "docs") if name not in infos]
+            if missing:
                 raise RequestError(
-                    f"{path}: no {lacking[0]} in it; an index holds lens and docs; {AGAIN}"
+                    f"{path}: no {missing[0]} in it; an index holds lens and docs; {PACK_AGAIN}"
                 )
             size = infos["lens"].file_size + infos["docs"].file_size
             if size > MAX_INDEX_BYTES:
@@ -237,23 +248,25 @@ def _index_members(
         RuntimeError,
     ) as error:
         raise RequestError(
-            f"{path}: not a readable .npz: {error}; copy it again, or {AGAIN}"
+            f"{path}: not a readable .npz: {error}; copy it again, or {PACK_AGAIN}"
         ) from error
 
 
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, most: int) -> NDArray[Any]:
+def _read_member(
+    archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path, max_entries: int
+) -> NDArray[Any]:
     """Read one integer array of the index. Raises RequestError if it has more than `max_entries`
     entries, or its header disagrees with the zip directory's size; both are checked before
     unpacking.
     """
-    where = f"{path}: {info.filename}"
+    location = f"{path}: {info.filename}"
     with archive.open(info) as file:
-        count, dtype = _header(file, where)
+        count, dtype = _read_header(file, location)
         # The header must agree with the zip's directory; checked before anything is unpacked.
-        if count > most or info.file_size != file.tell() + count * dtype.itemsize:
+        if count > max_entries or info.file_size != file.tell() + count * dtype.itemsize:
             raise RequestError(
-                f"{where}: {count} {dtype} in {info.file_size} bytes; allowed: at most {most},"
-                f" whole; {AGAIN}"
+                f"{location}: {count} {dtype} in {info.file_size} bytes; allowed: at most {max_entries},"
+                f" whole; {PACK_AGAIN}"
             )
         return np.frombuffer(file.read(), dtype=dtype)
 
@@ -264,80 +277,80 @@ def _check_index(path: Path, lens: NDArray[Any], docs: NDArray[Any], tokens: int
     """
     if not len(lens) or not len(docs):
         raise RequestError(
-            f"{path}: {len(lens)} lens and {len(docs)} docs; allowed: 1 or more; {AGAIN}"
+            f"{path}: {len(lens)} lens and {len(docs)} docs; allowed: 1 or more; {PACK_AGAIN}"
         )
     low, high, total = int(lens.min()), int(lens.max()), int(lens.sum(dtype=np.int64))
     if low < 1 or high > tokens:
         raise RequestError(
             f"{path}: lens holds {low if low < 1 else high}; allowed: 1 to {tokens}, all tokens;"
-            f" {AGAIN}"
+            f" {PACK_AGAIN}"
         )
     if total != tokens:
         raise RequestError(
             f"{path}: lens adds up to {total}; the tokens are {tokens}; the two files are not a"
-            f" pair; {AGAIN}"
+            f" pair; {PACK_AGAIN}"
         )
-    borders = int(docs[0]), int(docs[-1])
-    if borders != (0, len(lens)) or not bool((docs[1:] > docs[:-1]).all()):
-        found = f"docs goes from {borders[0]} to {borders[1]}"
+    ends = int(docs[0]), int(docs[-1])
+    if ends != (0, len(lens)) or not bool((docs[1:] > docs[:-1]).all()):
+        problem = f"docs goes from {ends[0]} to {ends[1]}"
         raise RequestError(
-            f"{path}: {found}; allowed: increasing from 0 to {len(lens)}, all sentences; {AGAIN}"
+            f"{path}: {problem}; allowed: increasing from 0 to {len(lens)}, all sentences; {PACK_AGAIN}"
         )
 
 
-def blocks(corpus: Corpus) -> Iterator[tuple[int, NDArray[Any]]]:
+def iterate_chunks(corpus: Corpus) -> Iterator[tuple[int, NDArray[Any]]]:
     """Yield all tokens in chunks of `CHUNK_TOKENS`, each with the position of its first token."""
-    for begin in range(0, len(corpus.ids), BLOCK_TOKENS):
-        yield begin, np.asarray(corpus.ids[begin : begin + BLOCK_TOKENS])
+    for begin in range(0, len(corpus.ids), CHUNK_TOKENS):
+        yield begin, np.asarray(corpus.ids[begin : begin + CHUNK_TOKENS])
 
 
 def check_ids(corpus: Corpus, vocab: int) -> None:
     """Raise RequestError, which names the first bad token, if a token is negative or not below
     `vocab`. Reads all tokens once.
     """
-    for begin, block in blocks(corpus):
-        if int(block.max()) >= vocab or int(block.min()) < 0:
-            at = int(np.flatnonzero((block >= vocab) | (block < 0))[0])
+    for begin, chunk in iterate_chunks(corpus):
+        if int(chunk.max()) >= vocab or int(chunk.min()) < 0:
+            offset = int(np.flatnonzero((chunk >= vocab) | (chunk < 0))[0])
             raise RequestError(
-                f"{getattr(corpus.ids, 'filename', None) or corpus.name}: token {begin + at}"
-                f" (counted from 0) is {block[at]}; allowed: 0 to {vocab - 1}, the vocabulary; pack"
+                f"{getattr(corpus.ids, 'filename', None) or corpus.name}: token {begin + offset}"
+                f" (counted from 0) is {chunk[offset]}; allowed: 0 to {vocab - 1}, the vocabulary; pack"
                 " the texts with the model's own tokenizer"
             )
 
 
-def fingerprint(corpus: Corpus, tokenizer_sha256: str | None) -> str:
+def fingerprint_corpus(corpus: Corpus, tokenizer_sha256: str | None) -> str:
     """Return the SHA-256 (hex) of all tokens and document ends, whatever integer type stores them,
     and of the tokenizer's hash if given. Reads all tokens.
     """
     digest = hashlib.sha256((tokenizer_sha256 or "").encode())
-    for _, block in blocks(corpus):
-        digest.update(block.astype("<i4").data)
+    for _, chunk in iterate_chunks(corpus):
+        digest.update(chunk.astype("<i4").data)
     digest.update(corpus.ends.astype("<i8").data)
     return digest.hexdigest()
 
 
-def splits(documents: int) -> tuple[range, range, range]:
+def split_documents(documents: int) -> tuple[range, range, range]:
     """Return the document numbers to train on, to validate and to test on, as three ranges in file
     order.
 
     The split is 998 : 1 : 1: validation and test get a thousandth of the documents each, rounded as
     in the reference, and at least one. Raises RequestError if there are fewer than three documents.
     """
-    if documents < FEWEST:
+    if documents < MIN_DOCUMENTS:
         raise RequestError(
-            f"{documents} documents; allowed: {FEWEST} or more, for training, validation and test"
+            f"{documents} documents; allowed: {MIN_DOCUMENTS} or more, for training, validation and test"
         )
-    few = max(1, round(documents / 1000))
-    train, valid = documents - 2 * few, documents - few
+    held_out = max(1, round(documents / 1000))
+    train, valid = documents - 2 * held_out, documents - held_out
     return range(train), range(train, valid), range(valid, documents)
 
 
 # part of a document: its begin and stop in ids, and the end of the whole document
-_Piece = tuple[int, int, int]
+_DocumentPiece = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class _Stream:
+class _DocumentStream:
     """Documents in some order, laid end to end."""
 
     order: Ids
@@ -360,87 +373,93 @@ class CorpusRows:
     """
 
     def __init__(
-        self, corpus: Corpus, length: int, batch: int, seed: int, held_out_rows: int
+        self, corpus: Corpus, length: int, batch_rows: int, seed: int, held_out_rows: int
     ) -> None:
         """Split the documents. Raises RequestError if there are fewer than three."""
-        self._corpus, self._length, self._batch, self._seed = corpus, length, batch, seed
-        train, valid, _ = splits(len(corpus.ends))
-        self._train = len(train)
-        self._tokens = int(corpus.ends[train[-1]])
+        self._corpus, self._length, self._batch_rows, self._seed = corpus, length, batch_rows, seed
+        train, valid, _ = split_documents(len(corpus.ends))
+        self._train_documents = len(train)
+        self._train_tokens = int(corpus.ends[train[-1]])
         self._lens = np.diff(corpus.ends, prepend=0)
-        self._valid = self._stream(np.arange(valid.start, valid.stop))
-        self._held_out = min(held_out_rows, max(1, int(self._valid.ends[-1]) // length))
-        self._epoch = lru_cache(maxsize=2)(self._draw)
+        self._valid_stream = self._lay_end_to_end(np.arange(valid.start, valid.stop))
+        self._held_out_rows = min(held_out_rows, max(1, int(self._valid_stream.ends[-1]) // length))
+        self._epoch_stream = lru_cache(maxsize=2)(self._draw_epoch)
 
-    def batch(self, step: int) -> list[Key]:
+    def batch(self, step: int) -> list[RowKey]:
         """Return the row numbers of the global batch of a step, counted from 0."""
-        return list(range(step * self._batch, (step + 1) * self._batch))
+        return list(range(step * self._batch_rows, (step + 1) * self._batch_rows))
 
-    def documents(self) -> Iterator[NDArray[Any]]:
+    def iterate_documents(self) -> Iterator[NDArray[Any]]:
         """Yield the tokens of each training document in file order, for a program that draws rows
         itself.
         """
         begin = 0
-        for end in map(int, self._corpus.ends[: self._train]):
+        for end in map(int, self._corpus.ends[: self._train_documents]):
             yield np.asarray(self._corpus.ids[begin:end])
             begin = end
 
-    def held_out(self) -> list[Key]:
+    def held_out(self) -> list[RowKey]:
         """Return the keys of the held-out rows."""
-        return [("valid", k) for k in range(self._held_out)]
+        return [("valid", k) for k in range(self._held_out_rows)]
 
-    def row(self, key: Key) -> Row:
+    def row(self, key: RowKey) -> TrainingRow:
         """Return the tokens and targets of the row with this key. Orders of the last two epochs are
         cached.
         """
         if isinstance(key, tuple):
             begin = key[1] * self._length
-            return self._row(list(self._pieces(self._valid, begin, begin + self._length)))
-        pieces: list[_Piece] = []
-        at, stop = key * self._length, (key + 1) * self._length
-        while at < stop:
-            epoch, begin = divmod(at, self._tokens)
-            end = min(self._tokens, begin + stop - at)
-            pieces += self._pieces(self._epoch(epoch), begin, end)
-            at += end - begin
-        return self._row(pieces)
+            return self._build_row(
+                list(self._find_pieces(self._valid_stream, begin, begin + self._length))
+            )
+        pieces: list[_DocumentPiece] = []
+        position, stop = key * self._length, (key + 1) * self._length
+        while position < stop:
+            epoch, begin = divmod(position, self._train_tokens)
+            end = min(self._train_tokens, begin + stop - position)
+            pieces += self._find_pieces(self._epoch_stream(epoch), begin, end)
+            position += end - begin
+        return self._build_row(pieces)
 
-    def _draw(self, epoch: int) -> _Stream:
+    def _draw_epoch(self, epoch: int) -> _DocumentStream:
         """Return the training documents in the order of an epoch, drawn from seed and epoch."""
         # Raw draws are the same in every version of numpy; its permutations need not be.
-        draws = np.random.PCG64((self._seed, epoch)).random_raw(self._train)
-        return self._stream(np.argsort(draws, kind="stable"))
+        draws = np.random.PCG64((self._seed, epoch)).random_raw(self._train_documents)
+        return self._lay_end_to_end(np.argsort(draws, kind="stable"))
 
-    def _stream(self, order: Ids) -> _Stream:
+    def _lay_end_to_end(self, order: Ids) -> _DocumentStream:
         """Lay documents (by number) end to end in this order."""
-        return _Stream(order, np.cumsum(self._lens[order]))
+        return _DocumentStream(order, np.cumsum(self._lens[order]))
 
-    def _pieces(self, stream: _Stream, begin: int, end: int) -> Iterator[_Piece]:
+    def _find_pieces(
+        self, stream: _DocumentStream, begin: int, end: int
+    ) -> Iterator[_DocumentPiece]:
         """Yield the pieces of documents that lie between two token positions of a stream, each as
         (begin, stop, end of its document) in the corpus's tokens.
         """
-        place = int(np.searchsorted(stream.ends, begin, side="right"))
-        while begin < end and place < len(stream.order):
-            border, document_end = (
-                int(stream.ends[place]),
-                int(self._corpus.ends[stream.order[place]]),
+        number = int(np.searchsorted(stream.ends, begin, side="right"))
+        while begin < end and number < len(stream.order):
+            stream_end, document_end = (
+                int(stream.ends[number]),
+                int(self._corpus.ends[stream.order[number]]),
             )
-            stop, ahead = min(end, border), document_end - border
-            yield begin + ahead, stop + ahead, document_end
-            begin, place = stop, place + 1
+            stop, shift = min(end, stream_end), document_end - stream_end
+            yield begin + shift, stop + shift, document_end
+            begin, number = stop, number + 1
 
-    def _row(self, pieces: list[_Piece]) -> Row:
+    def _build_row(self, pieces: list[_DocumentPiece]) -> TrainingRow:
         """Build a row from pieces of documents: tokens, next-token targets and segment lengths.
         What the pieces do not fill is zeros with ignored targets, as a last segment; the row counts
         as one sample.
         """
         tokens = np.zeros(self._length, dtype=np.int64)
         targets = np.full(self._length, IGNORED, dtype=np.int64)
-        at = 0
+        filled = 0
         for begin, stop, end in pieces:
-            tokens[at : at + stop - begin] = self._corpus.ids[begin:stop]
+            tokens[filled : filled + stop - begin] = self._corpus.ids[begin:stop]
             follow = self._corpus.ids[begin + 1 : min(stop + 1, end)]
-            targets[at : at + len(follow)] = follow
-            at += stop - begin
-        padding = (self._length - at,) if at < self._length else ()
-        return Row(tokens, targets, (*(stop - begin for begin, stop, _ in pieces), *padding), at, 1)
+            targets[filled : filled + len(follow)] = follow
+            filled += stop - begin
+        padding = (self._length - filled,) if filled < self._length else ()
+        return TrainingRow(
+            tokens, targets, (*(stop - begin for begin, stop, _ in pieces), *padding), filled, 1
+        )

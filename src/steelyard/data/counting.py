@@ -2,7 +2,7 @@
 and attention pairs.
 
 An engine only reports which rows it computed. A counter's `count` gives the counts of these rows,
-its `count_expected` those that a complete pass or step must reach, so that `metrics/plausible.py`
+its `count_expected` those that a complete pass or step must reach, so that `metrics/plausibility.py`
 can compare the two. A kind of work (tasks/kind.py) names the function that makes its counter from
 inputs, division and the model's attention window.
 """
@@ -13,22 +13,22 @@ from typing import Protocol
 
 import numpy as np
 
-from steelyard.data.batches import counts, prefixes, seen
-from steelyard.data.cloze import ClozeRows
-from steelyard.data.division import COUNTED, Division
-from steelyard.data.rows import IGNORED, Key, Row, Rows
-from steelyard.data.texts import Texts
+from steelyard.data.cloze_samples import ClozeDataset
+from steelyard.data.division import COUNT_NAMES, Division
+from steelyard.data.prompt_batches import count_batch, count_causal_pairs, measure_prefixes
+from steelyard.data.texts import TokenizedTexts
+from steelyard.data.training_rows import IGNORED, RowKey, TrainingRow, TrainingRows
 
 Counts = dict[str, int]
 
 
-class Counter(Protocol):
+class StepCounter(Protocol):
     """What counts the work of a kind of work. Each returned table holds the keys of `COUNT_NAMES`
     and `padded`.
     """
 
-    def of(
-        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    def count(
+        self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
         """Return the summed counts of the rows with these keys.
 
@@ -37,13 +37,13 @@ class Counter(Protocol):
         batch.
         """
 
-    def wanted(self, steps: range | None) -> list[Counts]:
+    def count_expected(self, steps: range | None) -> list[Counts]:
         """Return the counts that each of these steps must have. With None, return one table: the
         counts of a whole pass that is not made of global batches.
         """
 
 
-class TextCounts:
+class TextCounter:
     """Counts texts that are scored: in division closed all tokens of each, in open only those
     behind the prefix that its group shares.
 
@@ -53,104 +53,109 @@ class TextCounts:
 
     def __init__(
         self,
-        texts: Texts,
+        texts: TokenizedTexts,
         division: Division,
-        logits: Callable[[int], int],
+        count_logits: Callable[[int], int],
         window: int | None = None,
     ) -> None:
         """Keep the texts, the division, the number of logits as a function of a text's length, and
         the model's attention window (None: full attention).
         """
-        self.texts, self.division, self.logits, self.window = texts, division, logits, window
+        self.texts, self.division, self.count_logits, self.window = (
+            texts,
+            division,
+            count_logits,
+            window,
+        )
 
     @cached_property
-    def shared(self) -> list[int]:
+    def prefix_lens(self) -> list[int]:
         """The number of leading tokens that each group's texts share, by group number; computed
         once and cached.
         """
-        return prefixes(self.texts.rows, self.texts.groups)
+        return measure_prefixes(self.texts.rows, self.texts.groups)
 
-    def of(
-        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    def count(
+        self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
         """Return the summed counts of the texts with these indices, and of the shared prefixes of
         `prefix_groups`. `held_out` is ignored.
         """
-        lens = [len(self.texts.rows[i]) for i in rows]
-        common = [self.shared[group] for group in prefixes]
-        before = [
-            0 if self.division == "closed" else self.shared[self.texts.groups[i]] for i in rows
+        lens = [len(self.texts.rows[i]) for i in keys]
+        common = [self.prefix_lens[group] for group in prefix_groups]
+        prefix_lens = [
+            0 if self.division == "closed" else self.prefix_lens[self.texts.groups[i]] for i in keys
         ]
-        own = [length - known for length, known in zip(lens, before, strict=True)]
-        made = counts([*common, *own], [*common, *lens], len(rows), window=self.window)
-        return made | {"logits": sum(map(self.logits, lens))}
+        computed = [length - prefix for length, prefix in zip(lens, prefix_lens, strict=True)]
+        totals = count_batch([*common, *computed], [*common, *lens], len(keys), window=self.window)
+        return totals | {"logits": sum(map(self.count_logits, lens))}
 
-    def wanted(self, steps: range | None) -> list[Counts]:
+    def count_expected(self, steps: range | None) -> list[Counts]:
         """Return one table: the counts of all texts as if nothing were shared, which in division
         open is an upper bound. `steps` is ignored.
         """
-        whole = TextCounts(self.texts, "closed", self.logits, self.window)
-        return [whole.of(range(len(self.texts.rows)))]
+        unshared = TextCounter(self.texts, "closed", self.count_logits, self.window)
+        return [unshared.count(range(len(self.texts.rows)))]
 
 
-class RowCounts:
+class TrainingRowCounter:
     """Counts rows of tokens to train on. `division` has no effect."""
 
-    def __init__(self, rows: Rows, division: Division, window: int | None = None) -> None:
+    def __init__(self, rows: TrainingRows, division: Division, window: int | None = None) -> None:
         """Keep the rows and the model's attention window (None: full attention); `division` is
         ignored.
         """
         self.rows, self.window = rows, window
 
-    def of(
-        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    def count(
+        self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
         """Return the summed counts of the rows with these keys, without padding. The other
         arguments are ignored.
         """
-        return _sum(of_row(self.rows.row(key), self.window) for key in rows)
+        return _add_counts(count_row(self.rows.row(row_key), self.window) for row_key in keys)
 
-    def wanted(self, steps: range | None) -> list[Counts]:
+    def count_expected(self, steps: range | None) -> list[Counts]:
         """Return the counts of each step's global batch, or with None one table for all held-out
         rows.
         """
-        return [self.of(keys) for keys in _drawn(self.rows, steps)]
+        return [self.count(keys) for keys in _draw_keys(self.rows, steps)]
 
 
-class ClozeCounts:
+class ClozeCounter:
     """Counts cloze samples: contexts with candidate spans. The division is that of the data set;
     `division` and `window` have no effect.
     """
 
-    def __init__(self, rows: ClozeRows, division: Division, window: int | None = None) -> None:
+    def __init__(self, rows: ClozeDataset, division: Division, window: int | None = None) -> None:
         """Keep the data set; `division` and `window` are ignored."""
         self.rows = rows
 
-    def of(
-        self, rows: Sequence[Key], prefixes: Sequence[int] = (), held_out: bool = False
+    def count(
+        self, keys: Sequence[RowKey], prefix_groups: Sequence[int] = (), held_out: bool = False
     ) -> Counts:
         """Return the summed counts of the samples with these indices, of the evaluation set if
         `held_out`; zeros if there are none.
         """
-        return _sum([self.rows.pack(list(rows), held=held_out).counts] if rows else [])
+        return _add_counts([self.rows.pack(list(keys), held_out=held_out).counts] if keys else [])
 
-    def wanted(self, steps: range | None) -> list[Counts]:
+    def count_expected(self, steps: range | None) -> list[Counts]:
         """Return the counts of each step's global batch, or with None one table for the whole
         evaluation set.
         """
         held_out = steps is None
         return [
-            _sum(self.of([key], held_out=held_out) for key in keys)
-            for keys in _drawn(self.rows, steps)
+            _add_counts(self.count([key], held_out=held_out) for key in keys)
+            for keys in _draw_keys(self.rows, steps)
         ]
 
 
-def _drawn(rows: Rows | ClozeRows, steps: range | None) -> list[Sequence[Key]]:
+def _draw_keys(rows: TrainingRows | ClozeDataset, steps: range | None) -> list[Sequence[RowKey]]:
     """Return the keys of each step's global batch, or with None one list with the held-out rows."""
     return [rows.held_out()] if steps is None else [rows.batch(step) for step in steps]
 
 
-def of_row(row: Row, window: int | None = None) -> Counts:
+def count_row(row: TrainingRow, window: int | None = None) -> Counts:
     """Return the counts of one training row. Its last segment is left out if it is padding;
     `logits` counts targets that are learned.
     """
@@ -160,27 +165,29 @@ def of_row(row: Row, window: int | None = None) -> Counts:
         "samples": row.samples,
         "padded": 0,
         "logits": int(np.count_nonzero(row.targets != IGNORED)),
-        "pairs": sum(seen(n, window) for n in real),
-        "square": sum(n * n for n in real),
+        "pairs": sum(count_causal_pairs(length, window) for length in real),
+        "square": sum(length * length for length in real),
     }
 
 
-def _sum(every: Iterable[Counts]) -> Counts:
+def _add_counts(tables: Iterable[Counts]) -> Counts:
     """Add up tables of counts key by key. `padded` is 0 in the result whatever the tables say."""
-    out = dict.fromkeys((*COUNTED, "padded"), 0)
-    for one in every:
-        for key in COUNTED:
-            out[key] += one[key]
-    return out
+    total = dict.fromkeys((*COUNT_NAMES, "padded"), 0)
+    for counts_table in tables:
+        for key in COUNT_NAMES:
+            total[key] += counts_table[key]
+    return total
 
 
-def count_choices(texts: Texts, division: Division, window: int | None) -> TextCounts:
+def make_choice_counter(
+    texts: TokenizedTexts, division: Division, window: int | None
+) -> TextCounter:
     """Return the counter for multiple-choice prompts, which need the logits of one token each."""
-    return TextCounts(texts, division, lambda length: 1, window)
+    return TextCounter(texts, division, lambda length: 1, window)
 
 
-def count_texts(texts: Texts, division: Division, window: int | None) -> TextCounts:
+def make_text_counter(texts: TokenizedTexts, division: Division, window: int | None) -> TextCounter:
     """Return the counter for texts whose every token has a loss, which need logits for all tokens
     but the last.
     """
-    return TextCounts(texts, division, lambda length: length - 1, window)
+    return TextCounter(texts, division, lambda length: length - 1, window)

@@ -8,4 +8,4 @@ Division = Literal["closed", "open"]
     " Open: what several begin with is computed once."
 )
 
-COUNTED = ("tokens", "samples", "logits", "pairs", "square")  # keys of a step's counts
+COUNT_NAMES = ("tokens", "samples", "logits", "pairs", "square")  # keys of a step's counts

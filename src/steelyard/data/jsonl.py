@@ -18,36 +18,39 @@ from steelyard.errors import RequestError
 
 
 @dataclass(frozen=True)
-class Line:
+class JsonLine:
     """One line of a file, parsed as JSON."""
 
     number: int  # counted from 1
     raw: bytes  # without the line feed
     value: Any
-    where: str  # `PATH: line N`, with which an error message begins
+    location: str  # `PATH: line N`, with which an error message begins
 
 
-def read(
+def read_json_lines(
     path: Path,
-    form: str,
+    line_format: str,
     most_line_bytes: int,
     most_bytes: int | None = None,
-    usual: str = "",
+    size_hint: str = "",
     watch: Callable[[int], None] | None = None,
-) -> Iterator[Line]:
+) -> Iterator[JsonLine]:
     """Yield the lines of a file, gzipped or not, parsed one at a time.
 
     Raises RequestError if the file cannot be read, is larger than `most_bytes` unpacked, or a line
     is too long or not JSON. `watch` is called before each line with the byte offset reached in the
     file as it is on disk.
     """
-    with refusals(path, usual):
-        yield from parse(
-            files.lines(path, most_line_bytes, most_bytes, watch), path, form, most_line_bytes
+    with refuse_unreadable(path, size_hint):
+        yield from parse_json_lines(
+            files.read_lines(path, most_line_bytes, most_bytes, watch),
+            path,
+            line_format,
+            most_line_bytes,
         )
 
 
-def split(content: bytes) -> Iterator[tuple[int, bytes]]:
+def split_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the number (from 1) and the bytes of each line, without its line feed and without
     copying the whole content.
     """
@@ -60,49 +63,52 @@ def split(content: bytes) -> Iterator[tuple[int, bytes]]:
         start = stop + 1
 
 
-def parse(
-    lines: Iterable[tuple[int, bytes]], path: Path, form: str, most_line_bytes: int | None = None
-) -> Iterator[Line]:
+def parse_json_lines(
+    lines: Iterable[tuple[int, bytes]],
+    path: Path,
+    line_format: str,
+    most_line_bytes: int | None = None,
+) -> Iterator[JsonLine]:
     """Parse numbered lines as JSON, one at a time. Raises RequestError with path and line number if
     a line is longer than `most_line_bytes` or is not JSON in UTF-8.
     """
     for number, raw in lines:
-        where = f"{path}: line {number}"
+        location = f"{path}: line {number}"
         if most_line_bytes is not None and len(raw) > most_line_bytes:
             raise RequestError(
-                f"{where} has more than {most_line_bytes} bytes, the limit for a line; {form}"
+                f"{location} has more than {most_line_bytes} bytes, the limit for a line; {line_format}"
             )
         try:
-            value = files.parse(raw)
+            value = files.parse_json(raw)
         except (ValueError, RecursionError) as error:
             raise RequestError(
-                f"{where} is not JSON in UTF-8: {files.reason(error)}; {form}"
+                f"{location} is not JSON in UTF-8: {files.explain_json_error(error)}; {line_format}"
             ) from error
-        yield Line(number, raw, value, where)
+        yield JsonLine(number, raw, value, location)
 
 
-def text(value: Any, what: str, form: str) -> str:
+def require_text(value: Any, label: str, line_format: str) -> str:
     """Return `value` if it is a string of valid Unicode; otherwise raise RequestError. The message
     begins with `label` and, if it is no string, ends with `line_format`. (JSON can hold half of a
     surrogate pair, which no tokenizer reads.)
     """
     if not isinstance(value, str):
-        raise RequestError(f"{what} {shown(value)}; {form}")
+        raise RequestError(f"{label} {shown(value)}; {line_format}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RequestError(f"{what} {shown(value)}; a text must be valid Unicode") from error
+        raise RequestError(f"{label} {shown(value)}; a text must be valid Unicode") from error
     return value
 
 
 @contextlib.contextmanager
-def refusals(path: Path, usual: str = "") -> Iterator[None]:
+def refuse_unreadable(path: Path, size_hint: str = "") -> Iterator[None]:
     """Turn errors of reading a file inside the `with` block into RequestError: OSError, and
     TooLargeError with `size_hint` behind it.
     """
     try:
         yield
     except files.TooLargeError as error:
-        raise RequestError(f"{path}: {error}{usual}") from error
+        raise RequestError(f"{path}: {error}{size_hint}") from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -16,21 +16,25 @@ from pathlib import Path
 
 from steelyard import files
 from steelyard.data import jsonl
-from steelyard.errors import RequestError, known
+from steelyard.errors import RequestError, suggest_name
 
 MAX_FILE_BYTES = 16 << 20
 MAX_LINE_BYTES = 512
 MAX_LINES = 500_000
 MAX_ITEMS = 10_000_000  # that all ranges together may name
-NEAREST = 5
+MAX_SUGGESTIONS = 5
 
-ID = r"^(?:([^/\x00-\x1f\x7f]{1,200})/)?([0-9]{1,9})(?:-([0-9]{1,9}))?$"  # group, first, last
-_FORM = "a line is an id, such as 12, or a range, such as 12-20; for a set with groups also NAME/12"
-_ID = re.compile(ID)
+ID_PATTERN = (
+    r"^(?:([^/\x00-\x1f\x7f]{1,200})/)?([0-9]{1,9})(?:-([0-9]{1,9}))?$"  # group, first, last
+)
+_LINE_FORMAT = (
+    "a line is an id, such as 12, or a range, such as 12-20; for a set with groups also NAME/12"
+)
+_ID_REGEX = re.compile(ID_PATTERN)
 
 
 @dataclass(frozen=True, order=True)
-class Span:
+class IdRange:
     """A range of positions, both ends included, in the whole set (`group` is empty) or in one
     group.
     """
@@ -41,105 +45,107 @@ class Span:
 
     def __str__(self) -> str:
         """Return the canonical spelling: `12`, `12-20`, `group/12` or `group/12-20`."""
-        places = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
-        return f"{self.group}/{places}" if self.group else places
+        positions = str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+        return f"{self.group}/{positions}" if self.group else positions
 
     def __len__(self) -> int:
         """Return the number of positions in the range."""
         return self.last - self.first + 1
 
 
-def read(path: Path) -> tuple[str, ...]:
+def read_ids(path: Path) -> tuple[str, ...]:
     """Read ids and ranges from a file, one per line, and return them sorted, with adjacent ones
     merged, in canonical spelling.
 
     Empty lines and lines that begin with # are skipped. Raises RequestError if the file is
     unreadable or too large, holds no ids, a line that is no id, or names an item twice.
     """
-    found: list[tuple[Span, int]] = []
-    with jsonl.refusals(path, ", the limit for a file of ids"):
-        for number, raw in files.lines(path, MAX_LINE_BYTES, MAX_FILE_BYTES):
+    numbered_ranges: list[tuple[IdRange, int]] = []
+    with jsonl.refuse_unreadable(path, ", the limit for a file of ids"):
+        for number, raw in files.read_lines(path, MAX_LINE_BYTES, MAX_FILE_BYTES):
             if number > MAX_LINES:
                 raise RequestError(
                     f"{path}: more than {MAX_LINES} lines, the limit for a file of ids; use ranges"
                     " such as 0-99"
                 )
-            text = _line(raw, f"{path}: line {number}")
+            text = _decode_line(raw, f"{path}: line {number}")
             if text and not text.startswith("#"):
-                found.append((_span(text, f"{path}: line {number}"), number))
-    if not found:
-        raise RequestError(f"{path}: no ids; {_FORM}")
-    if sum(len(span) for span, _ in found) > MAX_ITEMS:
+                numbered_ranges.append((_parse_range(text, f"{path}: line {number}"), number))
+    if not numbered_ranges:
+        raise RequestError(f"{path}: no ids; {_LINE_FORMAT}")
+    if sum(len(id_range) for id_range, _ in numbered_ranges) > MAX_ITEMS:
         raise RequestError(f"{path}: its ranges name more than {MAX_ITEMS} ids, the limit")
-    found.sort()
-    for (one, line), (other, later) in pairwise(found):
-        if one.group == other.group and other.first <= one.last:
-            twice = Span(one.group, other.first, other.first)
-            first, second = sorted((line, later))
+    numbered_ranges.sort()
+    for (earlier, earlier_line), (following, following_line) in pairwise(numbered_ranges):
+        if earlier.group == following.group and following.first <= earlier.last:
+            repeated = IdRange(earlier.group, following.first, following.first)
+            first, second = sorted((earlier_line, following_line))
             raise RequestError(
-                f"{path}: line {second} names {twice} again, after line {first}; name it once"
+                f"{path}: line {second} names {repeated} again, after line {first}; name it once"
             )
-    return tuple(str(span) for span in _joined([span for span, _ in found]))
+    return tuple(
+        str(id_range) for id_range in _merge_adjacent([id_range for id_range, _ in numbered_ranges])
+    )
 
 
-def _line(raw: bytes, where: str) -> str:
+def _decode_line(raw: bytes, location: str) -> str:
     """Decode a line and strip white space and a byte-order mark. Raises RequestError if it is too
     long or not UTF-8.
     """
     if len(raw) > MAX_LINE_BYTES:
-        raise RequestError(f"{where} has more than {MAX_LINE_BYTES} bytes; {_FORM}")
+        raise RequestError(f"{location} has more than {MAX_LINE_BYTES} bytes; {_LINE_FORMAT}")
     try:
         return raw.decode("utf-8-sig").strip()  # with or without a byte-order mark
     except UnicodeDecodeError as error:
-        raise RequestError(f"{where} is not UTF-8; {_FORM}") from error
+        raise RequestError(f"{location} is not UTF-8; {_LINE_FORMAT}") from error
 
 
-def _span(text: str, where: str) -> Span:
+def _parse_range(text: str, location: str) -> IdRange:
     """Parse `12`, `12-20` or `group/12-20`. Raises RequestError, which begins with `location`, if
     it is none of these or the range ends before it begins.
     """
-    found = _ID.match(text)
-    if found is None:
-        raise RequestError(f"{where} is {text[:80]!r}; {_FORM}")
-    group, first, last = found.groups()
-    span = Span(group or "", int(first), int(last or first))
-    if span.last < span.first:
-        raise RequestError(f"{where} is {text!r}; a range ends where it begins, or later")
-    return span
+    match = _ID_REGEX.match(text)
+    if match is None:
+        raise RequestError(f"{location} is {text[:80]!r}; {_LINE_FORMAT}")
+    group, first, last = match.groups()
+    id_range = IdRange(group or "", int(first), int(last or first))
+    if id_range.last < id_range.first:
+        raise RequestError(f"{location} is {text!r}; a range ends where it begins, or later")
+    return id_range
 
 
-def _joined(spans: list[Span]) -> list[Span]:
+def _merge_adjacent(ranges: list[IdRange]) -> list[IdRange]:
     """Merge adjacent ranges of one group; the input is sorted."""
-    out: list[Span] = []
-    for span in spans:
-        if out and out[-1].group == span.group and out[-1].last + 1 == span.first:
-            out[-1] = Span(span.group, out[-1].first, span.last)
+    merged: list[IdRange] = []
+    for id_range in ranges:
+        if merged and merged[-1].group == id_range.group and merged[-1].last + 1 == id_range.first:
+            merged[-1] = IdRange(id_range.group, merged[-1].first, id_range.last)
         else:
-            out.append(span)
-    return out
+            merged.append(id_range)
+    return merged
 
 
-def spans(ids: Sequence[str]) -> list[Span]:
+def parse_ids(ids: Sequence[str]) -> list[IdRange]:
     """Parse ids and ranges. Raises RequestError if one is malformed."""
-    return [_span(one, "an id") for one in ids]
+    return [_parse_range(text, "an id") for text in ids]
 
 
-def checked(text: str) -> str:
+def normalize_id(text: str) -> str:
     """Return the canonical spelling of an id or range read from a record. Raises ValueError, as
     pydantic validators must, if it is malformed.
     """
     try:
-        return str(_span(text, "an id"))
+        return str(_parse_range(text, "an id"))
     except RequestError as error:
         raise ValueError(str(error)) from error
 
 
-def size(ids: Sequence[str]) -> int:
+def count_ids(ids: Sequence[str]) -> int:
     """Return how many items these ids and ranges name."""
-    return sum(map(len, spans(ids)))
+    return sum(map(len, parse_ids(ids)))
 
 
-def places(
+def find_positions(
     ids: Sequence[str], total: int, noun: str, groups: Mapping[str, range] | None = None
 ) -> list[int]:
     """Return the positions of the named items in a set of `total` items, sorted.
@@ -148,72 +154,80 @@ def places(
     names an item in messages. Raises RequestError if an id is beyond the set, its group does not
     exist, or two ids name the same item.
     """
-    named: dict[int, Span] = {}
-    for span in spans(ids):
-        every = range(total) if not span.group else _group(span, groups)
-        if span.last >= len(every):
-            whose = f"{span.group} has" if span.group else "the data has"
+    range_by_position: dict[int, IdRange] = {}
+    for id_range in parse_ids(ids):
+        positions = range(total) if not id_range.group else _find_group(id_range, groups)
+        if id_range.last >= len(positions):
+            subject = f"{id_range.group} has" if id_range.group else "the data has"
             allowed = (
-                f"{span.group}/0 to {span.group}/{len(every) - 1}"
-                if span.group
+                f"{id_range.group}/0 to {id_range.group}/{len(positions) - 1}"
+                if id_range.group
                 else f"0 to {total - 1}"
             )
             raise RequestError(
-                f"--rows: no {noun} {span}; {whose} {len(every)} {noun}s; allowed: {allowed}"
+                f"--rows: no {noun} {id_range}; {subject} {len(positions)} {noun}s; allowed: {allowed}"
             )
-        for place in every[span.first : span.last + 1]:
-            if place in named:
+        for position in positions[id_range.first : id_range.last + 1]:
+            if position in range_by_position:
                 raise RequestError(
-                    f"--rows: {span} and {named[place]} name the same {noun}; name it once"
+                    f"--rows: {id_range} and {range_by_position[position]} name the same {noun}; name it once"
                 )
-            named[place] = span
-    return sorted(named)
+            range_by_position[position] = id_range
+    return sorted(range_by_position)
 
 
-def _group(span: Span, groups: Mapping[str, range] | None) -> range:
+def _find_group(id_range: IdRange, groups: Mapping[str, range] | None) -> range:
     """Return the positions of the group that a range names. Raises RequestError if the set has no
     groups, or not this one.
     """
     if groups is None:
         raise RequestError(
-            f"--rows: {span}: the data has no groups; allowed: places counted from 0, such as 12 or"
+            f"--rows: {id_range}: the data has no groups; allowed: places counted from 0, such as 12 or"
             " 12-20"
         )
-    if span.group not in groups:
-        raise RequestError(f"--rows: {span}: no such subject; {nearest(span.group, groups)}")
-    return groups[span.group]
+    if id_range.group not in groups:
+        raise RequestError(
+            f"--rows: {id_range}: no such subject; {suggest_names(id_range.group, groups)}"
+        )
+    return groups[id_range.group]
 
 
-def nearest(name: str, names: Mapping[str, range]) -> str:
+def suggest_names(name: str, names: Mapping[str, range]) -> str:
     """Return the end of an error message for an unknown name: the names that are similar or contain
     it, at most five; else all known names.
     """
-    wanted = name[:200].lower().replace(" ", "_")
-    near = get_close_matches(wanted, list(names), NEAREST)
-    near += [one for one in names if wanted and wanted in one and one not in near]
-    return f"nearest: {', '.join(near[:NEAREST])}" if near else known(wanted, names)
+    spelled = name[:200].lower().replace(" ", "_")
+    near = get_close_matches(spelled, list(names), MAX_SUGGESTIONS)
+    near += [
+        candidate
+        for candidate in names
+        if spelled and spelled in candidate and candidate not in near
+    ]
+    return f"nearest: {', '.join(near[:MAX_SUGGESTIONS])}" if near else suggest_name(spelled, names)
 
 
-def of_groups(wanted: Sequence[str], groups: Mapping[str, range]) -> list[int]:
+def find_group_positions(names: Sequence[str], groups: Mapping[str, range]) -> list[int]:
     """Return the positions of all items of the groups named with `--subjects`, sorted. Raises
     RequestError if there is no such group.
     """
-    for name in wanted:
+    for name in names:
         if name not in groups:
-            raise RequestError(f"--subjects {name!r}: no such subject; {nearest(name, groups)}")
-    return sorted(place for name in wanted for place in groups[name])
+            raise RequestError(
+                f"--subjects {name!r}: no such subject; {suggest_names(name, groups)}"
+            )
+    return sorted(position for name in names for position in groups[name])
 
 
-def names(text: str) -> tuple[str, ...]:
+def parse_subjects(text: str) -> tuple[str, ...]:
     """Split `--subjects a,b` into sorted names. Raises RequestError if a name is empty or given
     twice.
     """
-    found = [name.strip() for name in text.split(",")]
-    if not all(found):
+    subjects = [name.strip() for name in text.split(",")]
+    if not all(subjects):
         raise RequestError(
             f"--subjects {text!r}: names subjects with commas between, such as anatomy,virology"
         )
-    twice = next((name for name in found if found.count(name) > 1), None)
-    if twice is not None:
-        raise RequestError(f"--subjects {text!r}: {twice} is there twice; name each once")
-    return tuple(sorted(found))
+    repeated = next((name for name in subjects if subjects.count(name) > 1), None)
+    if repeated is not None:
+        raise RequestError(f"--subjects {text!r}: {repeated} is there twice; name each once")
+    return tuple(sorted(subjects))

@@ -5,7 +5,7 @@ these protocols and has more fields.
 from typing import Protocol
 
 
-class Texts(Protocol):
+class TokenizedTexts(Protocol):
     """Tokenized texts to score, with groups of texts that share a prefix."""
 
     @property
@@ -17,7 +17,7 @@ class Texts(Protocol):
         """The group number of each text; texts of one group begin with the same tokens."""
 
 
-class Choices(Texts, Protocol):
+class ChoicePrompts(TokenizedTexts, Protocol):
     """Prompts that are each followed by one of a few one-token answers."""
 
     @property
@@ -25,7 +25,7 @@ class Choices(Texts, Protocol):
         """The token id of each answer."""
 
 
-class Passages(Texts, Protocol):
+class PassageTexts(TokenizedTexts, Protocol):
     """Texts whose tokens all have a loss, and whose last words are also scored on their own."""
 
     @property

@@ -44,7 +44,7 @@ class WordPieces(Tokenizer, Protocol):
     mask: int
 
 
-class MadeTokenizer:
+class WordHashTokenizer:
     """The tokenizer of generated data: a token is a word with its leading space, and its id a hash
     of it modulo `vocab`.
 
@@ -57,19 +57,21 @@ class MadeTokenizer:
 
     def __init__(self, vocab: int) -> None:
         """Raises RequestError if `vocab` is too small for the special ids."""
-        least = 3 + len(_ANSWERS)
-        if vocab < least:
+        min_vocab = 3 + len(_ANSWERS)
+        if vocab < min_vocab:
             raise RequestError(
-                f"question.model.vocab={vocab} has no room for made data; allowed: {least} or more"
+                f"question.model.vocab={vocab} has no room for made data; allowed: {min_vocab} or more"
             )
         self.vocab = vocab
         self.sha256 = hashlib.sha256(f"made-1:{vocab}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return id 1 (begin) and the ids of the words of each text; no end token is added."""
-        return [[1, *map(self._id, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts]
+        return [
+            [1, *map(self._hash_piece, re.findall(r" ?\w+|\s|[^\w\s]", text))] for text in texts
+        ]
 
-    def _id(self, piece: str) -> int:
+    def _hash_piece(self, piece: str) -> int:
         """Return the fixed id of an answer, or the hashed id of any other word."""
         if piece in _ANSWERS:
             return 2 + _ANSWERS.index(piece)
@@ -91,7 +93,7 @@ class JsonTokenizer:
         """Load the file. Raises RequestError if it is no tokenizer.json or has no tokens, or if
         package tokenizers is not installed.
         """
-        tokenizers = _need("tokenizers")
+        tokenizers = _import_package("tokenizers")
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(path))
         # the library raises nothing narrower, and panics on some files
@@ -106,8 +108,8 @@ class JsonTokenizer:
             raise RequestError(f"{path}: a tokenizer.json without tokens")
         self.source = path.name
         self.vocab = max(pieces.values()) + 1
-        self.sha256 = _pieces_sha256(sorted(pieces, key=lambda piece: int(pieces[piece])))
-        self.end: int | None = _configured_end(path.with_name("tokenizer_config.json"), pieces)
+        self.sha256 = _hash_pieces(sorted(pieces, key=lambda piece: int(pieces[piece])))
+        self.end: int | None = _read_end_token(path.with_name("tokenizer_config.json"), pieces)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text with the special tokens that the file's post-processor
@@ -125,14 +127,14 @@ class SentencePieceTokenizer:
         """Load the file. Raises RequestError if it is no SentencePiece model, or the package is not
         installed.
         """
-        sentencepiece = _need("sentencepiece")
+        sentencepiece = _import_package("sentencepiece")
         try:
             self._inner = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise RequestError(f"{path}: not a SentencePiece model: {error}") from error
         self.source = path.name
         self.vocab = int(self._inner.get_piece_size())
-        self.sha256 = _pieces_sha256([self._inner.id_to_piece(i) for i in range(self.vocab)])
+        self.sha256 = _hash_pieces([self._inner.id_to_piece(i) for i in range(self.vocab)])
         self.end: int | None = int(self._inner.eos_id()) if self._inner.eos_id() >= 0 else None
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -155,23 +157,23 @@ class BytePairTokenizer:
         """Load the files beside `path` (vocab.json). Raises RequestError if one is malformed or
         merges.txt is missing.
         """
-        tokenizers = _need("tokenizers")
+        tokenizers = _import_package("tokenizers")
         byte_level = tokenizers.pre_tokenizers.ByteLevel
-        ids = _vocabulary(path, byte_level.alphabet())
-        merges = _merges(path, ids)
-        special = _special(path.with_name("special_tokens.txt"), ids)
+        ids = _read_vocabulary(path, byte_level.alphabet())
+        merges = _read_merges(path, ids)
+        special = _read_special_tokens(path.with_name("special_tokens.txt"), ids)
         try:
             self._inner = tokenizers.Tokenizer(tokenizers.models.BPE(ids, merges))
         except Exception as error:  # the library raises nothing narrower
             raise RequestError(f"{path}: not byte-level BPE: {error}") from error
         self._inner.pre_tokenizer = byte_level(add_prefix_space=False)
         pieces = [*sorted(ids, key=lambda piece: ids[piece]), *special]
-        places = {piece: i for i, piece in enumerate(pieces)}
+        piece_ids = {piece: i for i, piece in enumerate(pieces)}
         self.source = path.name
         self.vocab = len(pieces)
-        self.sha256 = _pieces_sha256(pieces)
-        self.end: int | None = places.get("</s>", places.get("<|endoftext|>"))
-        self._begin = [places["[CLS]"]] if "[CLS]" in special else []
+        self.sha256 = _hash_pieces(pieces)
+        self.end: int | None = piece_ids.get("</s>", piece_ids.get("<|endoftext|>"))
+        self._begin = [piece_ids["[CLS]"]] if "[CLS]" in special else []
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the token ids of each text, after [CLS] if that is a special token; no end token
@@ -192,8 +194,8 @@ class WordPieceTokenizer:
         """Load the file. Raises RequestError if a line is empty, repeated or has space around it,
         or a special token is missing.
         """
-        tokenizers = _need("tokenizers")
-        pieces = _lines(path)
+        tokenizers = _import_package("tokenizers")
+        pieces = _read_lines(path)
         ids = {piece: i for i, piece in enumerate(pieces)}
         for i, piece in enumerate(pieces):
             if not piece or piece != piece.strip() or ids[piece] != i:
@@ -201,10 +203,10 @@ class WordPieceTokenizer:
                     f"{path}: line {i + 1} is {shown(piece)}; allowed: one piece a line, with no"
                     " space around it, each once"
                 )
-        for name in _SPECIAL:
+        for name in _SPECIAL_TOKENS:
             if name not in ids:
                 raise RequestError(
-                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL)}; name"
+                    f"{path}: no piece {name}; BERT's vocab.txt has {', '.join(_SPECIAL_TOKENS)}; name"
                     " that with --tokenizer"
                 )
         self._inner = tokenizers.Tokenizer(tokenizers.models.WordPiece(ids))
@@ -212,7 +214,7 @@ class WordPieceTokenizer:
         self._inner.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         self.source = path.name
         self.vocab = len(pieces)
-        self.sha256 = _pieces_sha256(pieces)
+        self.sha256 = _hash_pieces(pieces)
         # BERT ends a text with [SEP], GLM with [PAD]; vocab.txt does not say which
         self.end: int | None = None
         self.pad, self.cls, self.mask = ids["[PAD]"], ids["[CLS]"], ids["[MASK]"]
@@ -224,22 +226,22 @@ class WordPieceTokenizer:
         ]
 
 
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
+_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[MASK]")
 
 
-def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
+def _read_end_token(path: Path, pieces: dict[str, int]) -> int | None:
     """Return the id of the `eos_token` in a `tokenizer_config.json`, or None if there is no such
     file, no eos_token, or it is no token of the vocabulary. Raises RequestError if the file is
     malformed.
     """
     if not path.is_file():
         return None
-    table = _json(path, MAX_CONFIG_BYTES)
-    if not isinstance(table, dict):
+    config = _read_json(path, MAX_CONFIG_BYTES)
+    if not isinstance(config, dict):
         raise RequestError(
-            f"{path}: {shown(table)}; a tokenizer_config.json is a table; repair or remove it"
+            f"{path}: {shown(config)}; a tokenizer_config.json is a table; repair or remove it"
         )
-    token = table.get("eos_token")
+    token = config.get("eos_token")
     name = token.get("content") if isinstance(token, dict) else token
     if token is not None and not isinstance(name, str):
         raise RequestError(
@@ -249,41 +251,41 @@ def _configured_end(path: Path, pieces: dict[str, int]) -> int | None:
     return None if name is None else pieces.get(name)
 
 
-def _vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
+def _read_vocabulary(path: Path, alphabet: list[str]) -> dict[str, int]:
     """Read `vocab.json` and return the id of each piece. Raises RequestError unless ids are exactly
     0 to n-1, and each of the 256 bytes of `alphabet` has a piece.
     """
-    table = _json(path, MAX_TOKENIZER_BYTES)
-    if not isinstance(table, dict) or not all(type(i) is int for i in table.values()):
+    content = _read_json(path, MAX_TOKENIZER_BYTES)
+    if not isinstance(content, dict) or not all(type(i) is int for i in content.values()):
         raise RequestError(
             f"{path}: not a vocabulary; allowed: a table of pieces and their ids, which are"
             " integers"
         )
-    lacking = sorted(set(alphabet) - set(table))
-    if lacking:
+    missing = sorted(set(alphabet) - set(content))
+    if missing:
         raise RequestError(
-            f"{path}: no piece {lacking[0]!r}; a byte-level vocabulary has one for each of the 256"
+            f"{path}: no piece {missing[0]!r}; a byte-level vocabulary has one for each of the 256"
             " bytes"
         )
-    ids: dict[str, int] = table
-    holders: dict[int, str] = {}
+    ids: dict[str, int] = content
+    pieces_by_id: dict[int, str] = {}
     for piece, i in ids.items():
-        if i in holders:
+        if i in pieces_by_id:
             raise RequestError(
-                f"{path}: {shown(holders[i])} and {shown(piece)} have the id {i}; an id is one"
+                f"{path}: {shown(pieces_by_id[i])} and {shown(piece)} have the id {i}; an id is one"
                 " piece's"
             )
-        holders[i] = piece
-    hole = next((i for i in range(len(ids)) if i not in holders), None)
-    if hole is not None:
+        pieces_by_id[i] = piece
+    missing_id = next((i for i in range(len(ids)) if i not in pieces_by_id), None)
+    if missing_id is not None:
         raise RequestError(
-            f"{path}: no piece has the id {hole}; the ids of {len(ids)} pieces are 0 to"
+            f"{path}: no piece has the id {missing_id}; the ids of {len(ids)} pieces are 0 to"
             f" {len(ids) - 1}"
         )
     return ids
 
 
-def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
+def _read_merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
     """Read `merges.txt` beside the vocabulary and return the pairs of pieces in order. Raises
     RequestError if it is missing, or a line is no merge of two pieces into a third.
     """
@@ -293,27 +295,27 @@ def _merges(vocabulary: Path, ids: dict[str, int]) -> list[tuple[str, str]]:
             f"{vocabulary}: no merges.txt beside it; put it there, or name another tokenizer with"
             " --tokenizer"
         )
-    out = []
-    for number, line in enumerate(_lines(path), 1):
+    merges = []
+    for number, line in enumerate(_read_lines(path), 1):
         if line.startswith("#version"):
             continue
-        one, _, other = line.partition(" ")
+        left, _, right = line.partition(" ")
         # The library aborts on a merge whose result is not in the vocabulary.
-        if not (one in ids and other in ids and one + other in ids):
+        if not (left in ids and right in ids and left + right in ids):
             raise RequestError(
                 f"{path}: line {number} is {shown(line)}; a merge is two pieces of"
                 f" {vocabulary.name}, a space between them, that are a third one together"
             )
-        out.append((one, other))
-    return out
+        merges.append((left, right))
+    return merges
 
 
-def _special(path: Path, ids: dict[str, int]) -> list[str]:
+def _read_special_tokens(path: Path, ids: dict[str, int]) -> list[str]:
     """Return the tokens of `special_tokens.txt` in order (their ids follow the vocabulary), or none
     if there is no such file. Raises RequestError for empty lines, repeated tokens, and tokens of
     the vocabulary.
     """
-    tokens = _lines(path) if path.is_file() else []
+    tokens = _read_lines(path) if path.is_file() else []
     for i, token in enumerate(tokens):
         if not token or token != token.strip() or token in ids or token in tokens[:i]:
             raise RequestError(
@@ -323,48 +325,50 @@ def _special(path: Path, ids: dict[str, int]) -> list[str]:
     return tokens
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     """Return the lines of a UTF-8 file without line ends, a last empty one left out. Raises
     RequestError if it cannot be read.
     """
     try:
-        text = _content(path, MAX_TOKENIZER_BYTES).decode("utf-8")
+        text = _read_content(path, MAX_TOKENIZER_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8: {error}") from error
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines if lines[-1] else lines[:-1]
 
 
-def _json(path: Path, most: int) -> Any:
+def _read_json(path: Path, most_bytes: int) -> Any:
     """Parse a JSON file of at most `most_bytes` bytes. Raises RequestError if it cannot be read or
     parsed.
     """
     try:
-        return files.parse(_content(path, most))
+        return files.parse_json(_read_content(path, most_bytes))
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8: {error}") from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path}: not JSON: {error}") from error
 
 
-def _content(path: Path, most: int) -> bytes:
+def _read_content(path: Path, most_bytes: int) -> bytes:
     """Return the bytes of a file. Raises RequestError if it cannot be read or has more than
     `most_bytes` bytes.
     """
     try:
-        return files.read(path, most, unpack=False)
+        return files.read_file(path, most_bytes, unpack=False)
     except files.TooLargeError as error:
-        raise RequestError(f"{path}: {path.stat().st_size} bytes; the limit is {most}") from error
+        raise RequestError(
+            f"{path}: {path.stat().st_size} bytes; the limit is {most_bytes}"
+        ) from error
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _pieces_sha256(pieces: list[str]) -> str:
+def _hash_pieces(pieces: list[str]) -> str:
     """Return the SHA-256 (hex) of the pieces in the order of their ids."""
     return hashlib.sha256(json.dumps(pieces, ensure_ascii=True).encode()).hexdigest()
 
 
-def _need(module: str) -> Any:
+def _import_package(module: str) -> Any:
     """Import an optional package. Raises RequestError with the install command if it is missing."""
     import importlib
 
@@ -374,93 +378,99 @@ def _need(module: str) -> Any:
         raise RequestError(f"{module} is not installed; pip install 'steelyard[torch]'") from error
 
 
-FILES: dict[str, Callable[[Path], Tokenizer]] = {
+TOKENIZER_FILES: dict[str, Callable[[Path], Tokenizer]] = {
     "tokenizer.json": JsonTokenizer,
     "tokenizer.model": SentencePieceTokenizer,
     "vocab.json": BytePairTokenizer,
     "vocab.txt": WordPieceTokenizer,
 }
-_PIECES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordPieceTokenizer}
+_WORD_PIECE_FILES: dict[str, Callable[[Path], WordPieces]] = {"vocab.txt": WordPieceTokenizer}
 
 
-def load(places: list[Path]) -> Tokenizer:
+def load_tokenizer(paths: list[Path]) -> Tokenizer:
     """Load the first tokenizer found in `paths`: each is a tokenizer file, or a folder that holds
     one, itself or in its `tokenizer/`. Raises RequestError if there is none, or it is malformed.
     """
-    return _first(
-        places, FILES, "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt"
+    return _load_first(
+        paths,
+        TOKENIZER_FILES,
+        "tokenizer.json, tokenizer.model, vocab.json with merges.txt, or vocab.txt",
     )
 
 
-def present(places: list[Path]) -> bool:
+def has_tokenizer(paths: list[Path]) -> bool:
     """Return whether `load_tokenizer` would find a file in these paths, without reading it."""
-    return any(path.is_file() for place in places for path, _ in _candidates(place, FILES))
+    return any(
+        path.is_file() for start in paths for path, _ in _iterate_candidates(start, TOKENIZER_FILES)
+    )
 
 
-def load_pieces(places: list[Path]) -> WordPieces:
+def load_word_pieces(paths: list[Path]) -> WordPieces:
     """Load the first `vocab.txt` of BERT found in `paths`, even if another form of the tokenizer
     lies beside it. Raises RequestError if there is none.
     """
-    return _first(places, _PIECES, "BERT's vocab.txt")
+    return _load_first(paths, _WORD_PIECE_FILES, "BERT's vocab.txt")
 
 
-def _first(places: list[Path], kinds: Mapping[str, Callable[[Path], Kind]], wanted: str) -> Kind:
+def _load_first(
+    paths: list[Path], loaders: Mapping[str, Callable[[Path], Kind]], file_names: str
+) -> Kind:
     """Load the first file that exists, with the class that `loaders` gives for its name. Raises
     RequestError if there is none (`file_names` says what to put there), or it is too large.
     """
-    for place in places:
-        for path, kind in _candidates(place, kinds):
+    for start in paths:
+        for path, loader in _iterate_candidates(start, loaders):
             if path.is_file():
                 if path.stat().st_size > MAX_TOKENIZER_BYTES:
                     raise RequestError(
                         f"{path}: {path.stat().st_size} bytes; the limit is {MAX_TOKENIZER_BYTES}"
                     )
-                return kind(path)
-    looked = ", ".join(str(place) for place in places) or "nowhere"
+                return loader(path)
+    searched = ", ".join(str(start) for start in paths) or "nowhere"
     raise RequestError(
-        f"no tokenizer found (looked in: {looked}); put {wanted} beside the weights or the data, or"
+        f"no tokenizer found (looked in: {searched}); put {file_names} beside the weights or the data, or"
         " name it with --tokenizer"
     )
 
 
-def _candidates(
-    place: Path, kinds: Mapping[str, Callable[[Path], Kind]]
+def _iterate_candidates(
+    path: Path, loaders: Mapping[str, Callable[[Path], Kind]]
 ) -> Iterator[tuple[Path, Callable[[Path], Kind]]]:
     """Yield the paths where a tokenizer may be, with the class that loads each. A path that is a
     file is chosen by its name, else by its suffix; a folder is searched itself and in `tokenizer/`.
     """
-    if place.is_file():
-        named = [name for name in kinds if name == place.name] or [
-            n for n in kinds if place.name.endswith(Path(n).suffix)
+    if path.is_file():
+        names = [name for name in loaders if name == path.name] or [
+            n for n in loaders if path.name.endswith(Path(n).suffix)
         ]
-        for name in named[:1]:
-            yield place, kinds[name]
+        for name in names[:1]:
+            yield path, loaders[name]
         return
-    for folder in (place, place / "tokenizer"):
-        for name, kind in kinds.items():
-            yield folder / name, kind
+    for folder in (path, path / "tokenizer"):
+        for name, loader in loaders.items():
+            yield folder / name, loader
 
 
-def end_of(tokenizer: Tokenizer, instead: str = "name another with --tokenizer") -> int:
+def require_end_token(tokenizer: Tokenizer, remedy: str = "name another with --tokenizer") -> int:
     """Return the id of the token that ends a text. Raises RequestError if the tokenizer does not
     say which; `remedy` is what else the message proposes.
     """
     if tokenizer.end is None:
         raise RequestError(
             f"tokenizer {tokenizer.source} does not say which token ends a text; put its"
-            f" tokenizer_config.json (with eos_token) beside it, or {instead}"
+            f" tokenizer_config.json (with eos_token) beside it, or {remedy}"
         )
     return tokenizer.end
 
 
-def check_vocab(tokenizer: Tokenizer, vocab: int) -> None:
+def check_vocabulary_size(tokenizer: Tokenizer, vocab: int) -> None:
     """Raise RequestError unless the tokenizer has at most `vocab` tokens, the model's embedding
     rows, and fewer than 1024 below that (models round their rows up).
     """
-    room = 1024
-    if not vocab - room < tokenizer.vocab <= vocab:
+    max_rounding = 1024
+    if not vocab - max_rounding < tokenizer.vocab <= vocab:
         raise RequestError(
             f"tokenizer {tokenizer.source} has {tokenizer.vocab} tokens and the model {vocab};"
-            f" allowed: {max(1, vocab - room + 1)} to {vocab}; name the model's own tokenizer with"
+            f" allowed: {max(1, vocab - max_rounding + 1)} to {vocab}; name the model's own tokenizer with"
             " --tokenizer"
         )

@@ -101,7 +101,7 @@ class Framework(Timeline, Protocol):
         computes the same bits. An operation without such a kernel raises when it runs.
         """
 
-    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> Any:
+    def join_ranks(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> Any:
         """Initialize the process group of this run and return the group of ranks that together hold
         one model with this rank, in the framework's own type (it becomes `Job.group`).
 
@@ -109,7 +109,7 @@ class Framework(Timeline, Protocol):
         ranks have joined.
         """
 
-    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+    def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Prepare a small sum over all ranks, and return (call, size_bytes, check).
 
         `call` may be called any number of times, by all ranks equally often; `size_bytes` is the
@@ -123,12 +123,12 @@ class Framework(Timeline, Protocol):
     def leave(self) -> None:
         """Leave the process group. The last call of a worker that finished."""
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
+    def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int] | None:
         """Allocate one large square matmul of random numbers and return (call, FLOPs of a call).
         Its rate is the one that no pass may exceed. None if another program drives the device.
         """
 
-    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+    def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         """Allocate one matmul of this shape and layout with random numbers, and return (call, FLOPs
         of a call). Timed to find the rate that a case can reach. None if the device lacks the
         memory, or the framework cannot run it.

@@ -13,17 +13,17 @@ from typing import Any, Protocol
 from steelyard.case.case import Case
 from steelyard.case.question import Train
 from steelyard.engine.work import Phase, Work
-from steelyard.plan.degrees import Place, Plan
+from steelyard.plan.degrees import Plan, RankPosition
 
 Part = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Keep:
+class CheckpointSchedule:
     """When and where training writes checkpoints: into `folder`, after every `every` steps."""
 
     folder: Path
-    every: int
+    every_steps: int
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Job:
     world: int
     plan: Plan
     # this rank's indices in the plan: replica `place.dp` of `plan.dp` computes its part of the data
-    place: Place
+    place: RankPosition
     group: Any  # of the framework's `join_ranks`: the ranks that hold one model
     steps: int | None  # most batches or steps of a pass; None: all
-    loading: Callable[[int, int], None] | None = None  # called with (done, total)
-    keep: Keep | None = None  # training: where to write checkpoints
+    report_loading: Callable[[int, int], None] | None = None  # called with (done, total)
+    checkpoint_schedule: CheckpointSchedule | None = None  # training: where to write checkpoints
     resume: Path | None = None  # training: the checkpoint to go on from
     folder: Path | None = None  # private to the run, and deleted with it
     checkout: Path | None = None  # folder of the program that the engine starts, if any

@@ -13,10 +13,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol
 
-Kind = Literal["matmul", "attention", "other", "copy", "communication", "bubble"]
+ActivityKind = Literal["matmul", "attention", "other", "copy", "communication", "bubble"]
 # At any instant one activity has the time: what computes before what moves data. So communication
 # counts where it is exposed.
-PRIORITY: tuple[Kind, ...] = ("matmul", "attention", "other", "copy", "communication", "bubble")
+PRIORITY: tuple[ActivityKind, ...] = (
+    "matmul",
+    "attention",
+    "other",
+    "copy",
+    "communication",
+    "bubble",
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class Activity:
     """
 
     name: str
-    kind: Kind
+    kind: ActivityKind
     begin_s: float
     end_s: float
     lane: str
@@ -38,7 +45,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTotal:
     """All activities of one name and kind taken together.
 
     `time_s` is the time in which nothing of higher priority ran on the device. `size_bytes` is the
@@ -46,7 +53,7 @@ class Kernel:
     """
 
     name: str
-    kind: Kind
+    kind: ActivityKind
     calls: int
     time_s: float
     size_bytes: int | None
@@ -75,7 +82,7 @@ class _Segment:
     owner: int  # the number of an activity
 
 
-def divide(activities: Sequence[Activity]) -> list[Kernel]:
+def divide_device_time(activities: Sequence[Activity]) -> list[KernelTotal]:
     """Divide the time in which the device did anything among its kernels, and return one total per
     name and kind, longest first.
 
@@ -83,79 +90,87 @@ def divide(activities: Sequence[Activity]) -> list[Kernel]:
     comes first in `PRIORITY`. Times in which nothing ran are not in the result.
     """
     lanes: dict[str, list[int]] = {}
-    for number, one in enumerate(activities):
-        lanes.setdefault(one.lane, []).append(number)
+    for number, activity in enumerate(activities):
+        lanes.setdefault(activity.lane, []).append(number)
     segments = [
-        segment for numbers in lanes.values() for segment in _innermost(activities, numbers)
+        segment
+        for numbers in lanes.values()
+        for segment in _cut_lane_into_segments(activities, numbers)
     ]
-    time_s: defaultdict[tuple[str, Kind], float] = defaultdict(float)
-    for owner, spent_s in _exclusive(activities, segments):
-        time_s[_key(activities[owner])] += spent_s
-    calls = Counter(map(_key, activities))
-    sizes: dict[tuple[str, Kind], int | None] = {}
-    for one in activities:
-        before = sizes.get(_key(one), 0)
-        sizes[_key(one)] = (
-            None if before is None or one.size_bytes is None else before + one.size_bytes
+    time_s: defaultdict[tuple[str, ActivityKind], float] = defaultdict(float)
+    for owner, spent_s in _divide_by_priority(activities, segments):
+        time_s[_name_and_kind(activities[owner])] += spent_s
+    calls = Counter(map(_name_and_kind, activities))
+    sizes: dict[tuple[str, ActivityKind], int | None] = {}
+    for activity in activities:
+        size_so_far = sizes.get(_name_and_kind(activity), 0)
+        sizes[_name_and_kind(activity)] = (
+            None
+            if size_so_far is None or activity.size_bytes is None
+            else size_so_far + activity.size_bytes
         )
-    found = [
-        Kernel(name, kind, calls[name, kind], time_s[name, kind], sizes[name, kind])
+    totals = [
+        KernelTotal(name, kind, calls[name, kind], time_s[name, kind], sizes[name, kind])
         for name, kind in calls
     ]
-    return sorted(found, key=lambda one: (-one.time_s, one.name))
+    return sorted(totals, key=lambda activity: (-activity.time_s, activity.name))
 
 
-def _key(one: Activity) -> tuple[str, Kind]:
+def _name_and_kind(activity: Activity) -> tuple[str, ActivityKind]:
     """Return what calls are added up by: name and kind."""
-    return one.name, one.kind
+    return activity.name, activity.kind
 
 
-def _innermost(activities: Sequence[Activity], numbers: list[int]) -> Iterator[_Segment]:
+def _cut_lane_into_segments(
+    activities: Sequence[Activity], indices: list[int]
+) -> Iterator[_Segment]:
     """Cut the activities of one lane (`numbers` are indices into `activities`) into segments that
     do not overlap, yielded in the order of time. At each instant the owner is the activity that
     began last.
     """
-    numbers = sorted(numbers, key=lambda n: (activities[n].begin_s, -activities[n].end_s))
+    indices = sorted(indices, key=lambda n: (activities[n].begin_s, -activities[n].end_s))
     stack: list[int] = []
-    at_s = 0.0
+    cut_until_s = 0.0
 
-    def until(time_s: float) -> Iterator[_Segment]:
+    def pop_segments_until(time_s: float) -> Iterator[_Segment]:
         """Yield the segments up to `time_s` of the activities on the stack, and pop those that have
         ended by then.
         """
-        nonlocal at_s
+        nonlocal cut_until_s
         while stack:
             end_s = min(activities[stack[-1]].end_s, time_s)
-            if end_s > at_s:
-                yield _Segment(at_s, end_s, stack[-1])
-                at_s = end_s
+            if end_s > cut_until_s:
+                yield _Segment(cut_until_s, end_s, stack[-1])
+                cut_until_s = end_s
             if activities[stack[-1]].end_s > time_s:
                 return
             stack.pop()
 
-    for number in numbers:
-        yield from until(activities[number].begin_s)
-        at_s = max(at_s, activities[number].begin_s)
-        stack.append(number)
-    yield from until(float("inf"))
+    for index in indices:
+        yield from pop_segments_until(activities[index].begin_s)
+        cut_until_s = max(cut_until_s, activities[index].begin_s)
+        stack.append(index)
+    yield from pop_segments_until(float("inf"))
 
 
-def _exclusive(
+def _divide_by_priority(
     activities: Sequence[Activity], segments: list[_Segment]
 ) -> Iterator[tuple[int, float]]:
     """Yield (index of an activity, seconds) so that each instant is given once: to the segment of
     the highest-priority kind among all lanes. Instants without any segment are left out.
     """
-    rank = {kind: place for place, kind in enumerate(PRIORITY)}
-    segments = sorted(segments, key=lambda one: one.begin_s)
-    edges = sorted({edge for one in segments for edge in (one.begin_s, one.end_s)})
+    priority = {kind: position for position, kind in enumerate(PRIORITY)}
+    segments = sorted(segments, key=lambda segment: segment.begin_s)
+    edges = sorted({edge for segment in segments for edge in (segment.begin_s, segment.end_s)})
     active: list[tuple[int, float, int]] = []  # priority, end, owner
-    coming = 0
+    next_segment = 0
     for begin_s, end_s in pairwise(edges):
-        while coming < len(segments) and segments[coming].begin_s <= begin_s:
-            one = segments[coming]
-            heappush(active, (rank[activities[one.owner].kind], one.end_s, one.owner))
-            coming += 1
+        while next_segment < len(segments) and segments[next_segment].begin_s <= begin_s:
+            segment = segments[next_segment]
+            heappush(
+                active, (priority[activities[segment.owner].kind], segment.end_s, segment.owner)
+            )
+            next_segment += 1
         while active and active[0][1] <= begin_s:
             heappop(active)
         if active:

@@ -9,10 +9,17 @@ and models/llama_fp8.py.
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import constexpr, jit, power_of_2, tensor, tl, varied
+from steelyard.kernels.jit import (
+    constexpr,
+    jit,
+    jit_without_specializing,
+    next_power_of_2,
+    tensor,
+    tl,
+)
 
 # programs, each with a partial sum of the weight's gradient: 8 per multiprocessor of an H200 (132)
-PARTS = 1056
+PROGRAMS = 1056
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,13 +27,13 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     each row's factor 1 / sqrt(mean square + eps) as [tokens, 1], fp32 or wider.
     """
     x = x + delta
-    wide = _wide(x)
+    wide = _widen_to_fp32(x)
     scale = wide.square().mean(-1, keepdim=True).add(eps).rsqrt()
     return x, (wide * scale * weight).to(x.dtype), scale
 
 
 def add_norm_backward(
-    x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
+    x: Tensor, scale: Tensor, weight: Tensor, sum_grad: Tensor, norm_grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of the sum [tokens, width], which is that of x and of delta alike, and
     the gradient of `weight` [width].
@@ -34,13 +41,13 @@ def add_norm_backward(
     `x` is the sum that `add_norm` returned and `scale` its factors; `sum_grad` is the gradient of
     the sum from later uses, `norm_grad` that of the norm.
     """
-    unit, grad = _wide(x) * scale, _wide(grad)
-    slope = grad * weight
-    back = more + scale * (slope - unit * (slope * unit).mean(-1, keepdim=True))
-    return back.to(x.dtype), (grad * unit).sum(0).to(weight.dtype)
+    unit, norm_grad = _widen_to_fp32(x) * scale, _widen_to_fp32(norm_grad)
+    slope = norm_grad * weight
+    back = sum_grad + scale * (slope - unit * (slope * unit).mean(-1, keepdim=True))
+    return back.to(x.dtype), (norm_grad * unit).sum(0).to(weight.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen_to_fp32(x: Tensor) -> Tensor:
     """Return x in fp32, or unchanged if its type is as wide or wider."""
     return x.float() if x.dtype.itemsize < torch.float32.itemsize else x
 
@@ -63,24 +70,24 @@ def triton_add_norm(
         scale,
         eps,
         width,
-        power_of_2(width),
+        next_power_of_2(width),
         num_warps=8,
     )
     return out, normed, scale
 
 
 def triton_add_norm_backward(
-    x: Tensor, scale: Tensor, weight: Tensor, more: Tensor, grad: Tensor
+    x: Tensor, scale: Tensor, weight: Tensor, sum_grad: Tensor, norm_grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute `add_norm_backward` by one kernel and a sum over its programs' partial weight
     gradients.
     """
     tokens, width = x.shape
     back = torch.empty_like(x)
-    parts = x.new_empty(min(tokens, PARTS), width, dtype=torch.float32)
-    given = (x, scale, weight, more.contiguous(), grad.contiguous())
+    parts = x.new_empty(min(tokens, PROGRAMS), width, dtype=torch.float32)
+    inputs = (x, scale, weight, sum_grad.contiguous(), norm_grad.contiguous())
     _add_norm_backward[(len(parts),)](
-        *given, back, parts, tokens, width, power_of_2(width), num_warps=8
+        *inputs, back, parts, tokens, width, next_power_of_2(width), num_warps=8
     )
     return back, parts.sum(0).to(weight.dtype)
 
@@ -106,26 +113,26 @@ def _add_norm(
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
-    there = i < width
-    at = token * width + i
-    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(
+    mask = i < width
+    offsets = token * width + i
+    total = tl.load(x + offsets, mask, 0.0).to(tl.float32) + tl.load(delta + offsets, mask, 0.0).to(
         tl.float32
     )
-    kept = total.to(out.dtype.element_ty)
-    tl.store(out + at, kept, there)
-    wide = kept.to(tl.float32)
-    size = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    tl.store(scale + token, size)
-    tl.store(normed + at, wide * size * tl.load(weight + i, there, 0.0).to(tl.float32), there)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + offsets, rounded, mask)
+    wide = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(scale + token, factor)
+    tl.store(normed + offsets, wide * factor * tl.load(weight + i, mask, 0.0).to(tl.float32), mask)
 
 
-@varied("tokens")
+@jit_without_specializing("tokens")
 def _add_norm_backward(
     x: tensor,
     scale: tensor,
     weight: tensor,
-    more: tensor,
-    grad: tensor,
+    sum_grad: tensor,
+    norm_grad: tensor,
     back: tensor,
     parts: tensor,
     tokens: tensor,
@@ -143,16 +150,18 @@ def _add_norm_backward(
     width].
     """
     i = tl.arange(0, padded)
-    there = i < width
-    own = tl.load(weight + i, there, 0.0).to(tl.float32)
+    mask = i < width
+    norm_weight = tl.load(weight + i, mask, 0.0).to(tl.float32)
     total = tl.zeros([padded], tl.float32)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        at = tl.cast(token, tl.int64) * width + i
-        size = tl.load(scale + token)
-        unit = tl.load(x + at, there, 0.0).to(tl.float32) * size
-        g = tl.load(grad + at, there, 0.0).to(tl.float32)
+        offsets = tl.cast(token, tl.int64) * width + i
+        factor = tl.load(scale + token)
+        unit = tl.load(x + offsets, mask, 0.0).to(tl.float32) * factor
+        g = tl.load(norm_grad + offsets, mask, 0.0).to(tl.float32)
         total += g * unit
-        g = g * own
-        slope = size * (g - unit * (tl.sum(g * unit, 0) / width))
-        tl.store(back + at, slope + tl.load(more + at, there, 0.0).to(tl.float32), there)
-    tl.store(parts + tl.program_id(0).to(tl.int64) * width + i, total, there)
+        g = g * norm_weight
+        slope = factor * (g - unit * (tl.sum(g * unit, 0) / width))
+        tl.store(
+            back + offsets, slope + tl.load(sum_grad + offsets, mask, 0.0).to(tl.float32), mask
+        )
+    tl.store(parts + tl.program_id(0).to(tl.int64) * width + i, total, mask)

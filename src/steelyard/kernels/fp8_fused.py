@@ -9,20 +9,29 @@ import torch
 from torch import Tensor
 
 from steelyard.kernels import add_norm, swiglu
-from steelyard.kernels.fp8 import E4M3, LARGEST, ROW, TINY, Fp8, empty, rows, warps
-from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, tensor, tl
+from steelyard.kernels.fp8 import (
+    E4M3,
+    FP8_MAX,
+    ROW,
+    TINY,
+    Fp8Matrix,
+    count_warps,
+    make_empty_fp8,
+    quantize_rows,
+)
+from steelyard.kernels.jit import constexpr, count_tiles, jit, next_power_of_2, tensor, tl
 
-BACK = 4096  # gate columns that a program of SwiGLU's gradient loads at a time
+BACKWARD_TILE = 4096  # gate columns that a program of SwiGLU's gradient loads at a time
 
 
 def add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Fp8, Tensor]:
+) -> tuple[Tensor, Fp8Matrix, Tensor]:
     """Return x + delta, its RMSNorm in fp8 (E4M3, a scale per token), and the norm's factors 1 /
     sqrt(mean square + eps), [tokens, 1]; see `add_norm`.
     """
     x, normed, scale = add_norm.add_norm(x, delta, weight, eps)
-    return x, rows(normed), scale
+    return x, quantize_rows(normed), scale
 
 
 def renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
@@ -32,70 +41,70 @@ def renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     return (x.float() * scale * weight).to(x.dtype)
 
 
-def gated_fp8(gate_up: Tensor, block: int) -> Fp8:
+def swiglu_fp8(gate_up: Tensor, chunk: int) -> Fp8Matrix:
     """Return `swiglu_interleaved` of `gate_up` in fp8 (E4M3, a scale per token)."""
-    return rows(swiglu.gated(gate_up, block))
+    return quantize_rows(swiglu.swiglu_interleaved(gate_up, chunk))
 
 
-def gated_backward_fp8(
-    gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Fp8]:
+def swiglu_backward_fp8(
+    gate_up: Tensor, grad: Tensor, chunk: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Fp8Matrix]:
     """Return the gradient of `gate_up`, the SwiGLU computed again, and the gradient once more in
     fp8 of type `dtype` with a scale per token.
     """
-    back, wide = swiglu.gated_backward(gate_up, grad, block)
-    return back, wide, rows(back, dtype)
+    back, activated = swiglu.swiglu_interleaved_backward(gate_up, grad, chunk)
+    return back, activated, quantize_rows(back, dtype)
 
 
 def triton_add_norm_fp8(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Fp8, Tensor]:
+) -> tuple[Tensor, Fp8Matrix, Tensor]:
     """Compute `add_norm_fp8` by one kernel, a program per token."""
     tokens, width = x.shape
-    out, made = torch.empty_like(x), empty(tokens, width, E4M3, x.device)
+    out, quantized = torch.empty_like(x), make_empty_fp8(tokens, width, E4M3, x.device)
     norm = x.new_empty(tokens, 1, dtype=torch.float32)
-    padded = power_of_2(width)
-    given = (x.contiguous(), delta.contiguous(), weight, out, *made, norm, eps, width)
-    _add_norm[(tokens,)](*given, LARGEST[E4M3], TINY, padded, num_warps=warps(padded))
-    return out, made, norm
+    padded = next_power_of_2(width)
+    inputs = (x.contiguous(), delta.contiguous(), weight, out, *quantized, norm, eps, width)
+    _add_norm_fp8[(tokens,)](*inputs, FP8_MAX[E4M3], TINY, padded, num_warps=count_warps(padded))
+    return out, quantized, norm
 
 
 def triton_renorm(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     """Compute `renorm` by one kernel, a program per token. `x` is contiguous."""
     out = torch.empty_like(x)
-    padded = power_of_2(x.shape[1])
-    _renorm[(len(x),)](x, scale, weight, out, x.shape[1], padded, num_warps=warps(padded))
+    padded = next_power_of_2(x.shape[1])
+    _renorm[(len(x),)](x, scale, weight, out, x.shape[1], padded, num_warps=count_warps(padded))
     return out
 
 
-def triton_gated_fp8(gate_up: Tensor, block: int) -> Fp8:
+def triton_swiglu_fp8(gate_up: Tensor, chunk: int) -> Fp8Matrix:
     """Compute `swiglu_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
     tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-    made = empty(tokens, width, E4M3, gate_up.device)
-    each = min(ROW[0], power_of_2(width))
-    sizes = (LARGEST[E4M3], TINY, block, each // block, blocks(width, each))
-    _gated[(tokens,)](gate_up, *made, width, *sizes, num_warps=warps(each))
-    return made
+    quantized = make_empty_fp8(tokens, width, E4M3, gate_up.device)
+    tile = min(ROW[0], next_power_of_2(width))
+    sizes = (FP8_MAX[E4M3], TINY, chunk, tile // chunk, count_tiles(width, tile))
+    _swiglu_fp8[(tokens,)](gate_up, *quantized, width, *sizes, num_warps=count_warps(tile))
+    return quantized
 
 
-def triton_gated_backward_fp8(
-    gate_up: Tensor, grad: Tensor, block: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Fp8]:
+def triton_swiglu_backward_fp8(
+    gate_up: Tensor, grad: Tensor, chunk: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Fp8Matrix]:
     """Compute `swiglu_backward_fp8` by one kernel, a program per token. `gate_up` is contiguous."""
     grad = grad.contiguous()
     tokens, width = grad.shape
-    back, wide = torch.empty_like(gate_up), torch.empty_like(grad)
-    made = empty(tokens, 2 * width, dtype, grad.device)
-    each = min(BACK, power_of_2(width))
-    sizes = (LARGEST[dtype], TINY, block, each // block, blocks(width, each))
-    _gated_backward[(tokens,)](
-        gate_up, grad, back, wide, *made, width, *sizes, num_warps=warps(each)
+    back, activated = torch.empty_like(gate_up), torch.empty_like(grad)
+    quantized = make_empty_fp8(tokens, 2 * width, dtype, grad.device)
+    tile = min(BACKWARD_TILE, next_power_of_2(width))
+    sizes = (FP8_MAX[dtype], TINY, chunk, tile // chunk, count_tiles(width, tile))
+    _swiglu_backward_fp8[(tokens,)](
+        gate_up, grad, back, activated, *quantized, width, *sizes, num_warps=count_warps(tile)
     )
-    return back, wide, made
+    return back, activated, quantized
 
 
 @jit
-def _add_norm(
+def _add_norm_fp8(
     x: tensor,
     delta: tensor,
     weight: tensor,
@@ -118,21 +127,21 @@ def _add_norm(
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
-    there = i < width
-    at = token * width + i
-    total = tl.load(x + at, there, 0.0).to(tl.float32) + tl.load(delta + at, there, 0.0).to(
+    mask = i < width
+    offsets = token * width + i
+    total = tl.load(x + offsets, mask, 0.0).to(tl.float32) + tl.load(delta + offsets, mask, 0.0).to(
         tl.float32
     )
-    kept = total.to(out.dtype.element_ty)
-    tl.store(out + at, kept, there)
-    wide = kept.to(tl.float32)
-    size = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    tl.store(norm + token, size)
-    normed = wide * size * tl.load(weight + i, there, 0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(out + offsets, rounded, mask)
+    wide = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    tl.store(norm + token, factor)
+    normed = wide * factor * tl.load(weight + i, mask, 0.0).to(tl.float32)
     normed = normed.to(out.dtype.element_ty).to(tl.float32)
-    most = tl.maximum(tl.max(tl.abs(normed), 0), tiny)
-    tl.store(values + at, (normed * (largest / most)).to(values.dtype.element_ty), there)
-    tl.store(scale + token, most / largest)
+    row_max = tl.maximum(tl.max(tl.abs(normed), 0), tiny)
+    tl.store(values + offsets, (normed * (largest / row_max)).to(values.dtype.element_ty), mask)
+    tl.store(scale + token, row_max / largest)
 
 
 @jit
@@ -144,33 +153,33 @@ def _renorm(
     """
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, padded)
-    there = i < width
-    wide = tl.load(x + token * width + i, there, 0.0).to(tl.float32)
-    own = tl.load(weight + i, there, 0.0).to(tl.float32)
-    tl.store(out + token * width + i, wide * tl.load(scale + token) * own, there)
+    mask = i < width
+    wide = tl.load(x + token * width + i, mask, 0.0).to(tl.float32)
+    norm_weight = tl.load(weight + i, mask, 0.0).to(tl.float32)
+    tl.store(out + token * width + i, wide * tl.load(scale + token) * norm_weight, mask)
 
 
 @jit
-def _swiglu(gate_up: tensor, n: tensor, i: tensor, there: tensor, block: constexpr) -> tensor:
+def _load_swiglu(gate_up: tensor, n: tensor, i: tensor, mask: tensor, chunk: constexpr) -> tensor:
     """Return silu(gate) · up of the chunks `n` of one token, as fp32 after rounding to the type of
     `gate_up`; `i` are the columns in a chunk of `chunk`, and masked elements are zero.
     """
-    gate = tl.load(gate_up + n * 2 * block + i, there, 0.0).to(tl.float32)
-    up = tl.load(gate_up + n * 2 * block + block + i, there, 0.0).to(tl.float32)
+    gate = tl.load(gate_up + n * 2 * chunk + i, mask, 0.0).to(tl.float32)
+    up = tl.load(gate_up + n * 2 * chunk + chunk + i, mask, 0.0).to(tl.float32)
     return (gate * tl.sigmoid(gate) * up).to(gate_up.dtype.element_ty).to(tl.float32)
 
 
 @jit
-def _gated(
+def _swiglu_fp8(
     gate_up: tensor,
     values: tensor,
     scale: tensor,
     width: tensor,
     largest: constexpr,
     tiny: constexpr,
-    block: constexpr,
-    each: constexpr,
-    count: constexpr,
+    chunk: constexpr,
+    chunks: constexpr,
+    tiles: constexpr,
 ) -> None:
     """Compute the SwiGLU of one token and quantize it to fp8; equals `swiglu_fp8`.
 
@@ -179,46 +188,48 @@ def _gated(
     of `chunks` chunks: computed once if one tile holds it, otherwise twice.
     """
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, block)[None, :]
+    i = tl.arange(0, chunk)[None, :]
     gate_up += row * 2 * width
     values += row * width
-    if count == 1:
-        n = tl.arange(0, each)[:, None]
-        there = (n * block < width) & (i < block)
-        v = _swiglu(gate_up, n, i, there, block)
-        most = tl.maximum(tl.max(tl.max(tl.abs(v), 1), 0), tiny)
-        tl.store(values + n * block + i, (v * (largest / most)).to(values.dtype.element_ty), there)
+    if tiles == 1:
+        n = tl.arange(0, chunks)[:, None]
+        mask = (n * chunk < width) & (i < chunk)
+        v = _load_swiglu(gate_up, n, i, mask, chunk)
+        row_max = tl.maximum(tl.max(tl.max(tl.abs(v), 1), 0), tiny)
+        tl.store(
+            values + n * chunk + i, (v * (largest / row_max)).to(values.dtype.element_ty), mask
+        )
     else:
-        high = tl.zeros([each, block], tl.float32)
-        for c in range(count):
-            n = c * each + tl.arange(0, each)[:, None]
-            there = (n * block < width) & (i < block)
-            high = tl.maximum(high, tl.abs(_swiglu(gate_up, n, i, there, block)))
-        most = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
-        for c in range(count):
-            n = c * each + tl.arange(0, each)[:, None]
-            there = (n * block < width) & (i < block)
-            v = _swiglu(gate_up, n, i, there, block)
+        high = tl.zeros([chunks, chunk], tl.float32)
+        for c in range(tiles):
+            n = c * chunks + tl.arange(0, chunks)[:, None]
+            mask = (n * chunk < width) & (i < chunk)
+            high = tl.maximum(high, tl.abs(_load_swiglu(gate_up, n, i, mask, chunk)))
+        row_max = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
+        for c in range(tiles):
+            n = c * chunks + tl.arange(0, chunks)[:, None]
+            mask = (n * chunk < width) & (i < chunk)
+            v = _load_swiglu(gate_up, n, i, mask, chunk)
             tl.store(
-                values + n * block + i, (v * (largest / most)).to(values.dtype.element_ty), there
+                values + n * chunk + i, (v * (largest / row_max)).to(values.dtype.element_ty), mask
             )
-    tl.store(scale + row, most / largest)
+    tl.store(scale + row, row_max / largest)
 
 
 @jit
-def _gated_backward(
+def _swiglu_backward_fp8(
     gate_up: tensor,
     grad: tensor,
     back: tensor,
-    wide: tensor,
+    activated: tensor,
     values: tensor,
     scale: tensor,
     width: tensor,
     largest: constexpr,
     tiny: constexpr,
-    block: constexpr,
-    each: constexpr,
-    count: constexpr,
+    chunk: constexpr,
+    chunks: constexpr,
+    tiles: constexpr,
 ) -> None:
     """Compute the gradient of `gate_up` and the SwiGLU of one token, and quantize the gradient to
     fp8; equals `swiglu_backward_fp8`.
@@ -229,37 +240,37 @@ def _gated_backward(
     `tiles` tiles of `chunks` chunks, and read again once the row's largest magnitude is known.
     """
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, block)[None, :]
+    i = tl.arange(0, chunk)[None, :]
     gate_up += row * 2 * width
     back += row * 2 * width
     values += row * 2 * width
     grad += row * width
-    wide += row * width
-    high = tl.zeros([each, block], tl.float32)
-    for c in range(count):
-        n = c * each + tl.arange(0, each)[:, None]
-        there = (n * block < width) & (i < block)
-        gate = tl.load(gate_up + n * 2 * block + i, there, 0.0).to(tl.float32)
-        up = tl.load(gate_up + n * 2 * block + block + i, there, 0.0).to(tl.float32)
-        g = tl.load(grad + n * block + i, there, 0.0).to(tl.float32)
-        share = tl.sigmoid(gate)
-        silu = gate * share
-        tl.store(wide + n * block + i, silu * up, there)
-        of_gate = (g * up * (share + silu * (1 - share))).to(back.dtype.element_ty)
-        of_up = (g * silu).to(back.dtype.element_ty)
-        tl.store(back + n * 2 * block + i, of_gate, there)
-        tl.store(back + n * 2 * block + block + i, of_up, there)
+    activated += row * width
+    high = tl.zeros([chunks, chunk], tl.float32)
+    for c in range(tiles):
+        n = c * chunks + tl.arange(0, chunks)[:, None]
+        mask = (n * chunk < width) & (i < chunk)
+        gate = tl.load(gate_up + n * 2 * chunk + i, mask, 0.0).to(tl.float32)
+        up = tl.load(gate_up + n * 2 * chunk + chunk + i, mask, 0.0).to(tl.float32)
+        g = tl.load(grad + n * chunk + i, mask, 0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        tl.store(activated + n * chunk + i, silu * up, mask)
+        gate_grad = (g * up * (sigmoid + silu * (1 - sigmoid))).to(back.dtype.element_ty)
+        up_grad = (g * silu).to(back.dtype.element_ty)
+        tl.store(back + n * 2 * chunk + i, gate_grad, mask)
+        tl.store(back + n * 2 * chunk + chunk + i, up_grad, mask)
         high = tl.maximum(
-            high, tl.maximum(tl.abs(of_gate.to(tl.float32)), tl.abs(of_up.to(tl.float32)))
+            high, tl.maximum(tl.abs(gate_grad.to(tl.float32)), tl.abs(up_grad.to(tl.float32)))
         )
-    most = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
+    row_max = tl.maximum(tl.max(tl.max(high, 1), 0), tiny)
     tl.debug_barrier()  # `back` is read below, also where other threads wrote it
-    j = tl.arange(0, 2 * block)[None, :]
-    for c in range(count):
-        n = c * each + tl.arange(0, each)[:, None]
-        there = (n * block < width) & (j < 2 * block)
-        v = tl.load(back + n * 2 * block + j, there, 0.0).to(tl.float32)
+    j = tl.arange(0, 2 * chunk)[None, :]
+    for c in range(tiles):
+        n = c * chunks + tl.arange(0, chunks)[:, None]
+        mask = (n * chunk < width) & (j < 2 * chunk)
+        v = tl.load(back + n * 2 * chunk + j, mask, 0.0).to(tl.float32)
         tl.store(
-            values + n * 2 * block + j, (v * (largest / most)).to(values.dtype.element_ty), there
+            values + n * 2 * chunk + j, (v * (largest / row_max)).to(values.dtype.element_ty), mask
         )
-    tl.store(scale + row, most / largest)
+    tl.store(scale + row, row_max / largest)

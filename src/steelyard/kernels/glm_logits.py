@@ -8,12 +8,19 @@ calls them on a few rows at a time unless they are compiled.
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import blocks, constexpr, power_of_2, tensor, tl, varied
+from steelyard.kernels.jit import (
+    constexpr,
+    count_tiles,
+    jit_without_specializing,
+    next_power_of_2,
+    tensor,
+    tl,
+)
 
-COLUMNS = 4096  # columns that a program loads at a time
+TILE = 4096  # columns that a program loads at a time
 
 
-def log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def compute_log_prob_terms(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's log-sum-exp and its target's logit, both [rows], fp32 or wider; their
     difference is minus the log-probability.
     """
@@ -25,22 +32,24 @@ def log_probs_backward(logits: Tensor, targets: Tensor, lse: Tensor, grad: Tenso
     """Return the gradient of the logits as a tuple of one tensor: (one_hot(targets) - exp(logits -
     lse)) · grad, where `grad` is that of the log-probabilities.
     """
-    right = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return (
-        ((right.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(logits.dtype),
+        ((is_target.to(lse.dtype) - (logits - lse[:, None]).exp()) * grad[:, None]).to(
+            logits.dtype
+        ),
     )
 
 
-def triton_log_probs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def triton_compute_log_prob_terms(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Run `compute_log_prob_terms` as a kernel, a program per row; results are fp32. `logits` is
     contiguous.
     """
     rows, vocab = logits.shape
-    lse, found = logits.new_empty(2, rows, dtype=torch.float32)
-    _log_probs[(rows,)](
-        logits, targets, lse, found, vocab, min(COLUMNS, power_of_2(vocab)), num_warps=8
+    lse, target_logits = logits.new_empty(2, rows, dtype=torch.float32)
+    _compute_log_prob_terms[(rows,)](
+        logits, targets, lse, target_logits, vocab, min(TILE, next_power_of_2(vocab)), num_warps=8
     )
-    return lse, found
+    return lse, target_logits
 
 
 def triton_log_probs_backward(
@@ -48,16 +57,21 @@ def triton_log_probs_backward(
 ) -> tuple[Tensor]:
     """Compute `log_probs_backward` in place: the returned gradient is `logits`, overwritten."""
     rows, vocab = logits.shape
-    block = min(COLUMNS, power_of_2(vocab))
-    _log_probs_backward[(rows, blocks(vocab, block))](
-        logits, targets, lse, grad.contiguous(), vocab, block, num_warps=8
+    columns = min(TILE, next_power_of_2(vocab))
+    _log_probs_backward[(rows, count_tiles(vocab, columns))](
+        logits, targets, lse, grad.contiguous(), vocab, columns, num_warps=8
     )
     return (logits,)
 
 
-@varied()
-def _log_probs(
-    logits: tensor, targets: tensor, lse: tensor, found: tensor, vocab: constexpr, block: constexpr
+@jit_without_specializing()
+def _compute_log_prob_terms(
+    logits: tensor,
+    targets: tensor,
+    lse: tensor,
+    target_logits: tensor,
+    vocab: constexpr,
+    columns: constexpr,
 ) -> None:
     """Write one row's log-sum-exp to lse[i] and its target's logit to target_logits[i], in fp32;
     equals `compute_log_prob_terms`.
@@ -65,23 +79,23 @@ def _log_probs(
     Program i has row i of contiguous `logits` [rows, vocab] and reads `columns` columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
-    here = logits + row * vocab
-    i = tl.arange(0, block)
-    most = tl.full([block], -1e30, tl.float32)  # finite, because -inf minus -inf is NaN
-    total = tl.zeros([block], tl.float32)
-    for begin in range(0, vocab, block):
-        x = tl.load(here + begin + i, begin + i < vocab, float("-inf")).to(tl.float32)
-        larger = tl.maximum(most, x)
-        total = total * tl.exp(most - larger) + tl.exp(x - larger)
-        most = larger
-    top = tl.max(most, 0)
-    tl.store(lse + row, top + tl.log(tl.sum(total * tl.exp(most - top), 0)))
-    tl.store(found + row, tl.load(here + tl.load(targets + row)).to(tl.float32))
+    first = logits + row * vocab
+    i = tl.arange(0, columns)
+    maximum = tl.full([columns], -1e30, tl.float32)  # finite, because -inf minus -inf is NaN
+    total = tl.zeros([columns], tl.float32)
+    for begin in range(0, vocab, columns):
+        x = tl.load(first + begin + i, begin + i < vocab, float("-inf")).to(tl.float32)
+        larger = tl.maximum(maximum, x)
+        total = total * tl.exp(maximum - larger) + tl.exp(x - larger)
+        maximum = larger
+    top = tl.max(maximum, 0)
+    tl.store(lse + row, top + tl.log(tl.sum(total * tl.exp(maximum - top), 0)))
+    tl.store(target_logits + row, tl.load(first + tl.load(targets + row)).to(tl.float32))
 
 
-@varied()
+@jit_without_specializing()
 def _log_probs_backward(
-    logits: tensor, targets: tensor, lse: tensor, grad: tensor, vocab: constexpr, block: constexpr
+    logits: tensor, targets: tensor, lse: tensor, grad: tensor, vocab: constexpr, columns: constexpr
 ) -> None:
     """Replace a tile of logits by its gradient, (one_hot(target) - exp(logit - lse)) · grad; equals
     `log_probs_backward`.
@@ -90,8 +104,8 @@ def _log_probs_backward(
     · columns; `targets`, `lse` and `grad` (of the log-probabilities) are [rows].
     """
     row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * block + tl.arange(0, block)
-    at = logits + row * vocab + i
-    p = tl.exp(tl.load(at, i < vocab, 0.0).to(tl.float32) - tl.load(lse + row))
-    right = tl.where(i == tl.load(targets + row), 1.0, 0.0)
-    tl.store(at, (right - p) * tl.load(grad + row), i < vocab)
+    i = tl.program_id(1) * columns + tl.arange(0, columns)
+    pointers = logits + row * vocab + i
+    p = tl.exp(tl.load(pointers, i < vocab, 0.0).to(tl.float32) - tl.load(lse + row))
+    is_target = tl.where(i == tl.load(targets + row), 1.0, 0.0)
+    tl.store(pointers, (is_target - p) * tl.load(grad + row), i < vocab)

@@ -13,50 +13,50 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-HERE = find_spec("triton") is not None
-triton: Any = import_module("triton") if HERE else None
-tl: Any = import_module("triton.language") if HERE else None
-jit: Callable[[Any], Any] = triton.jit if HERE else lambda function: function
-if TYPE_CHECKING or not HERE:
+TRITON_INSTALLED = find_spec("triton") is not None
+triton: Any = import_module("triton") if TRITON_INSTALLED else None
+tl: Any = import_module("triton.language") if TRITON_INSTALLED else None
+jit: Callable[[Any], Any] = triton.jit if TRITON_INSTALLED else lambda function: function
+if TYPE_CHECKING or not TRITON_INSTALLED:
     tensor = Any
     constexpr = Any
 else:  # Triton's compiler looks annotations up at run time
     tensor, constexpr = tl.tensor, tl.constexpr
 
 
-_without = ["cpu"]  # torch.device.type
+_device_types_without_triton = ["cpu"]  # torch.device.type
 
 
-def disable(device: torch.device) -> None:
+def disable_triton(device: torch.device) -> None:
     """Make `has_triton` return False for all devices of this type (`cuda`, ...) in this process.
 
     Called for accelerators that Triton does not compile for. There is no way to enable a type
     again.
     """
-    if device.type not in _without:
-        _without.append(device.type)
+    if device.type not in _device_types_without_triton:
+        _device_types_without_triton.append(device.type)
 
 
-def serve(device: torch.device) -> bool:
+def has_triton(device: torch.device) -> bool:
     """Return whether Triton is installed and compiles for this device. Always False for a CPU and
     for device types that were passed to `disable_triton`.
     """
-    return HERE and device.type not in _without
+    return TRITON_INSTALLED and device.type not in _device_types_without_triton
 
 
-def power_of_2(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`, which must be 1 or more."""
     return 1 << (number - 1).bit_length()
 
 
-def blocks(number: int, each: int) -> int:
+def count_tiles(number: int, size: int) -> int:
     """Return how many tiles of `size` elements cover `number` elements: `number / size`, rounded
     up.
     """
-    return -(-number // each)
+    return -(-number // size)
 
 
-def varied(*names: str) -> Callable[[Any], Any]:
+def jit_without_specializing(*names: str) -> Callable[[Any], Any]:
     """Return a decorator that compiles a Triton kernel without specializing it on the values of the
     named arguments.
 
@@ -64,7 +64,7 @@ def varied(*names: str) -> Callable[[Any], Any]:
     named here, such as numbers of tokens, do not cause that. Without names it is the same as `jit`.
     If Triton is not installed the decorator returns the function unchanged.
     """
-    made: Callable[[Any], Any] = (
-        triton.jit(do_not_specialize=list(names)) if HERE else lambda function: function
+    decorator: Callable[[Any], Any] = (
+        triton.jit(do_not_specialize=list(names)) if TRITON_INSTALLED else lambda function: function
     )
-    return made
+    return decorator

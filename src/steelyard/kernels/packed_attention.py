@@ -15,31 +15,33 @@ import torch
 from torch import Tensor
 
 from steelyard.errors import RequestError
-from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, varied
-from steelyard.kernels.tiles import described, read_tile, tiles
+from steelyard.kernels.jit import constexpr, has_triton, jit, jit_without_specializing, tensor, tl
+from steelyard.kernels.tiles import has_descriptors, make_tile_sources, read_tile
 
 LOG2_E = 1.4426950408889634
 # Queries and keys of a tile, warps, pipeline stages.
 FORWARD = (64, 64, 4, 3)
-BACK_QUERIES = (64, 64, 4, 2)
-BACK_KEYS = (64, 64, 4, 2)
-DIMS = (32, 64, 128)  # head dimensions that these tiles are sized for
-MOST = 2**31 - 1  # of a tensor: offsets are 32-bit
+BACKWARD_QUERIES = (64, 64, 4, 2)
+BACKWARD_KEYS = (64, 64, 4, 2)
+HEAD_DIMS = (32, 64, 128)  # head dimensions that these tiles are sized for
+MAX_ELEMENTS = 2**31 - 1  # of a tensor: offsets are 32-bit
 
 
 @dataclass(frozen=True)
-class Borders:
+class VisibleRanges:
     """The half-open range of keys that each query sees, and the end of the queries that see each
     key; int32 tensors on the device.
     """
 
-    begin: Tensor  # [Tq]: the query's first key
-    stop: Tensor  # [Tq]: one after the query's last key
+    first_key: Tensor  # [Tq]: the query's first key
+    keys_end: Tensor  # [Tq]: one after the query's last key
     # [Tk]: one after the last query that sees the key; the first is the key's own token
-    end: Tensor
+    queries_end: Tensor
 
 
-def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None) -> Borders:
+def visible_ranges(
+    cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None
+) -> VisibleRanges:
     """Compute each query's half-open range of visible keys from cumulative row lengths, under a
     causal mask and an optional window.
 
@@ -48,26 +50,26 @@ def borders(cu_q: Tensor, cu_k: Tensor, queries: int, window: int | None = None)
     number of query tokens. `queries_end` is right only where queries and keys are the same tokens
     (no shared prefix); otherwise nothing reads it.
     """
-    at = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
-    row = torch.searchsorted(cu_q, at, right=True)
-    made = Borders(cu_k[row - 1], at + 1 + cu_k[row] - cu_q[row], cu_q[row])
+    query = torch.arange(queries, dtype=cu_q.dtype, device=cu_q.device)
+    row = torch.searchsorted(cu_q, query, right=True)
+    unwindowed = VisibleRanges(cu_k[row - 1], query + 1 + cu_k[row] - cu_q[row], cu_q[row])
     if window is None:
-        return made
-    return Borders(
-        torch.maximum(made.begin, made.stop - window),
-        made.stop,
-        torch.minimum(made.end, at + window),
+        return unwindowed
+    return VisibleRanges(
+        torch.maximum(unwindowed.first_key, unwindowed.keys_end - window),
+        unwindowed.keys_end,
+        torch.minimum(unwindowed.queries_end, query + window),
     )
 
 
-def serves(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+def is_supported(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Return whether the kernel runs: the device has Triton, the type has 16 bits, and the head
     dimension is 32, 64 or 128.
     """
-    return serve(device) and dtype.itemsize == torch.bfloat16.itemsize and dim in DIMS
+    return has_triton(device) and dtype.itemsize == torch.bfloat16.itemsize and dim in HEAD_DIMS
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
+def triton_attend_packed_rows(q: Tensor, k: Tensor, v: Tensor, ranges: VisibleRanges) -> Tensor:
     """Return causal attention inside packed rows, [Tq, H, D], differentiable if gradients are
     enabled.
 
@@ -75,26 +77,28 @@ def attend(q: Tensor, k: Tensor, v: Tensor, of: Borders) -> Tensor:
     not support device, type or head dimension, if a tensor spans more than 2^31 - 1 elements, or if
     gradients are enabled and there are more keys than queries (a shared prefix).
     """
-    if not serves(q.device, q.dtype, q.shape[-1]):
+    if not is_supported(q.device, q.dtype, q.shape[-1]):
         raise RequestError(
             "tune.attention='packed' needs a GPU with Triton, a 16-bit precision and heads of 32,"
             " 64 or 128"
         )
-    reach = max(len(one) * one.stride(0) for one in (q, k, v))
-    if reach > MOST:
+    reach = max(len(x) * x.stride(0) for x in (q, k, v))
+    if reach > MAX_ELEMENTS:
         raise RequestError(
-            f"tune.attention='packed' counts to {MOST}, and a batch has {reach} numbers; lower"
+            f"tune.attention='packed' counts to {MAX_ELEMENTS}, and a batch has {reach} numbers; lower"
             " tune.micro_batch or tune.batch_tokens"
         )
     if torch.is_grad_enabled() and len(q) != len(k):
         raise RequestError("tune.attention='packed' learns nothing from rows with shared prefixes")
     if torch.is_grad_enabled():
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    out: Tensor = PackedAttention.apply(q, k, v, of.begin, of.stop, of.end)  # type: ignore[no-untyped-call]
+    out: Tensor = PackedAttentionFunction.apply(
+        q, k, v, ranges.first_key, ranges.keys_end, ranges.queries_end
+    )  # type: ignore[no-untyped-call]
     return out
 
 
-class PackedAttention(torch.autograd.Function):
+class PackedAttentionFunction(torch.autograd.Function):
     """Causal attention over packed rows with its own backward pass.
 
     Inputs are q [T, H, D] or [T, G, H / G, D], k and v [Tk, G, D], and the three tensors of
@@ -104,92 +108,98 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, q: Tensor, k: Tensor, v: Tensor, begin: Tensor, stop: Tensor, end: Tensor
+        context: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first_key: Tensor,
+        keys_end: Tensor,
+        queries_end: Tensor,
     ) -> Tensor:
         """Return the output [T, H, D] and save what the backward pass needs, with each softmax's
         log-sum-exp (base 2).
         """
         groups, dim = k.shape[1:]
         q = q.view(len(q), groups, -1, dim) if q.dim() == 3 else q
-        ratio = q.shape[2]
-        tokens, heads = len(q), groups * ratio
+        heads_per_group = q.shape[2]
+        tokens, heads = len(q), groups * heads_per_group
         out, lse = q.new_empty(tokens, heads, dim), q.new_empty(heads, tokens, dtype=torch.float32)
         tile, keys, warps, stages = FORWARD
-        places = [one.stride(i) for one in (q, k, v) for i in (0, 1)]
+        strides = [x.stride(i) for x in (q, k, v) for i in (0, 1)]
         sizes = (
             dim**-0.5 * LOG2_E,
             tokens,
             len(k),
             heads,
-            ratio,
+            heads_per_group,
             dim,
             tile,
             keys,
-            described(q.device),
+            has_descriptors(q.device),
         )
         grid = (-(-tokens // tile), heads)
-        _forward[grid](
+        _attend_forward[grid](
             q,
-            *tiles(keys, k, v),
-            *places,
+            *make_tile_sources(keys, k, v),
+            *strides,
             out,
             lse,
-            begin,
-            stop,
+            first_key,
+            keys_end,
             *sizes,
             num_warps=warps,
             num_stages=stages,
         )
-        context.save_for_backward(q.flatten(1, 2), k, v, out, lse, begin, end)
+        context.save_for_backward(q.flatten(1, 2), k, v, out, lse, first_key, queries_end)
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         """Return the gradients of q, k and v, and None for the three range tensors."""
-        q, k, v, out, lse, begin, end = context.saved_tensors
+        q, k, v, out, lse, first_key, queries_end = context.saved_tensors
         grad = grads[0].contiguous()
         tokens, heads, dim = q.shape
         groups, scale = k.shape[1], dim**-0.5
         dot = torch.empty_like(lse)
-        _dot[(-(-tokens // 64), heads)](out, grad, dot, tokens, heads, dim, 64)
+        _compute_row_dots[(-(-tokens // 64), heads)](out, grad, dot, tokens, heads, dim, 64)
         back_q, back_k, back_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         sizes = (scale, scale * LOG2_E, tokens, heads, heads // groups, dim)
-        tile, keys, warps, stages = BACK_KEYS
-        given = (
-            *tiles(tile, q, grad),
+        tile, keys, warps, stages = BACKWARD_KEYS
+        inputs = (
+            *make_tile_sources(tile, q, grad),
             k,
             v,
             lse,
             dot,
             back_k,
             back_v,
-            end,
+            queries_end,
             *sizes,
             tile,
             keys,
-            described(q.device),
+            has_descriptors(q.device),
         )
-        _back_keys[(-(-tokens // keys), groups)](*given, num_warps=warps, num_stages=stages)
-        tile, keys, warps, stages = BACK_QUERIES
-        given = (
+        _backward_keys[(-(-tokens // keys), groups)](*inputs, num_warps=warps, num_stages=stages)
+        tile, keys, warps, stages = BACKWARD_QUERIES
+        inputs = (
             q,
-            *tiles(keys, k, v),
+            *make_tile_sources(keys, k, v),
             grad,
             lse,
             dot,
             back_q,
-            begin,
+            first_key,
             *sizes,
             tile,
             keys,
-            described(q.device),
+            has_descriptors(q.device),
         )
-        _back_queries[(-(-tokens // tile), heads)](*given, num_warps=warps, num_stages=stages)
+        _backward_queries[(-(-tokens // tile), heads)](*inputs, num_warps=warps, num_stages=stages)
         return back_q, back_k, back_v, None, None, None
 
 
-@varied("tokens", "count")
-def _forward(
+@jit_without_specializing("tokens", "count")
+def _attend_forward(
     q: tensor,
     k: tensor,
     v: tensor,
@@ -201,13 +211,13 @@ def _forward(
     v_group: tensor,
     out: tensor,
     lse: tensor,
-    begin: tensor,
-    stop: tensor,
+    first_key: tensor,
+    keys_end: tensor,
     scale: tensor,
     tokens: tensor,
     count: tensor,
     heads: tensor,
-    ratio: constexpr,
+    heads_per_group: constexpr,
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
@@ -224,43 +234,47 @@ def _forward(
     """
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
-    group = head // ratio
+    group = head // heads_per_group
     row = first + tl.arange(0, tile)
-    there = row < tokens
+    mask = row < tokens
     d = tl.arange(0, dim)[None, :]
     query = tl.load(
-        q + row[:, None] * q_row + group * q_group + head % ratio * dim + d, there[:, None], 0.0
+        q + row[:, None] * q_row + group * q_group + head % heads_per_group * dim + d,
+        mask[:, None],
+        0.0,
     )
-    start = tl.load(begin + row, there, 0)
-    bound = tl.load(stop + row, there, 0)
-    final = tl.minimum(first + tile, tokens) - 1
-    lowest = tl.load(begin + first) // keys * keys
-    shown = tl.load(begin + final)  # from this key on, no query's range begins later
-    hidden = tl.load(stop + first)  # up to this key, no query's range ends earlier
-    last = tl.load(stop + final)
-    most = tl.full([tile], -1e30, tl.float32)
-    total = tl.zeros([tile], tl.float32)
-    sums = tl.zeros([tile, dim], tl.float32)
-    for low in range(lowest, last, keys):
+    start = tl.load(first_key + row, mask, 0)
+    bound = tl.load(keys_end + row, mask, 0)
+    last_row = tl.minimum(first + tile, tokens) - 1
+    lowest = tl.load(first_key + first) // keys * keys
+    unmasked_from = tl.load(first_key + last_row)  # from this key on, no query's range begins later
+    unmasked_end = tl.load(keys_end + first)  # up to this key, no query's range ends earlier
+    keys_stop = tl.load(keys_end + last_row)
+    maximum = tl.full([tile], -1e30, tl.float32)
+    exp_sum = tl.zeros([tile], tl.float32)
+    value_sum = tl.zeros([tile, dim], tl.float32)
+    for low in range(lowest, keys_stop, keys):
         column = low + tl.arange(0, keys)
         key = read_tile(k, low, group * k_group, k_row, count, dim, keys, by_descriptor)
         score = tl.dot(query, tl.trans(key)) * scale
-        if (low + keys > hidden) | (low < shown):
+        if (low + keys > unmasked_end) | (low < unmasked_from):
             seen = (column[None, :] < bound[:, None]) & (column[None, :] >= start[:, None])
             score = tl.where(seen, score, -1e30)
-        more = tl.maximum(most, tl.max(score, 1))
-        weight = tl.exp2(score - more[:, None])
-        less = tl.exp2(most - more)
-        total = total * less + tl.sum(weight, 1)
+        new_maximum = tl.maximum(maximum, tl.max(score, 1))
+        weight = tl.exp2(score - new_maximum[:, None])
+        rescale = tl.exp2(maximum - new_maximum)
+        exp_sum = exp_sum * rescale + tl.sum(weight, 1)
         value = read_tile(v, low, group * v_group, v_row, count, dim, keys, by_descriptor)
-        sums = tl.dot(weight.to(value.dtype), value, sums * less[:, None])
-        most = more
-    tl.store(out + (row[:, None] * heads + head) * dim + d, sums / total[:, None], there[:, None])
-    tl.store(lse + head * tokens + row, most + tl.log2(total), there)
+        value_sum = tl.dot(weight.to(value.dtype), value, value_sum * rescale[:, None])
+        maximum = new_maximum
+    tl.store(
+        out + (row[:, None] * heads + head) * dim + d, value_sum / exp_sum[:, None], mask[:, None]
+    )
+    tl.store(lse + head * tokens + row, maximum + tl.log2(exp_sum), mask)
 
 
-@varied("tokens")
-def _dot(
+@jit_without_specializing("tokens")
+def _compute_row_dots(
     out: tensor,
     grad: tensor,
     dot: tensor,
@@ -274,16 +288,16 @@ def _dot(
     """
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     head = tl.program_id(1)
-    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
-    there = row < tokens
-    product = tl.load(out + at, there[:, None], 0.0).to(tl.float32) * tl.load(
-        grad + at, there[:, None], 0.0
+    offsets = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
+    mask = row < tokens
+    product = tl.load(out + offsets, mask[:, None], 0.0).to(tl.float32) * tl.load(
+        grad + offsets, mask[:, None], 0.0
     ).to(tl.float32)
-    tl.store(dot + head * tokens + row, tl.sum(product, 1), there)
+    tl.store(dot + head * tokens + row, tl.sum(product, 1), mask)
 
 
-@varied("tokens")
-def _back_keys(
+@jit_without_specializing("tokens")
+def _backward_keys(
     q: tensor,
     grad: tensor,
     k: tensor,
@@ -292,12 +306,12 @@ def _back_keys(
     dot: tensor,
     back_k: tensor,
     back_v: tensor,
-    end: tensor,
+    queries_end: tensor,
     scale: tensor,
     scale2: tensor,
     tokens: tensor,
     heads: tensor,
-    ratio: constexpr,
+    heads_per_group: constexpr,
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
@@ -316,49 +330,53 @@ def _back_keys(
     first = tl.program_id(0) * keys
     group = tl.program_id(1)
     column = first + tl.arange(0, keys)
-    there = column < tokens
-    at = (column[:, None] * (heads // ratio) + group) * dim + tl.arange(0, dim)[None, :]
-    key = tl.load(k + at, there[:, None], 0.0)
-    value = tl.load(v + at, there[:, None], 0.0)
-    stop = tl.load(end + column, there, 0)
-    last = tl.load(end + tl.minimum(first + keys, tokens) - 1)
+    mask = column < tokens
+    offsets = (column[:, None] * (heads // heads_per_group) + group) * dim + tl.arange(0, dim)[
+        None, :
+    ]
+    key = tl.load(k + offsets, mask[:, None], 0.0)
+    value = tl.load(v + offsets, mask[:, None], 0.0)
+    stop = tl.load(queries_end + column, mask, 0)
+    last = tl.load(queries_end + tl.minimum(first + keys, tokens) - 1)
     sums_k = tl.zeros([keys, dim], tl.float32)
     sums_v = tl.zeros([keys, dim], tl.float32)
-    for one in range(ratio):
-        head = group * ratio + one
+    for index in range(heads_per_group):
+        head = group * heads_per_group + index
         for low in range(first // tile * tile, last, tile):
             row = low + tl.arange(0, tile)
-            known = row < tokens
+            query_mask = row < tokens
             query = read_tile(q, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor)
-            above = tl.load(lse + head * tokens + row, known, 0.0)
+            lse_rows = tl.load(lse + head * tokens + row, query_mask, 0.0)
             # Masked in every tile: a branch here costs more than it saves.
             seen = (row[None, :] >= column[:, None]) & (row[None, :] < stop[:, None])
             weight = tl.where(
-                seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - above[None, :]), 0.0
+                seen, tl.exp2(tl.dot(key, tl.trans(query)) * scale2 - lse_rows[None, :]), 0.0
             )
-            slope = read_tile(grad, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor)
-            sums_v = tl.dot(weight.to(slope.dtype), slope, sums_v)
-            part = tl.load(dot + head * tokens + row, known, 0.0)
-            change = weight * (tl.dot(value, tl.trans(slope)) - part[None, :])
-            sums_k = tl.dot(change.to(query.dtype), query, sums_k)
-    tl.store(back_k + at, sums_k * scale, there[:, None])
-    tl.store(back_v + at, sums_v, there[:, None])
+            grad_rows = read_tile(
+                grad, low, head * dim, heads * dim, tokens, dim, tile, by_descriptor
+            )
+            sums_v = tl.dot(weight.to(grad_rows.dtype), grad_rows, sums_v)
+            dot_rows = tl.load(dot + head * tokens + row, query_mask, 0.0)
+            score_grad = weight * (tl.dot(value, tl.trans(grad_rows)) - dot_rows[None, :])
+            sums_k = tl.dot(score_grad.to(query.dtype), query, sums_k)
+    tl.store(back_k + offsets, sums_k * scale, mask[:, None])
+    tl.store(back_v + offsets, sums_v, mask[:, None])
 
 
 @jit
-def _back_part(
+def _add_query_gradient(
     query: tensor,
-    slope: tensor,
+    grad_rows: tensor,
     sums: tensor,
     k: tensor,
     v: tensor,
-    above: tensor,
-    part: tensor,
+    lse_rows: tensor,
+    dot_rows: tensor,
     row: tensor,
-    start: tensor,
+    first_key: tensor,
     begin: tensor,
     end: tensor,
-    side: tensor,
+    first_column: tensor,
     stride: tensor,
     scale2: tensor,
     tokens: tensor,
@@ -372,21 +390,23 @@ def _back_part(
     all of these keys.
     """
     for low in range(begin, end, keys):
-        key = read_tile(k, low, side, stride, tokens, dim, keys, by_descriptor)
-        value = read_tile(v, low, side, stride, tokens, dim, keys, by_descriptor)
-        weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - above[:, None])
+        key = read_tile(k, low, first_column, stride, tokens, dim, keys, by_descriptor)
+        value = read_tile(v, low, first_column, stride, tokens, dim, keys, by_descriptor)
+        weight = tl.exp2(tl.dot(query, tl.trans(key)) * scale2 - lse_rows[:, None])
         if masked:
             column = low + tl.arange(0, keys)
             weight = tl.where(
-                (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None]), weight, 0.0
+                (column[None, :] <= row[:, None]) & (column[None, :] >= first_key[:, None]),
+                weight,
+                0.0,
             )
-        change = weight * (tl.dot(slope, tl.trans(value)) - part[:, None])
-        sums = tl.dot(change.to(key.dtype), key, sums)
+        score_grad = weight * (tl.dot(grad_rows, tl.trans(value)) - dot_rows[:, None])
+        sums = tl.dot(score_grad.to(key.dtype), key, sums)
     return sums
 
 
-@varied("tokens")
-def _back_queries(
+@jit_without_specializing("tokens")
+def _backward_queries(
     q: tensor,
     k: tensor,
     v: tensor,
@@ -394,12 +414,12 @@ def _back_queries(
     lse: tensor,
     dot: tensor,
     back_q: tensor,
-    begin: tensor,
+    first_key: tensor,
     scale: tensor,
     scale2: tensor,
     tokens: tensor,
     heads: tensor,
-    ratio: constexpr,
+    heads_per_group: constexpr,
     dim: constexpr,
     tile: constexpr,
     keys: constexpr,
@@ -417,32 +437,32 @@ def _back_queries(
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * tile
     head = tl.program_id(1)
     row = first + tl.arange(0, tile)
-    there = row < tokens
-    at = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
-    query = tl.load(q + at, there[:, None], 0.0)
-    slope = tl.load(grad + at, there[:, None], 0.0)
-    start = tl.load(begin + row, there, 0)
-    above = tl.load(lse + head * tokens + row, there, 0.0)
-    part = tl.load(dot + head * tokens + row, there, 0.0)
+    mask = row < tokens
+    offsets = (row[:, None] * heads + head) * dim + tl.arange(0, dim)[None, :]
+    query = tl.load(q + offsets, mask[:, None], 0.0)
+    grad_rows = tl.load(grad + offsets, mask[:, None], 0.0)
+    start = tl.load(first_key + row, mask, 0)
+    lse_rows = tl.load(lse + head * tokens + row, mask, 0.0)
+    dot_rows = tl.load(dot + head * tokens + row, mask, 0.0)
     last = tl.minimum(first + tile, tokens)
-    lowest = tl.load(begin + first) // keys * keys
+    lowest = tl.load(first_key + first) // keys * keys
     # between these two all queries of the tile see all keys
-    shown = tl.cdiv(tl.load(begin + last - 1), keys) * keys
-    own = first // keys * keys
-    side = head // ratio * dim
-    stride = heads // ratio * dim
+    unmasked_from = tl.cdiv(tl.load(first_key + last - 1), keys) * keys
+    unmasked_end = first // keys * keys
+    first_column = head // heads_per_group * dim
+    stride = heads // heads_per_group * dim
     sums = tl.zeros([tile, dim], tl.float32)
-    sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, lowest,
-        tl.minimum(shown, own), side, stride, scale2, tokens, dim, keys,
+    sums = _add_query_gradient(
+        query, grad_rows, sums, k, v, lse_rows, dot_rows, row, start, lowest,
+        tl.minimum(unmasked_from, unmasked_end), first_column, stride, scale2, tokens, dim, keys,
         True, by_descriptor,
     )  # fmt: skip
-    sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, shown, own,
-        side, stride, scale2, tokens, dim, keys, False, by_descriptor,
+    sums = _add_query_gradient(
+        query, grad_rows, sums, k, v, lse_rows, dot_rows, row, start, unmasked_from, unmasked_end,
+        first_column, stride, scale2, tokens, dim, keys, False, by_descriptor,
     )  # fmt: skip
-    sums = _back_part(
-        query, slope, sums, k, v, above, part, row, start, own, last,
-        side, stride, scale2, tokens, dim, keys, True, by_descriptor,
+    sums = _add_query_gradient(
+        query, grad_rows, sums, k, v, lse_rows, dot_rows, row, start, unmasked_end, last,
+        first_column, stride, scale2, tokens, dim, keys, True, by_descriptor,
     )  # fmt: skip
-    tl.store(back_q + at, sums * scale, there[:, None])
+    tl.store(back_q + offsets, sums * scale, mask[:, None])

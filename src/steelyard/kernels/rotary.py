@@ -10,9 +10,9 @@ in fp32. Called by models/llama.py and models/llama_fused.py.
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import blocks, constexpr, jit, power_of_2, tensor, tl
+from steelyard.kernels.jit import constexpr, count_tiles, jit, next_power_of_2, tensor, tl
 
-NUMBERS = 1024  # elements of one operand that a program loads at a time
+TILE = 1024  # elements of one operand that a program loads at a time
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-def split_heads(
+def split_rotated_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries [T, H, D], rotated keys [T, G, D] and values [T, G, D] as new tensors.
@@ -35,7 +35,7 @@ def split_heads(
     return q, rotate(grouped[:, :, -2], cos, sin), grouped[:, :, -1].clone()
 
 
-def rotate_heads(
+def rotate_heads_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate queries and keys inside `qkv`, in place, and return views of it: queries [T, G, H / G,
@@ -48,7 +48,9 @@ def rotate_heads(
     return grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
 
 
-def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def split_rotated_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Return the gradient of `qkv` [T, G · (queries + 2) · D] from the gradients of rotated
     queries, rotated keys and values: `q` and `k` are rotated back.
     """
@@ -56,7 +58,7 @@ def join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Ten
     return torch.cat((grouped, rotate(k, cos, -sin)[:, :, None], v[:, :, None]), dim=2).flatten(1)
 
 
-def triton_split_heads(
+def triton_split_rotated_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `split_rotated_heads` by one kernel. `qkv`, `cos` and `sin` are contiguous."""
@@ -64,43 +66,56 @@ def triton_split_heads(
     groups = qkv.shape[1] // ((queries + 2) * dim)
     q = qkv.new_empty(tokens, groups * queries, dim)
     k, v = (qkv.new_empty(tokens, groups, dim) for _ in range(2))
-    _launch(qkv, q, k, v, cos, sin, True)
+    _launch_rotate(qkv, q, k, v, cos, sin, True)
     return q, k, v
 
 
-def triton_rotate_heads(
+def triton_rotate_heads_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, queries: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `rotate_heads_in_place` by one kernel. `qkv`, `cos` and `sin` are contiguous."""
     half = cos.shape[-1]
     grouped = qkv.unflatten(-1, (-1, queries + 2, 2 * half))  # type: ignore[no-untyped-call]
     groups = grouped.shape[1]
-    rows = max(1, NUMBERS // power_of_2(half))
-    grid = (len(qkv), blocks(groups, rows))
-    _rotate_there[grid](qkv, cos, sin, groups, queries, half, power_of_2(half), rows)
+    rows = max(1, TILE // next_power_of_2(half))
+    grid = (len(qkv), count_tiles(groups, rows))
+    _rotate_in_place[grid](qkv, cos, sin, groups, queries, half, next_power_of_2(half), rows)
     return grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
 
 
-def triton_join_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def triton_split_rotated_heads_backward(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
     """Compute `split_rotated_heads_backward` by one kernel."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = k.new_empty(len(k), q[0].numel() + 2 * k[0].numel())
-    _launch(out, q, k, v, cos, sin, False)
+    _launch_rotate(out, q, k, v, cos, sin, False)
     return out
 
 
-def _launch(
-    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, forth: bool
+def _launch_rotate(
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, forward: bool
 ) -> None:
     """Launch `_rotate` from `qkv` to q, k and v if `forward`, otherwise from the gradients q, k and
     v to `qkv`; the targets are overwritten.
     """
     tokens, groups, dim = k.shape
     half = dim // 2
-    rows = max(1, NUMBERS // power_of_2(half))
-    grid = (tokens, blocks(groups, rows))
+    rows = max(1, TILE // next_power_of_2(half))
+    grid = (tokens, count_tiles(groups, rows))
     _rotate[grid](
-        qkv, q, k, v, cos, sin, groups, forth, q.shape[1] // groups, half, power_of_2(half), rows
+        qkv,
+        q,
+        k,
+        v,
+        cos,
+        sin,
+        groups,
+        forward,
+        q.shape[1] // groups,
+        half,
+        next_power_of_2(half),
+        rows,
     )
 
 
@@ -113,7 +128,7 @@ def _rotate(
     cos: tensor,
     sin: tensor,
     groups: tensor,
-    forth: constexpr,
+    forward: constexpr,
     queries: constexpr,
     half: constexpr,
     padded: constexpr,
@@ -132,34 +147,34 @@ def _rotate(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
     i = tl.arange(0, padded)[None, :]
-    there = (group < groups) & (i < half)
+    mask = (group < groups) & (i < half)
     c = tl.load(cos + token * half + i, i < half).to(tl.float32)
     s = tl.load(sin + token * half + i, i < half).to(tl.float32)
     head = token * groups + group
     for part in tl.static_range(queries + 2):
         joined = qkv + (head * (queries + 2) + part) * 2 * half + i
         if part < queries:
-            apart = q + (head * queries + part) * 2 * half + i
+            separate = q + (head * queries + part) * 2 * half + i
         elif part == queries:
-            apart = k + head * 2 * half + i
+            separate = k + head * 2 * half + i
         else:
-            apart = v + head * 2 * half + i
-        source = joined if forth else apart
-        target = apart if forth else joined
-        a = tl.load(source, there).to(tl.float32)
-        b = tl.load(source + half, there).to(tl.float32)
+            separate = v + head * 2 * half + i
+        source = joined if forward else separate
+        target = separate if forward else joined
+        a = tl.load(source, mask).to(tl.float32)
+        b = tl.load(source + half, mask).to(tl.float32)
         if part > queries:  # a value
             x, y = a, b
-        elif forth:
+        elif forward:
             x, y = a * c - b * s, b * c + a * s
         else:
             x, y = a * c + b * s, b * c - a * s
-        tl.store(target, x, there)
-        tl.store(target + half, y, there)
+        tl.store(target, x, mask)
+        tl.store(target + half, y, mask)
 
 
 @jit
-def _rotate_there(
+def _rotate_in_place(
     qkv: tensor,
     cos: tensor,
     sin: tensor,
@@ -178,12 +193,12 @@ def _rotate_there(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * rows + tl.arange(0, rows)[:, None]
     i = tl.arange(0, padded)[None, :]
-    there = (group < groups) & (i < half)
+    mask = (group < groups) & (i < half)
     c = tl.load(cos + token * half + i, i < half).to(tl.float32)
     s = tl.load(sin + token * half + i, i < half).to(tl.float32)
     for part in tl.static_range(queries + 1):
-        at = qkv + ((token * groups + group) * (queries + 2) + part) * 2 * half + i
-        a = tl.load(at, there).to(tl.float32)
-        b = tl.load(at + half, there).to(tl.float32)
-        tl.store(at, a * c - b * s, there)
-        tl.store(at + half, b * c + a * s, there)
+        pointers = qkv + ((token * groups + group) * (queries + 2) + part) * 2 * half + i
+        a = tl.load(pointers, mask).to(tl.float32)
+        b = tl.load(pointers + half, mask).to(tl.float32)
+        tl.store(pointers, a * c - b * s, mask)
+        tl.store(pointers + half, b * c + a * s, mask)

@@ -11,80 +11,86 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from steelyard.kernels.jit import blocks, constexpr, jit, tensor, tl
+from steelyard.kernels.jit import constexpr, count_tiles, jit, tensor, tl
 
-NUMBERS = 1024  # elements of one operand that a program loads at a time
+TILE = 1024  # elements of one operand that a program loads at a time
 
 
-def gated(gate_up: Tensor, block: int) -> Tensor:
+def swiglu_interleaved(gate_up: Tensor, chunk: int) -> Tensor:
     """Return silu(gate) · up, [tokens, width], of `gate_up` [tokens, 2 · width] in alternating
     chunks of `chunk` columns.
     """
-    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
+    gate, up = gate_up.unflatten(-1, (-1, 2, chunk)).unbind(-2)  # type: ignore[no-untyped-call]
     out: Tensor = (F.silu(gate) * up).flatten(-2)
     return out
 
 
-def gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def swiglu_interleaved_backward(gate_up: Tensor, grad: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Return the gradient of `gate_up`, laid out as it is, and the SwiGLU itself, computed again.
 
     `grad` is the gradient of the SwiGLU, [tokens, width].
     """
-    gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)  # type: ignore[no-untyped-call]
-    grad = grad.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
-    share = gate.sigmoid()
-    silu = gate * share
-    back = torch.stack((grad * up * (share + silu * (1 - share)), grad * silu), dim=-2)
+    gate, up = gate_up.unflatten(-1, (-1, 2, chunk)).unbind(-2)  # type: ignore[no-untyped-call]
+    grad = grad.unflatten(-1, (-1, chunk))  # type: ignore[no-untyped-call]
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    back = torch.stack((grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu), dim=-2)
     return back.flatten(1), (silu * up).flatten(-2)
 
 
-def triton_gated(gate_up: Tensor, block: int) -> Tensor:
+def triton_swiglu_interleaved(gate_up: Tensor, chunk: int) -> Tensor:
     """Compute `swiglu_interleaved` by a kernel. `gate_up` is contiguous, and `chunk` a power of
     two.
     """
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    _gated[(blocks(out.numel(), NUMBERS),)](
-        gate_up, out, out.numel() // block, block, NUMBERS // block
+    _swiglu[(count_tiles(out.numel(), TILE),)](
+        gate_up, out, out.numel() // chunk, chunk, TILE // chunk
     )
     return out
 
 
-def triton_gated_backward(gate_up: Tensor, grad: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def triton_swiglu_interleaved_backward(
+    gate_up: Tensor, grad: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
     """Compute `swiglu_interleaved_backward` by a kernel. `gate_up` is contiguous, and `chunk` a
     power of two.
     """
     grad = grad.contiguous()
-    back, wide = torch.empty_like(gate_up), torch.empty_like(grad)
-    grid = (blocks(grad.numel(), NUMBERS),)
-    _gated_backward[grid](gate_up, grad, back, wide, grad.numel() // block, block, NUMBERS // block)
-    return back, wide
+    back, activated = torch.empty_like(gate_up), torch.empty_like(grad)
+    grid = (count_tiles(grad.numel(), TILE),)
+    _swiglu_backward[grid](
+        gate_up, grad, back, activated, grad.numel() // chunk, chunk, TILE // chunk
+    )
+    return back, activated
 
 
 @jit
-def _gated(gate_up: tensor, out: tensor, count: tensor, block: constexpr, each: constexpr) -> None:
+def _swiglu(
+    gate_up: tensor, out: tensor, count: tensor, chunk: constexpr, chunks: constexpr
+) -> None:
     """Write silu(gate) · up for `chunks` chunks of `chunk` columns; equals `swiglu_interleaved`.
 
     `gate_up` is contiguous [tokens, 2 · width] in alternating chunks, `out` contiguous [tokens,
     width] with `count` chunks in all. Program i has chunks i · chunks to (i + 1) · chunks, counted
     over all tokens.
     """
-    n = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)[:, None]
-    i = tl.arange(0, block)[None, :]
-    there = (n < count) & (i < block)
-    gate = tl.load(gate_up + n * 2 * block + i, there).to(tl.float32)
-    up = tl.load(gate_up + n * 2 * block + block + i, there).to(tl.float32)
-    tl.store(out + n * block + i, gate * tl.sigmoid(gate) * up, there)
+    n = tl.program_id(0).to(tl.int64) * chunks + tl.arange(0, chunks)[:, None]
+    i = tl.arange(0, chunk)[None, :]
+    mask = (n < count) & (i < chunk)
+    gate = tl.load(gate_up + n * 2 * chunk + i, mask).to(tl.float32)
+    up = tl.load(gate_up + n * 2 * chunk + chunk + i, mask).to(tl.float32)
+    tl.store(out + n * chunk + i, gate * tl.sigmoid(gate) * up, mask)
 
 
 @jit
-def _gated_backward(
+def _swiglu_backward(
     gate_up: tensor,
     grad: tensor,
     back: tensor,
-    wide: tensor,
+    activated: tensor,
     count: tensor,
-    block: constexpr,
-    each: constexpr,
+    chunk: constexpr,
+    chunks: constexpr,
 ) -> None:
     """Write the gradient of `gate_up` to `back` and silu(gate) · up to `activated`; equals
     `swiglu_interleaved_backward`.
@@ -95,14 +101,14 @@ def _gated_backward(
     columns, `grad` and `activated` contiguous [tokens, width], with `count` chunks in all. Program
     i has chunks i · chunks to (i + 1) · chunks, counted over all tokens.
     """
-    n = tl.program_id(0).to(tl.int64) * each + tl.arange(0, each)[:, None]
-    i = tl.arange(0, block)[None, :]
-    there = (n < count) & (i < block)
-    gate = tl.load(gate_up + n * 2 * block + i, there).to(tl.float32)
-    up = tl.load(gate_up + n * 2 * block + block + i, there).to(tl.float32)
-    g = tl.load(grad + n * block + i, there).to(tl.float32)
-    share = tl.sigmoid(gate)
-    silu = gate * share
-    tl.store(wide + n * block + i, silu * up, there)
-    tl.store(back + n * 2 * block + i, g * up * (share + silu * (1 - share)), there)
-    tl.store(back + n * 2 * block + block + i, g * silu, there)
+    n = tl.program_id(0).to(tl.int64) * chunks + tl.arange(0, chunks)[:, None]
+    i = tl.arange(0, chunk)[None, :]
+    mask = (n < count) & (i < chunk)
+    gate = tl.load(gate_up + n * 2 * chunk + i, mask).to(tl.float32)
+    up = tl.load(gate_up + n * 2 * chunk + chunk + i, mask).to(tl.float32)
+    g = tl.load(grad + n * chunk + i, mask).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    tl.store(activated + n * chunk + i, silu * up, mask)
+    tl.store(back + n * 2 * chunk + i, g * up * (sigmoid + silu * (1 - sigmoid)), mask)
+    tl.store(back + n * 2 * chunk + chunk + i, g * silu, mask)

@@ -14,54 +14,56 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import constexpr, jit, serve, tensor, tl, triton
+from steelyard.kernels.jit import constexpr, has_triton, jit, tensor, tl, triton
 
-SINCE = 90  # compute capability 9.0
-NAME = "triton.tools.tensor_descriptor"
+FIRST_ARCH = 90  # compute capability 9.0
+DESCRIPTOR_MODULE = "triton.tools.tensor_descriptor"
 
 
 @cache
-def _describe(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
+def _find_descriptor_maker(device: torch.device) -> Callable[[Tensor, list[int]], Any] | None:
     """Return Triton's function that makes a tensor descriptor from a tensor and a tile shape, or
     None if the device or the installed Triton has no tensor descriptors.
 
     It needs Triton, an NVIDIA GPU of compute capability 9.0 or later (the current one is asked),
     and Triton's module `tensor_descriptor`. Cached by device.
     """
-    if not serve(device):
+    if not has_triton(device):
         return None
     # an int for NVIDIA only
     arch = triton.runtime.driver.active.get_current_target().arch
-    if not isinstance(arch, int) or arch < SINCE:
+    if not isinstance(arch, int) or arch < FIRST_ARCH:
         return None
-    if find_spec("triton.tools") is None or find_spec(NAME) is None:  # an older Triton
+    if find_spec("triton.tools") is None or find_spec(DESCRIPTOR_MODULE) is None:  # an older Triton
         return None
-    made: Callable[[Tensor, list[int]], Any] = import_module(NAME).TensorDescriptor.from_tensor
-    return made
+    from_tensor: Callable[[Tensor, list[int]], Any] = import_module(
+        DESCRIPTOR_MODULE
+    ).TensorDescriptor.from_tensor
+    return from_tensor
 
 
-def described(device: torch.device) -> bool:
+def has_descriptors(device: torch.device) -> bool:
     """Return whether kernels on this device load tiles through tensor descriptors (TMA), not
     pointers.
     """
-    return _describe(device) is not None
+    return _find_descriptor_maker(device) is not None
 
 
-def tiles(rows: int, *tensors: Tensor) -> list[Any]:
+def make_tile_sources(rows: int, *tensors: Tensor) -> list[Any]:
     """Return, for each tensor [tokens, heads, D], the kernel argument from which `read_tile` loads
     `rows` tokens of one head at a time.
 
     That is a tensor descriptor with tiles [rows, D] if the device of the first tensor has them,
     otherwise the tensor itself.
     """
-    describe = _describe(tensors[0].device)
+    describe = _find_descriptor_maker(tensors[0].device)
     return [
-        one if describe is None else describe(_matrix(one), [rows, one.shape[-1]])
-        for one in tensors
+        x if describe is None else describe(_view_as_matrix(x), [rows, x.shape[-1]])
+        for x in tensors
     ]
 
 
-def _matrix(x: Tensor) -> Tensor:
+def _view_as_matrix(x: Tensor) -> Tensor:
     """Return a tensor [tokens, heads, D] as a strided view [tokens, (heads - 1) · stride + D]: from
     the first head's first column to the last head's last, with any columns that lie between heads
     in memory.
@@ -73,8 +75,8 @@ def _matrix(x: Tensor) -> Tensor:
 @jit
 def read_tile(
     x: tensor,
-    low: tensor,
-    side: tensor,
+    first_token: tensor,
+    first_column: tensor,
     stride: tensor,
     count: tensor,
     dim: constexpr,
@@ -89,9 +91,11 @@ def read_tile(
     which has its own).
     """
     if by_descriptor:
-        return x.load([low, side])
+        return x.load([first_token, first_column])
     else:
-        at = low + tl.arange(0, rows)
+        token = first_token + tl.arange(0, rows)
         return tl.load(
-            x + at[:, None] * stride + side + tl.arange(0, dim)[None, :], (at < count)[:, None], 0.0
+            x + token[:, None] * stride + first_column + tl.arange(0, dim)[None, :],
+            (token < count)[:, None],
+            0.0,
         )

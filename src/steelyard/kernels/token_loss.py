@@ -8,12 +8,12 @@ vocabulary and the results are joined.
 import torch
 from torch import Tensor
 
-from steelyard.kernels.jit import constexpr, power_of_2, tensor, tl, varied
+from steelyard.kernels.jit import constexpr, jit_without_specializing, next_power_of_2, tensor, tl
 
-NUMBERS = 4096  # columns that a program loads at a time
+TILE = 4096  # columns that a program loads at a time
 
 
-def read_logits(logits: Tensor, own: Tensor) -> Tensor:
+def reduce_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Return four values of each row of logits as fp32 [4, rows].
 
     They are the log-sum-exp; the logit in column `targets` (-inf if that is no column of this
@@ -21,35 +21,40 @@ def read_logits(logits: Tensor, own: Tensor) -> Tensor:
     logit minus `targets`, 0 where the target is the likeliest.
     """
     values = logits.float()
-    here = (own >= 0) & (own < values.shape[-1])
-    target = values.gather(-1, own.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
+    in_shard = (targets >= 0) & (targets < values.shape[-1])
+    target = values.gather(-1, targets.clamp(0, values.shape[-1] - 1)[:, None])[:, 0]
     top, best = values.max(-1)
     return torch.stack(
-        (values.logsumexp(-1), torch.where(here, target, -torch.inf), top, (best - own).float())
+        (
+            values.logsumexp(-1),
+            torch.where(in_shard, target, -torch.inf),
+            top,
+            (best - targets).float(),
+        )
     )
 
 
-def triton_read_logits(logits: Tensor, own: Tensor) -> Tensor:
+def triton_reduce_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute `reduce_logits` by a kernel, a program per row; no launch if there are no rows."""
     rows, width = logits.shape
     out = logits.new_empty(4, rows, dtype=torch.float32)
     if rows:
-        each = min(NUMBERS, power_of_2(width))
-        _read[(rows,)](
-            logits, own.contiguous(), out, logits.stride(0), rows, width, each, num_warps=8
+        columns = min(TILE, next_power_of_2(width))
+        _reduce_logits[(rows,)](
+            logits, targets.contiguous(), out, logits.stride(0), rows, width, columns, num_warps=8
         )
     return out
 
 
-@varied("rows")
-def _read(
+@jit_without_specializing("rows")
+def _reduce_logits(
     logits: tensor,
-    own: tensor,
+    targets: tensor,
     out: tensor,
     stride: tensor,
     rows: tensor,
     width: constexpr,
-    each: constexpr,
+    columns: constexpr,
 ) -> None:
     """Reduce one row of logits to four values; equals `reduce_logits`.
 
@@ -61,23 +66,23 @@ def _read(
     """
     row = tl.program_id(0).to(tl.int64)
     first = logits + row * stride
-    i = tl.arange(0, each)
-    top = tl.full([each], -3.0e38, tl.float32)  # finite, because inf minus inf is NaN
-    place = tl.zeros([each], tl.int32)
-    total = tl.zeros([each], tl.float32)
-    for begin in range(0, width, each):
+    i = tl.arange(0, columns)
+    top = tl.full([columns], -3.0e38, tl.float32)  # finite, because inf minus inf is NaN
+    top_column = tl.zeros([columns], tl.int32)
+    total = tl.zeros([columns], tl.float32)
+    for begin in range(0, width, columns):
         x = tl.load(first + begin + i, begin + i < width, float("-inf")).to(tl.float32)
         higher = tl.maximum(top, x)
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
-        place = tl.where(x > top, begin + i, place)
+        top_column = tl.where(x > top, begin + i, top_column)
         top = higher
     highest = tl.max(top, 0)
     total = total * tl.exp(top - highest)
-    best = tl.min(tl.where(top == highest, place, width), 0)
-    wanted = tl.load(own + row)
-    here = (wanted >= 0) & (wanted < width)
-    target = tl.load(first + tl.where(here, wanted, 0)).to(tl.float32)
+    best = tl.min(tl.where(top == highest, top_column, width), 0)
+    target_column = tl.load(targets + row)
+    in_shard = (target_column >= 0) & (target_column < width)
+    target = tl.load(first + tl.where(in_shard, target_column, 0)).to(tl.float32)
     tl.store(out + row, tl.log(tl.sum(total, 0)) + highest)
-    tl.store(out + rows + row, tl.where(here, target, float("-inf")))
+    tl.store(out + rows + row, tl.where(in_shard, target, float("-inf")))
     tl.store(out + 2 * rows + row, highest)
-    tl.store(out + 3 * rows + row, (best - wanted).to(tl.float32))
+    tl.store(out + 3 * rows + row, (best - target_column).to(tl.float32))

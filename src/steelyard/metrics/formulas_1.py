@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import fsum
 
-from steelyard.metrics.stats import FEWEST, t_95
+from steelyard.metrics.stats import MIN_STEPS, student_t_95
 from steelyard.words import Message
 
 # batch means (Schmeiser 1982); with 60 steps of autocorrelation 0.6 the interval contains the true
 # rate in 84 % of runs, not 95 %
-BATCHES = 20
-FEWEST_CUT = 10  # steps; with fewer at most the first step is cut
+MAX_BATCHES = 20
+MIN_STEPS_TO_CUT_V1 = 10  # steps; with fewer at most the first step is cut
 
 
-def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float, float] | None:
+def batch_means_interval(
+    work: Sequence[float], time_s: Sequence[float]
+) -> tuple[float, float] | None:
     """Return the 95 % interval of total work over total time from batch means of consecutive steps
     (at most 20 batches).
 
@@ -27,56 +29,59 @@ def rate_interval(work: Sequence[float], time_s: Sequence[float]) -> tuple[float
     """
     steps = len(work)
     total_work, total_time = fsum(work), fsum(time_s)
-    if steps < FEWEST or total_work <= 0 or total_time <= 0:
+    if steps < MIN_STEPS or total_work <= 0 or total_time <= 0:
         return None
-    count = min(BATCHES, steps)
+    count = min(MAX_BATCHES, steps)
     edges = [steps * i // count for i in range(count + 1)]
     costs = []
     for a, b in pairwise(edges):
-        done = fsum(work[a:b])
-        if done <= 0:
+        batch_work = fsum(work[a:b])
+        if batch_work <= 0:
             return None
-        costs.append(fsum(time_s[a:b]) / done)
+        costs.append(fsum(time_s[a:b]) / batch_work)
     mean = fsum(costs) / count
     variance = fsum((cost - mean) ** 2 for cost in costs) / (count - 1)
-    half = t_95(count - 1) * (variance / count) ** 0.5
+    half = student_t_95(count - 1) * (variance / count) ** 0.5
     center = total_time / total_work
     if center == 0:  # the times are too short for a finite rate
         return None
     return 1 / (center + half), (1 / (center - half) if half < center else float("inf"))
 
 
-def steady_start(time_s: Sequence[float]) -> int:
+def find_mser_cut(time_s: Sequence[float]) -> int:
     """Return the step at which a run becomes steady by MSER-5 (White 1997): the cut, a multiple of
     5 steps, in the first half, that makes the standard error of the mean of the remaining steps
     smallest.
 
     0 if no cut is better, or if there are too few steps.
     """
-    group = 5
-    means = [fsum(time_s[i : i + group]) / group for i in range(0, len(time_s) - group + 1, group)]
+    group_steps = 5
+    means = [
+        fsum(time_s[i : i + group_steps]) / group_steps
+        for i in range(0, len(time_s) - group_steps + 1, group_steps)
+    ]
     # so that equal steps are exactly 0; otherwise rounding would choose the cut
     means = [value - means[0] for value in means]
     best, best_score = 0, float("inf")
     for cut in range(max(1, len(means) // 2)):
-        rest = means[cut:]
-        if len(rest) < 2:
+        remaining = means[cut:]
+        if len(remaining) < 2:
             break
-        mean = fsum(rest) / len(rest)
-        score = fsum((value - mean) ** 2 for value in rest) / len(rest) ** 2
+        mean = fsum(remaining) / len(remaining)
+        score = fsum((value - mean) ** 2 for value in remaining) / len(remaining) ** 2
         if score < best_score:
             best, best_score = cut, score
-    return best * group
+    return best * group_steps
 
 
-def steady(time_s: Sequence[float]) -> tuple[int, Message]:
+def find_steady_start_v1(time_s: Sequence[float]) -> tuple[int, Message]:
     """Return the index of the first step of the steady window, and a message on how it was found.
 
     `time_s` has one value for each step. MSER-5 from 10 steps on; with 3 to 9 steps only the first
     is cut, with fewer none.
     """
-    if len(time_s) >= FEWEST_CUT:
-        return steady_start(time_s), Message("steady.mser")
+    if len(time_s) >= MIN_STEPS_TO_CUT_V1:
+        return find_mser_cut(time_s), Message("steady.mser")
     if len(time_s) >= 3:
-        return 1, Message("steady.first", {"fewest": FEWEST_CUT})
+        return 1, Message("steady.first", {"fewest": MIN_STEPS_TO_CUT_V1})
     return 0, Message("steady.none")

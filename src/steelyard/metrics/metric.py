@@ -7,9 +7,9 @@ Rows are in `metric_rows.py`, in a task's scores, and in other packages (entry-p
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from steelyard.metrics.rates import Formula
+from steelyard.metrics.rates import MetricFormula
 from steelyard.record.record import Record
-from steelyard.tasks.task import Meaning, Task
+from steelyard.tasks.task import Task, TextPair
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Metric:
     name: str
     unit: str | Callable[[Record], str]
     better: str  # "higher", "lower", or "" if neither is better
-    formula: Formula | None
-    en: Meaning
-    zh: Meaning
+    formula: MetricFormula | None
+    en: TextPair
+    zh: TextPair
     form: str = "number"
     shown: str | None = None
     published_unit: str | None = None
     tasks: Callable[[Task], bool] = lambda task: True  # whether a task has this metric
 
     @property
-    def index(self) -> str:
+    def heading(self) -> str:
         """Return the column heading: `shown`, or the name if there is none."""
         return self.shown or self.name
 
@@ -50,6 +50,6 @@ class Metric:
         """Return the unit for this record; empty text for a plain ratio."""
         return self.unit if isinstance(self.unit, str) else self.unit(record)
 
-    def words(self, lang: str) -> Meaning:
+    def meaning(self, lang: str) -> TextPair:
         """Return (title, meaning) in Chinese for "zh", and in English for any other language."""
         return self.zh if lang == "zh" else self.en

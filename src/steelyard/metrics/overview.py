@@ -5,16 +5,16 @@ accelerators against each other.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from steelyard.metrics import repeats, runs, stats
+from steelyard.metrics import estimates, repeat_groups, stats
+from steelyard.metrics.estimates import Estimate
 from steelyard.metrics.result import work_name
-from steelyard.metrics.runs import Estimate
 from steelyard.record.record import Record
 
-LARGEST = 1e30  # as for rates, so that squares stay finite
+MAX_METRIC_VALUE = 1e30  # as for rates, so that squares stay finite
 
 
 @dataclass(frozen=True)
-class Row:
+class OverviewRow:
     """Runs that were asked the same, as one row of means.
 
     Numbers are those of the valid runs; if none is valid, of those that finished. None is unknown.
@@ -27,53 +27,55 @@ class Row:
     energy: Estimate | None  # J per token
     mem: float | None  # GiB, highest over runs
     quality: float | None
-    metric: str  # name of the quality metric
+    quality_metric: str  # name of the quality metric
 
     @property
-    def first(self) -> Record:
+    def first_record(self) -> Record:
         """Return the first record, which stands for what all have in common."""
         return self.records[0]
 
     @property
-    def valid(self) -> int:
+    def valid_count(self) -> int:
         """Return the number of valid runs."""
         return sum(record.status == "valid" for record in self.records)
 
     @property
     def status(self) -> str:
         """Return the best status of its runs: valid, else invalid, else failed."""
-        found = {record.status for record in self.records}
-        return next(status for status in ("valid", "invalid", "failed") if status in found)
+        statuses = {record.status for record in self.records}
+        return next(status for status in ("valid", "invalid", "failed") if status in statuses)
 
     @property
     def accelerator(self) -> str:
         """Return the device names, joined by ", "."""
-        return ", ".join(runs.kinds(self.first))
+        return ", ".join(estimates.list_device_names(self.first_record))
 
     @property
-    def work(self) -> str:
+    def work_name(self) -> str:
         """Return what rates count: "tokens" or "samples"."""
-        return work_name(self.first)
+        return work_name(self.first_record)
 
 
 @dataclass(frozen=True)
-class Against:
+class AcceleratorRatio:
     """The ratio of the rates per device of two accelerators' best valid rows on one question: `top`
     over `base`, the slowest accelerator.
     """
 
-    top: Row
-    base: Row
+    top: OverviewRow
+    base: OverviewRow
     ratio: Estimate  # top over base, of their rates per device
 
 
-def rows(records: Iterable[Record]) -> list[Row]:
+def make_overview_rows(records: Iterable[Record]) -> list[OverviewRow]:
     """Return one row for each group of repeats, in the order in which they come."""
-    groups = stats.grouped(records, lambda record: runs.in_common(record, repeats.ALIKE))
-    return [_row(group) for group in groups.values()]
+    groups = stats.group_by(
+        records, lambda record: estimates.make_group_key(record, repeat_groups.REPEAT_PARTS)
+    )
+    return [_summarize_repeats(group) for group in groups.values()]
 
 
-def _row(group: Sequence[Record]) -> Row:
+def _summarize_repeats(group: Sequence[Record]) -> OverviewRow:
     """Summarize repeats: means of rate per device, MFU, energy per token and quality, and the
     highest memory.
 
@@ -81,93 +83,108 @@ def _row(group: Sequence[Record]) -> Row:
     that have one.
     """
     valid = [record for record in group if record.status == "valid"]
-    counted = valid or [record for record in group if record.status != "failed"]
-    metric = runs.quality(group)
+    counted_records = valid or [record for record in group if record.status != "failed"]
+    quality_metric = estimates.choose_quality_metric(group)
     sizes = [
-        size for size in (runs.metric(record, "mem") for record in counted) if size is not None
+        size
+        for size in (estimates.get_metric_value(record, "mem") for record in counted_records)
+        if size is not None
     ]
-    return Row(
+    return OverviewRow(
         records=tuple(group),
-        rate=runs.mean(map(_rate, counted))[0],
-        mfu=runs.mean(map(_mfu, counted))[0],
-        energy=runs.mean(_own(record, "energy_per_token") for record in counted)[0],
+        rate=estimates.average_known_runs(map(_estimate_device_rate, counted_records))[0],
+        mfu=estimates.average_known_runs(map(_estimate_mfu, counted_records))[0],
+        energy=estimates.average_known_runs(
+            _estimate_metric(record, "energy_per_token") for record in counted_records
+        )[0],
         mem=max(sizes, default=None),
-        quality=stats.mean_of_known([runs.metric(record, metric) for record in counted]),
-        metric=metric,
+        quality=stats.mean_of_known(
+            [estimates.get_metric_value(record, quality_metric) for record in counted_records]
+        ),
+        quality_metric=quality_metric,
     )
 
 
-def _rate(record: Record) -> Estimate | None:
+def _estimate_device_rate(record: Record) -> Estimate | None:
     """Return the record's rate per device (tokens or samples per second); None if it has none."""
-    found, devices = runs.rate(record), record.plan.world
-    return None if found is None else found.scaled(1 / devices)
+    total_rate, devices = estimates.estimate_rate(record), record.plan.world
+    return None if total_rate is None else total_rate.scale(1 / devices)
 
 
-def _mfu(record: Record) -> Estimate | None:
+def _estimate_mfu(record: Record) -> Estimate | None:
     """Return the record's MFU; its interval is the rate's, scaled, because MFU is the rate times a
     constant of the run. None if it has none.
     """
-    found, rate = _own(record, "mfu"), runs.rate(record)
-    if found is None or found.interval is not None or rate is None:
-        return found
-    return Estimate(found.value, rate.scaled(found.value / rate.value).interval)
+    mfu_estimate, rate = _estimate_metric(record, "mfu"), estimates.estimate_rate(record)
+    if mfu_estimate is None or mfu_estimate.interval is not None or rate is None:
+        return mfu_estimate
+    return Estimate(mfu_estimate.value, rate.scale(mfu_estimate.value / rate.value).interval)
 
 
-def _own(record: Record, name: str) -> Estimate | None:
+def _estimate_metric(record: Record, metric_name: str) -> Estimate | None:
     """Return a stored metric with its interval; None if it is unknown or absurdly large."""
-    found = record.metrics.get(name)
-    if found is None or found.value is None or not abs(found.value) < LARGEST:
+    stored = record.metrics.get(metric_name)
+    if stored is None or stored.value is None or not abs(stored.value) < MAX_METRIC_VALUE:
         return None
-    return Estimate(found.value, found.interval)
+    return Estimate(stored.value, stored.interval)
 
 
-def best(found: Iterable[Row]) -> dict[str, Row]:
+def find_best_rows(candidates: Iterable[OverviewRow]) -> dict[str, OverviewRow]:
     """Return the valid row with the highest rate per device by division, closed first; divisions
     without one are left out.
     """
-    by_division = stats.grouped(_rated(found), lambda row: row.first.case.division)
+    by_division = stats.group_by(
+        _select_rated(candidates), lambda row: row.first_record.case.division
+    )
     order = sorted(by_division, key=lambda division: (division != "closed", division))
-    return {division: max(by_division[division], key=_value) for division in order}
+    return {division: max(by_division[division], key=_rate_or_zero) for division in order}
 
 
-def against(found: Iterable[Row]) -> list[Against]:
+def compare_accelerators(candidates: Iterable[OverviewRow]) -> list[AcceleratorRatio]:
     """Return the ratios of accelerators to the slowest of them, fastest first, on one question.
 
     It is the question that most accelerators answered validly; among equals a closed one, then the
     one with the highest rate. Empty if no question has valid rows of two accelerators.
     """
-    by_key = stats.grouped(_rated(found), lambda row: row.first.case.key)
-    chosen = max(map(_best_of_each, by_key.values()), key=_worth, default=[])
-    if len(chosen) < 2:
+    by_key = stats.group_by(_select_rated(candidates), lambda row: row.first_record.case.key)
+    best_rows = max(
+        map(_find_best_by_accelerator, by_key.values()), key=_question_sort_key, default=[]
+    )
+    if len(best_rows) < 2:
         return []
-    base, *others = sorted(chosen, key=_value)
+    base, *others = sorted(best_rows, key=_rate_or_zero)
     pairs = [(row, row.rate, base.rate) for row in reversed(others)]
     return [
-        Against(row, base, runs.ratio(top, bottom))
-        for row, top, bottom in pairs
-        if top is not None and bottom is not None
+        AcceleratorRatio(row, base, estimates.divide_estimates(top_rate, base_rate))
+        for row, top_rate, base_rate in pairs
+        if top_rate is not None and base_rate is not None
     ]
 
 
-def _best_of_each(found: list[Row]) -> list[Row]:
+def _find_best_by_accelerator(candidates: list[OverviewRow]) -> list[OverviewRow]:
     """Return the row with the highest rate of each accelerator."""
     return [
-        max(own, key=_value) for own in stats.grouped(found, lambda row: row.accelerator).values()
+        max(accelerator_rows, key=_rate_or_zero)
+        for accelerator_rows in stats.group_by(candidates, lambda row: row.accelerator).values()
     ]
 
 
-def _worth(members: list[Row]) -> tuple[int, bool, float]:
+def _question_sort_key(best_rows: list[OverviewRow]) -> tuple[int, bool, float]:
     """Return the sort key of a question for `compare_accelerators`: number of accelerators, whether
     it is closed, highest rate.
     """
-    return len(members), members[0].first.case.division == "closed", max(map(_value, members))
+    return (
+        len(best_rows),
+        best_rows[0].first_record.case.division == "closed",
+        max(map(_rate_or_zero, best_rows)),
+    )
 
 
-def _rated(found: Iterable[Row]) -> list[Row]:
+def _select_rated(candidates: Iterable[OverviewRow]) -> list[OverviewRow]:
     """Return the rows that have a valid run and a rate."""
-    return [row for row in found if row.valid and row.rate is not None]
+    return [row for row in candidates if row.valid_count and row.rate is not None]
 
 
-def _value(row: Row) -> float:
+def _rate_or_zero(row: OverviewRow) -> float:
     """Return the rate per device; 0 if it is unknown."""
     return 0.0 if row.rate is None else row.rate.value

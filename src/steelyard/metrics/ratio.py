@@ -14,12 +14,12 @@ from math import exp, fsum, log, sqrt
 from typing import Literal
 
 from steelyard.errors import RequestError
-from steelyard.metrics import runs, stats
-from steelyard.metrics.runs import Estimate, Interval, Source
+from steelyard.metrics import estimates, stats
+from steelyard.metrics.estimates import Estimate, Interval, IntervalSource
 
-Verdict = Literal["significant", "not significant", "not tested"]
-FEWEST = 2  # of a side; one run has no spread
-SAME = 1e-12  # a smaller spread of logarithms is rounding
+Significance = Literal["significant", "not significant", "not tested"]
+MIN_RUNS = 2  # of a side; one run has no spread
+LOG_ROUNDING = 1e-12  # a smaller spread of logarithms is rounding
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Ratio:
 
     value: float
     interval: Interval | None
-    source: Source | None
-    verdict: Verdict
+    source: IntervalSource | None
+    verdict: Significance
 
-    def beyond(self, threshold: float) -> bool:
+    def exceeds(self, threshold: float) -> bool:
         """Return whether the value differs from 1, up or down, by more than `threshold` (a share,
         such as 0.01).
         """
@@ -52,7 +52,7 @@ def check_threshold(threshold: float) -> None:
         )
 
 
-def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
+def compare_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
     """Return the ratio new / base of two sides' rates, one estimate for each run; None if a side is
     empty or a rate is not positive.
 
@@ -60,16 +60,20 @@ def of_rates(base: Sequence[Estimate], new: Sequence[Estimate]) -> Ratio | None:
     """
     if not base or not new:
         return None
-    tested = of_values([one.value for one in base], [one.value for one in new])
+    tested = compare_values(
+        [estimate.value for estimate in base], [estimate.value for estimate in new]
+    )
     if tested is None or tested.verdict != "not tested":
         return tested
-    rough = runs.ratio(runs.over_runs(new)[0], runs.over_runs(base)[0])
-    few = min(len(base), len(new)) < FEWEST
+    rough = estimates.divide_estimates(
+        estimates.average_runs(new)[0], estimates.average_runs(base)[0]
+    )
+    few = min(len(base), len(new)) < MIN_RUNS
     interval = rough.interval if few else None
     return Ratio(tested.value, interval, None if interval is None else "steps", "not tested")
 
 
-def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
+def compare_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     """Return the ratio new / base of plain numbers, one for each run; None if a side is empty or a
     number is not positive.
 
@@ -78,34 +82,39 @@ def of_values(base: Sequence[float], new: Sequence[float]) -> Ratio | None:
     """
     if not base or not new or min(*base, *new) <= 0:
         return None
-    (our_mean, our_error), (their_mean, their_error) = _logs(base), _logs(new)
-    apart = their_mean - our_mean
-    value = exp(apart)
-    error = our_error + their_error
-    # copies of one run do not show the spread between runs
-    if min(len(base), len(new)) < FEWEST or error <= SAME**2:
-        return Ratio(value, None, None, "not tested")
-    freedom = error**2 / (
-        our_error**2 / max(1, len(base) - 1) + their_error**2 / max(1, len(new) - 1)
+    (base_mean, base_error), (new_mean, new_error) = (
+        _log_mean_and_variance(base),
+        _log_mean_and_variance(new),
     )
-    half = stats.t_95_between(freedom) * sqrt(error)
+    log_ratio = new_mean - base_mean
+    value = exp(log_ratio)
+    variance = base_error + new_error
+    # copies of one run do not show the spread between runs
+    if min(len(base), len(new)) < MIN_RUNS or variance <= LOG_ROUNDING**2:
+        return Ratio(value, None, None, "not tested")
+    degrees_of_freedom = variance**2 / (
+        base_error**2 / max(1, len(base) - 1) + new_error**2 / max(1, len(new) - 1)
+    )
+    half = stats.interpolate_student_t_95(degrees_of_freedom) * sqrt(variance)
     return Ratio(
         value,
-        (exp(apart - half), exp(min(apart + half, _MOST))),
+        (exp(log_ratio - half), exp(min(log_ratio + half, _MAX_LOG))),
         "runs",
-        "significant" if abs(apart) > half else "not significant",
+        "significant" if abs(log_ratio) > half else "not significant",
     )
 
 
-_MOST = 700.0  # exp of more overflows
+_MAX_LOG = 700.0  # exp of more overflows
 
 
-def _logs(values: Sequence[float]) -> tuple[float, float]:
+def _log_mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean of the natural logarithms, and the variance of that mean (0 for a single
     value).
     """
     logs = [log(value) for value in values]
     count = len(logs)
     mean = fsum(logs) / count
-    variance = fsum((one - mean) ** 2 for one in logs) / (count - 1) if count > 1 else 0.0
+    variance = (
+        fsum((log_value - mean) ** 2 for log_value in logs) / (count - 1) if count > 1 else 0.0
+    )
     return mean, variance / count

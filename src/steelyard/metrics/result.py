@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from steelyard.record.record import Record, Value
-from steelyard.words import Message, Values
+from steelyard.words import Message, MessageValues
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Judged:
+class CheckResult:
     """The outcome of one named validity check: whether it passed, and the message that says so."""
 
     name: str
     ok: bool
-    said: Message
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,21 @@ class Finding:
     the check passed.
     """
 
-    check: Judged | None = None
+    check: CheckResult | None = None
     code: str | None = None
     note: Message | None = None
 
 
-Rule = Callable[[Record, dict[str, Value]], Iterable[Finding]]
+ValidityRule = Callable[[Record, dict[str, Value]], Iterable[Finding]]
 
 
-def judged(
-    name: str, ok: bool, code: str, said: str, values: Values, note: Message | None = None
+def make_check(
+    name: str,
+    ok: bool,
+    code: str,
+    message_code: str,
+    values: MessageValues,
+    note: Message | None = None,
 ) -> Finding:
     """Return a finding with a check whose message is `{message_code}.ok` or `{message_code}.bad`,
     by `ok`.
@@ -47,18 +52,22 @@ def judged(
     `code` is the reason code that counts if the check did not pass, `values` fill the message's
     template, `note` is added whether or not the check passed.
     """
-    return Finding(Judged(name, ok, Message(f"{said}.{'ok' if ok else 'bad'}", values)), code, note)
+    return Finding(
+        CheckResult(name, ok, Message(f"{message_code}.{'ok' if ok else 'bad'}", values)),
+        code,
+        note,
+    )
 
 
-def failed(name: str, code: str, said: str, values: Values) -> Finding:
+def make_failed_check(name: str, code: str, message_code: str, values: MessageValues) -> Finding:
     """Return a finding with a check that did not pass; its message is `{message_code}.bad`.
 
     For checks that appear in a record only if something is wrong.
     """
-    return judged(name, False, code, said, values)
+    return make_check(name, False, code, message_code, values)
 
 
-def note(message: Message) -> Finding:
+def make_note(message: Message) -> Finding:
     """Return a finding that is only a note: it has no check and does not affect the status."""
     return Finding(note=message)
 
@@ -75,9 +84,9 @@ class Result:
     interval: tuple[float, float] | None = None
 
 
-def absent(name: str) -> Result:
+def make_absent_result(pass_name: str) -> Result:
     """Return a result without a value whose note says that the run has no pass `pass_name`."""
-    return Result(None, Message("metric.absent", {"pass": name}))
+    return Result(None, Message("metric.absent", {"pass": pass_name}))
 
 
 def work_name(record: Record) -> str:

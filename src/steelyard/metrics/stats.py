@@ -24,30 +24,32 @@ T_95 = {
     17: 2.110, 18: 2.101, 19: 2.093, 24: 2.064, 29: 2.045, 39: 2.023, 59: 2.001, 119: 1.980,
 }  # fmt: skip
 
-FEWEST = 5  # steps for an interval
+MIN_STEPS = 5  # steps for an interval
 # fewest and most cosine terms: with fewer, t grows fast; more change it by at most 2 %
-TERMS = (4, 59)
-WIDEST = 10.0  # of the logarithm of a rate; positive times stay below sqrt(8) t, 7.9
+COSINE_TERMS = (4, 59)
+MAX_LOG_HALF_WIDTH = 10.0  # of the logarithm of a rate; positive times stay below sqrt(8) t, 7.9
 
-FEWEST_CUT = 10  # steps; with fewer nobody can tell which are unlike the others
-GROUP = 5  # steps
-FEWEST_GROUPS = 6  # with fewer, steady steps would often be cut
-UNLIKE = 8.0  # robust standard deviations
-FAINT = 0.01  # share of a step's time; smaller differences of some steps do not matter for a rate
+MIN_STEPS_TO_CUT = 10  # steps; with fewer nobody can tell which are unlike the others
+GROUP_STEPS = 5  # steps
+MIN_GROUPS = 6  # with fewer, steady steps would often be cut
+OUTLIER_DEVIATIONS = 8.0  # robust standard deviations
+MIN_RELATIVE_DIFFERENCE = (
+    0.01  # share of a step's time; smaller differences of some steps do not matter for a rate
+)
 # the first cut whose score is within this factor of the best is taken; cutting half of a straight
 # drift lowers the score 2 times, which is not enough
-SURER = 2.5
+NEAR_BEST_FACTOR = 2.5
 
 
-def t_95(freedom: int) -> float:
+def student_t_95(degrees_of_freedom: int) -> float:
     """Return Student's t, two-sided 95 %, for a whole number of degrees of freedom of at least 1.
 
     Between rows of the table the next smaller row is used, so the value is never too small.
     """
-    return T_95[max(row for row in T_95 if row <= freedom)]
+    return T_95[max(row for row in T_95 if row <= degrees_of_freedom)]
 
 
-def t_95_between(freedom: float) -> float:
+def interpolate_student_t_95(degrees_of_freedom: float) -> float:
     """Return Student's t, two-sided 95 %, for fractional degrees of freedom, such as Welch's.
 
     It interpolates linearly in 1 / degrees between two rows of the table. Student's t is convex in
@@ -55,15 +57,15 @@ def t_95_between(freedom: float) -> float:
     last row (119) the last.
     """
     rows = sorted(T_95)
-    if freedom <= rows[0] or freedom >= rows[-1]:
-        return t_95(max(rows[0], int(freedom)))
-    low = max(row for row in rows if row <= freedom)
+    if degrees_of_freedom <= rows[0] or degrees_of_freedom >= rows[-1]:
+        return student_t_95(max(rows[0], int(degrees_of_freedom)))
+    low = max(row for row in rows if row <= degrees_of_freedom)
     high = rows[rows.index(low) + 1]
-    share = (1 / freedom - 1 / high) / (1 / low - 1 / high)
+    share = (1 / degrees_of_freedom - 1 / high) / (1 / low - 1 / high)
     return T_95[high] + share * (T_95[low] - T_95[high])
 
 
-def rate_interval(
+def estimate_rate_interval(
     rate: float, work: Sequence[float], time_s: Sequence[float]
 ) -> tuple[float, float] | None:
     """Return the 95 % interval of `rate`, using the relative error of total work over total time of
@@ -82,39 +84,43 @@ def rate_interval(
     """
     steps = len(work)
     total_work, total_time = fsum(work), fsum(time_s)
-    if steps < FEWEST or total_work <= 0 or total_time <= 0:
+    if steps < MIN_STEPS or total_work <= 0 or total_time <= 0:
         return None
     residuals = np.asarray(time_s, float) - total_time / total_work * np.asarray(work, float)
     # 1e-9: the same number of terms where rounding differs
-    terms = min(max(int(steps ** (2 / 3) / 3 + 1e-9), TERMS[0]), TERMS[1])
+    terms = min(max(int(steps ** (2 / 3) / 3 + 1e-9), COSINE_TERMS[0]), COSINE_TERMS[1])
     angles = np.outer(np.arange(1, terms + 1), np.arange(steps) + 0.5) * np.pi / steps
     variance_of_sum = 2 * float(np.mean((np.cos(angles) @ residuals) ** 2))
-    half = t_95(terms) * variance_of_sum**0.5 / total_time
-    return (rate * exp(-half), rate * exp(half)) if half < WIDEST else None
+    half_width = student_t_95(terms) * variance_of_sum**0.5 / total_time
+    return (
+        (rate * exp(-half_width), rate * exp(half_width))
+        if half_width < MAX_LOG_HALF_WIDTH
+        else None
+    )
 
 
-def steady(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message]:
+def find_steady_start(time_s: Sequence[float], work: Sequence[float]) -> tuple[int, Message]:
     """Return the index of the first step of the steady window, and a message on how it was found.
 
     `time_s` and `work` (tokens) have one value for each step. From 10 steps on, steps at the start
     that are unlike the others are cut, at most half of all; with 3 to 9 steps only the first is
     cut, with fewer none.
     """
-    if len(time_s) >= FEWEST_CUT:
-        steps = _evener(time_s, work)
-        most = len(steps) // 2
-        cut = _unlike_start(steps, most)
-        gradual = _gradual_start(steps[cut:], most - cut)
+    if len(time_s) >= MIN_STEPS_TO_CUT:
+        steps = _choose_steadier(time_s, work)
+        max_cut = len(steps) // 2
+        cut = _cut_unlike_start(steps, max_cut)
+        gradual = _cut_gradual_start(steps[cut:], max_cut - cut)
         if gradual:  # without it, more steps may stand out
             cut += gradual
-            cut += _unlike_start(steps[cut:], most - cut)
+            cut += _cut_unlike_start(steps[cut:], max_cut - cut)
         return cut, Message("steady.found")
     if len(time_s) >= 3:
-        return 1, Message("steady.first", {"fewest": FEWEST_CUT})
+        return 1, Message("steady.first", {"fewest": MIN_STEPS_TO_CUT})
     return 0, Message("steady.none")
 
 
-def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
+def _choose_steadier(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
     """Return step times, or times per unit of work if those vary less, relative to their median,
     over the second half of the steps.
 
@@ -123,23 +129,23 @@ def _evener(time_s: Sequence[float], work: Sequence[float]) -> Sequence[float]:
     """
     if min(work) <= 0:
         return time_s
-    costs = [one / done for one, done in zip(time_s, work, strict=True)]
+    costs = [step_s / step_work for step_s, step_work in zip(time_s, work, strict=True)]
     late = len(time_s) // 2
     return min(
         (time_s, costs),
-        key=lambda steps: _deviation(steps[late:]) / abs(median(steps[late:]) or 1.0),
+        key=lambda steps: _robust_deviation(steps[late:]) / abs(median(steps[late:]) or 1.0),
     )
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _robust_deviation(values: Sequence[float]) -> float:
     """Return a robust standard deviation: 1.4826 times the median absolute deviation, which
     outliers do not change.
     """
     usual = median(values)
-    return 1.4826 * median(abs(one - usual) for one in values)
+    return 1.4826 * median(abs(value - usual) for value in values)
 
 
-def _unlike_start(time_s: Sequence[float], most: int) -> int:
+def _cut_unlike_start(time_s: Sequence[float], max_cut: int) -> int:
     """Return how many steps to cut at the start because single steps are clearly unlike the others,
     as in compilation or allocation.
 
@@ -147,19 +153,21 @@ def _unlike_start(time_s: Sequence[float], most: int) -> int:
     but the first five. Typical steps between unlike ones are cut too, if fewer than five follow one
     another. At most `max_cut`.
     """
-    others = time_s[GROUP:]
+    others = time_s[GROUP_STEPS:]
     usual = median(others)
-    band = max(UNLIKE * _deviation(others), FAINT * usual)
+    max_difference = max(
+        OUTLIER_DEVIATIONS * _robust_deviation(others), MIN_RELATIVE_DIFFERENCE * usual
+    )
     cut = 0
-    for step in range(most):
-        if step - cut >= GROUP:
+    for step in range(max_cut):
+        if step - cut >= GROUP_STEPS:
             break
-        if abs(time_s[step] - usual) > band:
+        if abs(time_s[step] - usual) > max_difference:
             cut = step + 1
     return cut
 
 
-def _gradual_start(time_s: Sequence[float], most: int) -> int:
+def _cut_gradual_start(time_s: Sequence[float], max_cut: int) -> int:
     """Return how many steps to cut at the start because of a change too small or too slow to show
     in single steps; 0 if there is none.
 
@@ -167,15 +175,20 @@ def _gradual_start(time_s: Sequence[float], most: int) -> int:
     not count. Of all cuts it takes the first that is nearly the best, because the best itself cuts
     a third of all steady runs. A multiple of 5, at most `max_cut`.
     """
-    medians = [median(time_s[i : i + GROUP]) for i in range(0, len(time_s) - GROUP + 1, GROUP)]
-    if len(medians) < FEWEST_GROUPS:
+    medians = [
+        median(time_s[i : i + GROUP_STEPS])
+        for i in range(0, len(time_s) - GROUP_STEPS + 1, GROUP_STEPS)
+    ]
+    if len(medians) < MIN_GROUPS:
         return 0
-    scores = _scores(medians)[: min(len(medians) // 2, most // GROUP + 1)]
+    scores = _compute_mser_scores(medians)[: min(len(medians) // 2, max_cut // GROUP_STEPS + 1)]
     best = min(scores)
-    return GROUP * next(cut for cut, score in enumerate(scores) if score <= SURER * best)
+    return GROUP_STEPS * next(
+        cut for cut, score in enumerate(scores) if score <= NEAR_BEST_FACTOR * best
+    )
 
 
-def _scores(values: Sequence[float]) -> list[float]:
+def _compute_mser_scores(values: Sequence[float]) -> list[float]:
     """Return for each index the MSER score of the values from there on: their squared standard
     error of the mean, up to a factor.
 
@@ -183,13 +196,13 @@ def _scores(values: Sequence[float]) -> list[float]:
     must give exactly 0.
     """
     mean = squares = 0.0
-    out = []
+    scores = []
     for count, value in enumerate(reversed(values), 1):
-        away = value - mean
-        mean += away / count
-        squares += away * (value - mean)
-        out.append(squares / count**2)
-    return out[::-1]
+        difference = value - mean
+        mean += difference / count
+        squares += difference * (value - mean)
+        scores.append(squares / count**2)
+    return scores[::-1]
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
@@ -203,9 +216,9 @@ def mean_of_all(values: Sequence[float | None]) -> float | None:
     return None if None in values else mean_of_known(values)
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def group_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
     """Return the items in lists by key; keys and items keep the order in which they come."""
-    out: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Item]] = {}
     for item in items:
-        out.setdefault(key(item), []).append(item)
-    return out
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -10,18 +10,18 @@ from math import fsum, isfinite
 from statistics import fmean, median
 from typing import Literal
 
-from steelyard.metrics import spans, stats
+from steelyard.metrics import passes, stats
 from steelyard.metrics.result import Result
 from steelyard.plan import degrees
-from steelyard.record.facts import RankFacts
 from steelyard.record.record import Record, Sample
-from steelyard.words import Message, Values
+from steelyard.record.run_facts import RankFacts
+from steelyard.words import Message, MessageValues
 
-WORTH_NOTING = 0.02  # share of a step that is worth a note
-MORE_WORK = 1.02  # times the tokens of the others; more explains why a replica takes longer
+MIN_NOTED_SHARE = 0.02  # share of a step that is worth a note
+MIN_MORE_WORK = 1.02  # times the tokens of the others; more explains why a replica takes longer
 
-Basis = Literal["compute", "pass", "data"]
-OWN: dict[Basis, Message] = {
+OwnTimeBasis = Literal["compute", "pass", "data"]
+OWN_TIME_MESSAGES: dict[OwnTimeBasis, Message] = {
     "compute": Message("straggler.own.compute"),
     "pass": Message("straggler.own.pass"),
     "data": Message("straggler.own.data"),
@@ -73,7 +73,7 @@ class Stragglers:
     is phase data alone, "pass" is the whole pass of a replica.
     """
 
-    basis: Basis
+    basis: OwnTimeBasis
     step_s: float  # mean time of a step (its slowest rank); for basis pass, the slowest wall time
     rows: tuple[RankTime, ...]
     # tokens of the slowest over the others' median; None unless clearly more
@@ -109,121 +109,148 @@ class Stragglers:
         return max(0.0, self.cost_s) / self.step_s
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         """Return whether the slowest costs more than 2 % of a step, and more than chance explains
         (`spread_s`).
         """
         spread_s = self.slowest.spread_s
-        return self.share > WORTH_NOTING and (spread_s is None or self.cost_s > spread_s)
+        return self.share > MIN_NOTED_SHARE and (spread_s is None or self.cost_s > spread_s)
 
 
 @dataclass(frozen=True)
-class Unknown:
+class UnknownStragglers:
     """The reason why no slowest rank can be told."""
 
     reason: Message
 
 
-def find(record: Record) -> Stragglers | Unknown:
+def find_stragglers(record: Record) -> Stragglers | UnknownStragglers:
     """Return the times of all ranks, slowest first, or why they cannot be told.
 
     Over the steps of the steady window if ranks meet in every step (training), else over the
     headline pass by replica. Unknown with one device, one replica, missing ranks, compute time that
     includes waiting, or no time.
     """
-    if spans.devices(record) < 2:
-        return Unknown(ALONE)
-    found = _by_step(record) if record.task.kind_row.ranks_meet else _by_pass(record)
+    if passes.count_devices(record) < 2:
+        return UnknownStragglers(ALONE)
+    result = (
+        _compare_by_step(record) if record.task.kind_row.ranks_meet else _compare_by_pass(record)
+    )
     return (
-        found
-        if isinstance(found, Unknown) or (found.step_s > 0 and isfinite(found.share))
-        else Unknown(NO_TIME)
+        result
+        if isinstance(result, UnknownStragglers) or (result.step_s > 0 and isfinite(result.share))
+        else UnknownStragglers(NO_TIME)
     )
 
 
-def share(record: Record) -> Result:
+def straggler_share(record: Record) -> Result:
     """Formula of metric `straggler_share`: the share of a step (or pass) lost to the slowest rank;
     None with the reason if it cannot be told.
     """
-    found = find(record)
-    if isinstance(found, Unknown):
-        return Result(None, found.reason)
+    result = find_stragglers(record)
+    if isinstance(result, UnknownStragglers):
+        return Result(None, result.reason)
     return Result(
-        found.share, Message("straggler.rank", {"rank": found.rank, "own": OWN[found.basis]})
+        result.share,
+        Message("straggler.rank", {"rank": result.rank, "own": OWN_TIME_MESSAGES[result.basis]}),
     )
 
 
-def note(record: Record) -> Message | None:
+def make_straggler_note(record: Record) -> Message | None:
     """Return a note that names the slowest rank or replica and what it costs; None if none is slow
     or it cannot be told.
     """
-    found = find(record)
-    if isinstance(found, Unknown) or not found.slow:
+    result = find_stragglers(record)
+    if isinstance(result, UnknownStragglers) or not result.is_slow:
         return None
-    one, many = found.slowest, len(found.slowest.ranks) > 1
-    told: Values = {
-        "who": _who(one, many),
-        "percent": 100 * found.share,
-        "of": Message("slow.pass" if found.basis == "pass" else "slow.step"),
-        "own": Message("slow.data" if found.basis == "data" else "slow.own"),
-        "mine": _time(one.own_s),
-        "others": _time(one.others_s),
-        "work": "" if found.more_work is None else Message("slow.work", {"times": found.more_work}),
+    slowest, is_replica = result.slowest, len(result.slowest.ranks) > 1
+    message_values: MessageValues = {
+        "who": _name_ranks(slowest, is_replica),
+        "percent": 100 * result.share,
+        "of": Message("slow.pass" if result.basis == "pass" else "slow.step"),
+        "own": Message("slow.data" if result.basis == "data" else "slow.own"),
+        "mine": _format_time(slowest.own_s),
+        "others": _format_time(slowest.others_s),
+        "work": ""
+        if result.more_work is None
+        else Message("slow.work", {"times": result.more_work}),
     }
-    return Message("note.slow_many" if many else "note.slow", told)
+    return Message("note.slow_many" if is_replica else "note.slow", message_values)
 
 
-def _who(one: RankTime, many: bool) -> Message:
+def _name_ranks(rank_time: RankTime, is_replica: bool) -> Message:
     """Return a message that names a rank, or the first and last rank of a replica (`is_replica`),
     with its host if known.
     """
-    ranks = {"first": one.ranks[0], "last": one.ranks[-1]} if many else {"rank": one.ranks[0]}
-    if one.host is None:
-        return Message("slow.ranks" if many else "slow.rank", ranks)
-    return Message("slow.ranks_at" if many else "slow.rank_at", {**ranks, "host": one.host})
+    ranks = (
+        {"first": rank_time.ranks[0], "last": rank_time.ranks[-1]}
+        if is_replica
+        else {"rank": rank_time.ranks[0]}
+    )
+    if rank_time.host is None:
+        return Message("slow.ranks" if is_replica else "slow.rank", ranks)
+    return Message(
+        "slow.ranks_at" if is_replica else "slow.rank_at", {**ranks, "host": rank_time.host}
+    )
 
 
-def _time(time_s: float) -> str:
+def _format_time(time_s: float) -> str:
     """Format seconds as "1.23 s", or below one second as milliseconds."""
     return f"{time_s:.2f} s" if time_s >= 1 else f"{1000 * time_s:.4g} ms"
 
 
-def _by_step(record: Record) -> Stragglers | Unknown:
+def _compare_by_step(record: Record) -> Stragglers | UnknownStragglers:
     """Compare ranks over the steps of the steady window.
 
     A rank's own time is data + compute if every step marks compute and exchange; data alone if
     ranks exchange inside the compute phase; otherwise, and if a rank has no steps, Unknown.
     """
-    found = spans.span(record)
-    if found is None or len(found.steps) < spans.devices(record):
-        return Unknown(UNFINISHED)
-    every = [sample for steps in found.steps.values() for sample in steps]
-    if all("exchange" in sample.phases and "compute" in sample.phases for sample in every):
-        basis: Basis = "compute"
+    rate_span = passes.find_rate_span(record)
+    if rate_span is None or len(rate_span.steps) < passes.count_devices(record):
+        return UnknownStragglers(UNFINISHED)
+    samples = [sample for steps in rate_span.steps.values() for sample in steps]
+    if all("exchange" in sample.phases and "compute" in sample.phases for sample in samples):
+        basis: OwnTimeBasis = "compute"
     elif record.engine.details.exchange == "inside" and all(
-        "data" in sample.phases for sample in every
+        "data" in sample.phases for sample in samples
     ):
         basis = "data"
     else:
-        return Unknown(NOT_SEPARATE)
-    steps = dict(sorted(found.steps.items()))
+        return UnknownStragglers(NOT_SEPARATE)
+    steps = dict(sorted(rate_span.steps.items()))
     names = ("data",) if basis == "data" else ("data", "compute")
-    owns = [
-        [fsum(sample.phases.get(name, 0.0) for name in names) for sample in of_rank]
-        for of_rank in steps.values()
+    times_by_rank = [
+        [fsum(sample.phases.get(name, 0.0) for name in names) for sample in rank_steps]
+        for rank_steps in steps.values()
     ]
-    others = list(zip(*map(_medians_of_others, zip(*owns, strict=True)), strict=True))
-    rows, told = [], _by_rank(record)
-    for (rank, of_rank), own, other in zip(steps.items(), owns, others, strict=True):
-        wait_s = fmean([_waiting_s(sample) for sample in of_rank]) if basis == "compute" else None
-        tokens = _tokens(of_rank) if basis == "compute" else None
-        spread_s = _spread([mine - theirs for mine, theirs in zip(own, other, strict=True)])
-        rows.append(_row(told, (rank,), fmean(own), fmean(other), spread_s, wait_s, tokens))
+    others = list(zip(*map(_medians_of_others, zip(*times_by_rank, strict=True)), strict=True))
+    rows, facts_by_rank = [], _index_by_rank(record)
+    for (rank, rank_steps), own_times, other_times in zip(
+        steps.items(), times_by_rank, others, strict=True
+    ):
+        wait_s = (
+            fmean([_waiting_s(sample) for sample in rank_steps]) if basis == "compute" else None
+        )
+        tokens = _sum_tokens(rank_steps) if basis == "compute" else None
+        spread_s = _interval_half_width(
+            [own_s - others_s for own_s, others_s in zip(own_times, other_times, strict=True)]
+        )
+        rows.append(
+            _make_rank_time(
+                facts_by_rank,
+                (rank,),
+                fmean(own_times),
+                fmean(other_times),
+                spread_s,
+                wait_s,
+                tokens,
+            )
+        )
     slowest = [
         max(sample.end_s - sample.start_s for sample in step)
         for step in zip(*steps.values(), strict=True)
     ]
-    return _ordered(basis, fmean(slowest), rows)
+    return _sort_ranks(basis, fmean(slowest), rows)
 
 
 def _waiting_s(sample: Sample) -> float:
@@ -231,35 +258,49 @@ def _waiting_s(sample: Sample) -> float:
     return fsum(sample.phases.get(name, 0.0) for name in ("meet", "exchange"))
 
 
-def _by_pass(record: Record) -> Stragglers | Unknown:
+def _compare_by_pass(record: Record) -> Stragglers | UnknownStragglers:
     """Compare replicas over the headline pass, in which they do not meet; a replica's time is that
     of its slowest rank. Unknown with fewer than two replicas or missing ranks.
     """
-    name = spans.headline(record)
+    pass_name = passes.find_headline_pass(record)
     if record.plan.dp < 2:
-        return Unknown(ONE_REPLICA)
-    windows = {window.rank: window for window in spans.windows(record, name)} if name else {}
-    ranks = stats.grouped(sorted(windows), lambda rank: degrees.place(record.plan, rank).dp)
-    if name is None or len(ranks) < 2 or len(windows) < spans.devices(record):
-        return Unknown(UNFINISHED)
-    told, steps = _by_rank(record), spans.working(record, name)
-    replicas = [ranks[one] for one in sorted(ranks)]
-    own = [max(windows[rank].wall_s for rank in every) for every in replicas]
+        return UnknownStragglers(ONE_REPLICA)
+    windows = (
+        {window.rank: window for window in passes.select_windows(record, pass_name)}
+        if pass_name
+        else {}
+    )
+    ranks = stats.group_by(
+        sorted(windows), lambda rank: degrees.find_position(record.plan, rank).dp
+    )
+    if pass_name is None or len(ranks) < 2 or len(windows) < passes.count_devices(record):
+        return UnknownStragglers(UNFINISHED)
+    facts_by_rank, steps = _index_by_rank(record), passes.group_working_steps(record, pass_name)
+    replicas = [ranks[replica] for replica in sorted(ranks)]
+    replica_times = [
+        max(windows[rank].wall_s for rank in replica_ranks) for replica_ranks in replicas
+    ]
     rows = []
-    for every, own_s, others_s in zip(replicas, own, _medians_of_others(own), strict=True):
+    for replica_ranks, own_s, others_s in zip(
+        replicas, replica_times, _medians_of_others(replica_times), strict=True
+    ):
         # all ranks of a replica count the same work
-        tokens = next((_tokens(steps[rank]) for rank in every if rank in steps), 0)
-        rows.append(_row(told, tuple(every), own_s, others_s, None, None, tokens))
-    return _ordered("pass", max(own), rows)
+        tokens = next((_sum_tokens(steps[rank]) for rank in replica_ranks if rank in steps), 0)
+        rows.append(
+            _make_rank_time(
+                facts_by_rank, tuple(replica_ranks), own_s, others_s, None, None, tokens
+            )
+        )
+    return _sort_ranks("pass", max(replica_times), rows)
 
 
-def _by_rank(record: Record) -> dict[int, RankFacts]:
+def _index_by_rank(record: Record) -> dict[int, RankFacts]:
     """Return the record's facts of each rank, by rank."""
-    return {one.rank: one for one in record.ranks}
+    return {facts.rank: facts for facts in record.ranks}
 
 
-def _row(
-    told: dict[int, RankFacts],
+def _make_rank_time(
+    facts_by_rank: dict[int, RankFacts],
     ranks: tuple[int, ...],
     own_s: float,
     others_s: float,
@@ -268,35 +309,43 @@ def _row(
     tokens: int | None,
 ) -> RankTime:
     """Make the row of a rank or replica; host and device names come from the ranks' facts."""
-    facts = [told[rank] for rank in ranks if rank in told]
-    hosts, devices = _listed([one.host for one in facts]), _listed([one.device for one in facts])
+    facts = [facts_by_rank[rank] for rank in ranks if rank in facts_by_rank]
+    hosts, devices = (
+        _join_unique([rank_facts.host for rank_facts in facts]),
+        _join_unique([rank_facts.device for rank_facts in facts]),
+    )
     return RankTime(ranks, hosts, devices, own_s, others_s, spread_s, wait_s, tokens)
 
 
-def _listed(names: list[str | None]) -> str | None:
+def _join_unique(names: list[str | None]) -> str | None:
     """Return the names that are not empty, each once, joined by ", "; None if there are none."""
     return ", ".join(dict.fromkeys(name for name in names if name)) or None
 
 
-def _ordered(basis: Basis, step_s: float, rows: list[RankTime]) -> Stragglers:
+def _sort_ranks(basis: OwnTimeBasis, step_s: float, rows: list[RankTime]) -> Stragglers:
     """Return the rows sorted from slowest to fastest, with `more_work` set if the slowest has over
     1.02 times the median tokens of the others.
     """
     slowest, *others = sorted(rows, key=lambda row: (-row.cost_s, row.ranks))
     known = [row.tokens for row in others if row.tokens is not None]
-    usual = median(known) if known else None
-    more = slowest.tokens / usual if slowest.tokens is not None and usual else None
+    usual_tokens = median(known) if known else None
+    work_ratio = (
+        slowest.tokens / usual_tokens if slowest.tokens is not None and usual_tokens else None
+    )
     return Stragglers(
-        basis, step_s, (slowest, *others), more if more is not None and more > MORE_WORK else None
+        basis,
+        step_s,
+        (slowest, *others),
+        work_ratio if work_ratio is not None and work_ratio > MIN_MORE_WORK else None,
     )
 
 
-def _tokens(steps: list[Sample]) -> int:
+def _sum_tokens(steps: list[Sample]) -> int:
     """Return the tokens counted in these steps."""
     return sum(sample.counts.get("tokens", 0) for sample in steps)
 
 
-def _spread(values: Sequence[float]) -> float | None:
+def _interval_half_width(values: Sequence[float]) -> float | None:
     """Return half of the 95 % interval of the mean of these values (Student's t); None for fewer
     than two.
     """
@@ -304,7 +353,7 @@ def _spread(values: Sequence[float]) -> float | None:
         return None
     mean = fmean(values)
     variance = fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return float(stats.t_95(len(values) - 1) * (variance / len(values)) ** 0.5)
+    return float(stats.student_t_95(len(values) - 1) * (variance / len(values)) ** 0.5)
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
@@ -313,9 +362,9 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
     """
     order = sorted(range(len(values)), key=lambda index: values[index])
     ordered = [values[index] for index in order]
-    out = [0.0] * len(values)
+    medians = [0.0] * len(values)
     # the two middle positions among the others, equal if their number is odd
     low, high = (len(values) - 2) // 2, (len(values) - 1) // 2
-    for place, index in enumerate(order):
-        out[index] = (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
-    return out
+    for position, index in enumerate(order):
+        medians[index] = (ordered[low + (low >= position)] + ordered[high + (high >= position)]) / 2
+    return medians

@@ -11,28 +11,35 @@ from dataclasses import dataclass
 from math import fsum
 
 from steelyard import accelerators, plugins, words
-from steelyard.case.resolve import changed_question
+from steelyard.case.resolve import list_changed_keys
 from steelyard.metrics import (
-    busy,
-    clocks,
-    fit,
-    plausible,
-    readings,
-    shipped,
+    clock_checks,
+    cpu_contention,
+    device_readings,
+    fitness_rules,
+    plausibility,
+    shipped_cases,
     stats,
     stragglers,
-    training,
+    training_formulas,
 )
-from steelyard.metrics import spans as passes
-from steelyard.metrics.result import Finding, Judged, Rule, failed, judged, note
-from steelyard.record.facts import Restart, StepDown
-from steelyard.record.record import Check, GateFacts, Quality, Reason, Record, Value, Window
-from steelyard.tasks.task import Stopped, Tally
-from steelyard.words import Message, Values
+from steelyard.metrics import passes as passes
+from steelyard.metrics.result import (
+    CheckResult,
+    Finding,
+    ValidityRule,
+    make_check,
+    make_failed_check,
+    make_note,
+)
+from steelyard.record.record import Check, GateFacts, PassFacts, Quality, Reason, Record, Value
+from steelyard.record.run_facts import Restart, StepDown
+from steelyard.tasks.task import EarlyStop, Tally
+from steelyard.words import Message, MessageValues
 
-ACCOUNTED = 0.95  # the least share of a pass's wall time that its steps must cover
+MIN_ACCOUNTED_SHARE = 0.95  # the least share of a pass's wall time that its steps must cover
 # less is too short to hide work in, and is all that a rank without work has
-LEAST_S = 0.01
+MIN_UNACCOUNTED_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -43,67 +50,70 @@ class Judgement:
     why the quality is not checked against the gate; None if it is.
     """
 
-    checks: tuple[Judged, ...]
+    checks: tuple[CheckResult, ...]
     reasons: tuple[tuple[str, Message], ...]  # (code, message)
     notes: tuple[Message, ...]
     quality: Quality
     unevaluated: Message | None  # why the quality is not evaluated
 
 
-Notes = list[str | Message]
+RecordNotes = list[str | Message]
 
 
-def judge(
-    record: Record, values: dict[str, Value]
-) -> tuple[list[Check], list[Reason], Notes, Quality]:
+def judge_record(
+    record: Record, metrics: dict[str, Value]
+) -> tuple[list[Check], list[Reason], RecordNotes, Quality]:
     """Apply all rules and return checks, reasons against validity (empty: valid), notes and
     quality, as a record of its wording stores them.
     """
-    found = findings(record, values)
+    judgement = judge_as_messages(record, metrics)
     checks = [
-        Check(name=one.name, ok=one.ok, detail=words.stored(one.said, record.wording))
-        for one in found.checks
+        Check(name=item.name, ok=item.ok, detail=words.to_stored_form(item.message, record.wording))
+        for item in judgement.checks
     ]
     reasons = [
-        Reason(code=code, text=words.stored(said, record.wording)) for code, said in found.reasons
+        Reason(code=code, text=words.to_stored_form(message, record.wording))
+        for code, message in judgement.reasons
     ]
-    notes: Notes = [words.stored(one, record.wording) for one in found.notes]
-    return checks, reasons, notes, found.quality
+    notes: RecordNotes = [words.to_stored_form(item, record.wording) for item in judgement.notes]
+    return checks, reasons, notes, judgement.quality
 
 
-def findings(record: Record, values: dict[str, Value]) -> Judgement:
+def judge_as_messages(record: Record, metrics: dict[str, Value]) -> Judgement:
     """Apply all rules in the order of `RULES` and return checks, reasons, notes and quality as
     messages. A reason is added for each check that did not pass and has a reason code.
     """
-    found = [one for rule in RULES for one in rule(record, values)]
-    failed = [
-        (one.code, one.check.said)
-        for one in found
-        if one.check is not None and not one.check.ok and one.code
+    all_findings = [finding for rule in RULES for finding in rule(record, metrics)]
+    failed_checks = [
+        (finding.code, finding.check.message)
+        for finding in all_findings
+        if finding.check is not None and not finding.check.ok and finding.code
     ]
-    evaluated, unevaluated = quality(record, values)
+    evaluated, unevaluated = evaluate_quality(record, metrics)
     return Judgement(
-        checks=tuple(one.check for one in found if one.check is not None),
-        reasons=tuple(failed),
-        notes=tuple(one.note for one in found if one.note is not None),
+        checks=tuple(finding.check for finding in all_findings if finding.check is not None),
+        reasons=tuple(failed_checks),
+        notes=tuple(finding.note for finding in all_findings if finding.note is not None),
         quality=evaluated,
         unevaluated=unevaluated,
     )
 
 
-def quality(record: Record, values: dict[str, Value]) -> tuple[Quality, Message | None]:
+def evaluate_quality(record: Record, metrics: dict[str, Value]) -> tuple[Quality, Message | None]:
     """Return the quality of a record (the gate's metric, else the task's), and why the gate may not
     be applied to it; None if it may.
     """
     gate = record.case.gate
     metric = gate.metric if gate else record.task.quality
-    value = values[metric].value if metric in values else None
-    why = words.both(*_unmet(record, values)) or (UNKNOWN if value is None else None)
-    note = words.stored(why, record.wording)
+    value = metrics[metric].value if metric in metrics else None
+    why = words.join_messages(*_list_unmet_needs(record, metrics)) or (
+        UNKNOWN_QUALITY if value is None else None
+    )
+    note = words.to_stored_form(why, record.wording)
     return Quality(metric=metric, value=value, gate=gate, evaluated=why is None, note=note), why
 
 
-def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
+def _list_unmet_needs(record: Record, metrics: dict[str, Value]) -> list[Message]:
     """Return a message for each condition for applying the gate that the run does not meet: a gate,
     an unchanged question, a full scope, what the kind of work needs, and a known value of the
     metric that it is compared with.
@@ -111,19 +121,19 @@ def _unmet(record: Record, values: dict[str, Value]) -> list[Message]:
     gate = record.case.gate
     needs = [
         (gate is not None, Message("quality.no_gate")),
-        (not changed_question(record.case.origins), Message("quality.changed")),
+        (not list_changed_keys(record.case.origins), Message("quality.changed")),
         (record.scope.kind == "full", Message("quality.window")),
-        *plugins.load(record.task.kind_row.gate_needs)(record),
+        *plugins.load_reference(record.task.kind_row.gate_needs)(record),
     ]
     if gate is not None and gate.below is not None:
-        below = values.get(gate.below)
+        below = metrics.get(gate.below)
         needs.append(
             (
                 below is not None and below.value is not None,
                 Message("quality.no_base", {"metric": gate.below}),
             )
         )
-    return [text for holds, text in needs if not holds]
+    return [message for holds, message in needs if not holds]
 
 
 def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
@@ -131,7 +141,11 @@ def needs_of_scoring(record: Record) -> list[tuple[bool, Message]]:
     trained weights, the published data.
     """
     size = (record.case.size == "full", Message("quality.smoke"))
-    return [size, (_trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+    return [
+        size,
+        (_has_trained_weights(record), _RANDOM_WEIGHTS),
+        (_may_be_published_data(record), _OTHER_DATA),
+    ]
 
 
 def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
@@ -142,57 +156,68 @@ def needs_of_training(record: Record) -> list[tuple[bool, Message]]:
     if record.case.size != "full":
         return []
     fresh = not record.task.starts_trained
-    return [(fresh or _trained(record), _RANDOM), (_published(record), _OTHER_DATA)]
+    return [
+        (fresh or _has_trained_weights(record), _RANDOM_WEIGHTS),
+        (_may_be_published_data(record), _OTHER_DATA),
+    ]
 
 
-def _trained(record: Record) -> bool:
+def _has_trained_weights(record: Record) -> bool:
     """Return whether the run's weights came from a checkpoint."""
-    return record.weights.trained
+    return record.weights.is_trained
 
 
-def _published(record: Record) -> bool:
+def _may_be_published_data(record: Record) -> bool:
     """Return whether the data are the published set, or nobody knows; False if they are known to be
     others, or no data were read.
     """
     return getattr(record.data, "published", False) is not False
 
 
-UNKNOWN = Message("quality.unknown")
-_RANDOM, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
+UNKNOWN_QUALITY = Message("quality.unknown")
+_RANDOM_WEIGHTS, _OTHER_DATA = Message("quality.random"), Message("quality.other_data")
 
 
-def _of_kind(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def _apply_kind_rules(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Apply the rules that the record's kind of work names, and yield their findings."""
     for rule in record.task.kind_row.rules:
-        yield from plugins.load(rule)(record, values)
+        yield from plugins.load_reference(rule)(record, metrics)
 
 
-def finite_answers(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def finite_answers(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check for each pass that all answers are finite numbers; check `finite_PASS`,
     reason `nan`.
     """
-    for name, noun, tally in _tallies(record):
-        told: Values = {
-            "pass": name,
+    for pass_name, noun, tally in _list_tallies(record):
+        message_values: MessageValues = {
+            "pass": pass_name,
             "bad": tally.not_finite,
             "items": tally.items,
-            "nouns": words.items(noun),
+            "nouns": words.name_items(noun),
         }
-        yield judged(f"finite_{name}", not tally.not_finite, "nan", "check.finite", told)
+        yield make_check(
+            f"finite_{pass_name}", not tally.not_finite, "nan", "check.finite", message_values
+        )
 
 
-def finite_values(record: Record, values: dict[str, Value]) -> list[Finding]:
+def finite_values(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Validity rule: return a failed check (reason `nan`) if a step recorded a value that is not
     finite, naming the first; otherwise nothing.
     """
-    bad = next((sample for sample in record.samples if None in sample.values.values()), None)
-    told: Values = (
-        {} if bad is None else {"pass": bad.pass_name, "step": bad.step, "rank": bad.rank}
+    bad_sample = next((sample for sample in record.samples if None in sample.values.values()), None)
+    message_values: MessageValues = (
+        {}
+        if bad_sample is None
+        else {"pass": bad_sample.pass_name, "step": bad_sample.step, "rank": bad_sample.rank}
     )
-    return [failed("finite_values", "nan", "check.finite_values", told)] if told else []
+    return (
+        [make_failed_check("finite_values", "nan", "check.finite_values", message_values)]
+        if message_values
+        else []
+    )
 
 
-def _stopped(record: Record) -> Stopped | None:
+def _find_early_stop(record: Record) -> EarlyStop | None:
     """Return why and at which step training ended early; None if it did not, or there are no
     answers.
     """
@@ -200,181 +225,203 @@ def _stopped(record: Record) -> Stopped | None:
     return None if answers is None else record.task.stopped(answers)
 
 
-def finite_losses(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def finite_losses(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check that all training losses are finite (`finite_loss`), that training did
     not end because a loss exceeded its bound (`loss_bound`), and that losses on held-out data are
     finite (`finite_before`, `finite_after`).
 
     Gradient norms are not checked: loss scaling in fp16 makes them overflow on purpose.
     """
-    losses, stopped = training.values(record, "loss"), _stopped(record)
+    losses, stopped = training_formulas.list_step_values(record, "loss"), _find_early_stop(record)
     why = stopped.why if stopped else None
-    bad = (
+    bad_step = (
         losses.index(None) if None in losses else stopped.step if stopped and why == "nan" else None
     )
     if losses or stopped:
-        yield judged(
+        yield make_check(
             "finite_loss",
-            bad is None,
+            bad_step is None,
             "nan",
             "check.finite_loss",
-            {} if bad is None else {"step": bad},
+            {} if bad_step is None else {"step": bad_step},
         )
     train = record.question.train
     if stopped and why == "bound" and train is not None:
-        told: Values = {
+        message_values: MessageValues = {
             "step": stopped.step,
             "value": str(stopped.value),
             "bound": str(train.bound),
         }
-        yield failed("loss_bound", "loss_bound", "check.loss_bound", told)
+        yield make_failed_check("loss_bound", "loss_bound", "check.loss_bound", message_values)
     answers = record.answers
     for name in ("before", "after"):
         finite = None if answers is None else record.task.held_out_finite(answers, name)
         if finite is not None:
-            yield judged(f"finite_{name}", finite, "nan", "check.finite_held_out", {"pass": name})
+            yield make_check(
+                f"finite_{name}", finite, "nan", "check.finite_held_out", {"pass": name}
+            )
 
 
-def _tallies(record: Record) -> list[tuple[str, str, Tally]]:
+def _list_tallies(record: Record) -> list[tuple[str, str, Tally]]:
     """Return (pass, noun of its items, tally of its answers) for each pass whose items must all be
     answered; empty if there are no answers.
     """
     task, answers = record.task, record.answers
     if answers is None:
         return []
-    found = [
+    tallies = [
         (name, task.noun, task.tally(answers, name)) for name in record.outputs.get("passes", {})
     ]
-    return [(name, noun, tally) for name, noun, tally in found if tally is not None]
+    return [(name, noun, tally) for name, noun, tally in tallies if tally is not None]
 
 
-def covered_items(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def covered_items(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check for each pass that every item in scope was answered exactly once; reason
     `coverage`.
 
     If `--steps` ended a pass early, items may be missing, and none may be answered twice.
     """
     kind = record.task.kind_row
-    partly = kind.cut_by_steps and record.scope.steps is not None
-    for name, noun, tally in _tallies(record):
-        ok = not tally.repeated and (not tally.missing or partly)
-        told: Values = {
-            "pass": name,
+    may_be_partial = kind.cut_by_steps and record.scope.steps is not None
+    for pass_name, noun, tally in _list_tallies(record):
+        ok = not tally.repeated and (not tally.missing or may_be_partial)
+        message_values: MessageValues = {
+            "pass": pass_name,
             "items": tally.items,
-            "nouns": words.items(noun),
+            "nouns": words.name_items(noun),
             "missing": tally.missing,
             "repeated": tally.repeated,
             "answered": tally.items - tally.missing,
         }
-        check = f"covered_{name}_{noun}s" if name in kind.stepped else f"covered_{name}"
-        said = "check.covered_part" if partly and tally.missing else "check.covered"
-        yield judged(check, ok, "coverage", said, told)
+        check_name = (
+            f"covered_{pass_name}_{noun}s" if pass_name in kind.stepped else f"covered_{pass_name}"
+        )
+        message_code = "check.covered_part" if may_be_partial and tally.missing else "check.covered"
+        yield make_check(check_name, ok, "coverage", message_code, message_values)
 
 
-def covered_steps(record: Record, values: dict[str, Value]) -> list[Finding]:
+def covered_steps(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Validity rule: check that every rank made every training step in scope, or those until the
     target was reached, without those before a restart; reason `coverage`.
 
     The check is on the rank that is farthest off. Nothing for a run that failed before training.
     """
-    ranks = {window.rank for window in passes.windows(record, "train")}
+    ranks = {window.rank for window in passes.select_windows(record, "train")}
     if not ranks and record.failure is not None:
         return []
-    train, stopped = record.question.train, _stopped(record)
-    wanted = record.scope.steps if record.scope.steps is not None else train.steps if train else 0
-    wanted = stopped.step if stopped and stopped.why == "target" else wanted
-    wanted -= record.restarts[-1].step if record.restarts else 0
-    taken = passes.working(record, "train")
+    train, stopped = record.question.train, _find_early_stop(record)
+    expected = record.scope.steps if record.scope.steps is not None else train.steps if train else 0
+    expected = stopped.step if stopped and stopped.why == "target" else expected
+    expected -= record.restarts[-1].step if record.restarts else 0
+    taken = passes.group_working_steps(record, "train")
     counts = {rank: len(taken.get(rank, [])) for rank in sorted(ranks | {0})}
-    worst = max(counts, key=lambda rank: abs(counts[rank] - wanted))
-    told: Values = {"rank": worst, "taken": counts[worst], "wanted": wanted}
-    return [judged("covered_train", counts[worst] == wanted, "coverage", "check.steps", told)]
+    worst = max(counts, key=lambda rank: abs(counts[rank] - expected))
+    message_values: MessageValues = {"rank": worst, "taken": counts[worst], "wanted": expected}
+    return [
+        make_check(
+            "covered_train", counts[worst] == expected, "coverage", "check.steps", message_values
+        )
+    ]
 
 
-def counted_all(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def counted_all(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Validity rule: check in division closed that the samples of each pass count exactly the
     tokens of the data; reason `tokens`.
 
     Nothing in division open, with `--steps`, or if the data's tokens are unknown.
     """
-    wanted = getattr(record.data, "tokens", None)
-    if wanted is None or record.case.division != "closed" or record.scope.steps is not None:
+    expected = getattr(record.data, "tokens", None)
+    if expected is None or record.case.division != "closed" or record.scope.steps is not None:
         return
-    for name in sorted({sample.pass_name for sample in record.samples}):
-        found = passes.total(record, name).get("tokens", 0)
-        told: Values = {"pass": name, "tokens": found, "wanted": wanted}
-        yield judged(f"counted_{name}", found == wanted, "tokens", "check.counted", told)
+    for pass_name in sorted({sample.pass_name for sample in record.samples}):
+        counted = passes.sum_counts(record, pass_name).get("tokens", 0)
+        message_values: MessageValues = {"pass": pass_name, "tokens": counted, "wanted": expected}
+        yield make_check(
+            f"counted_{pass_name}", counted == expected, "tokens", "check.counted", message_values
+        )
 
 
-def counted_any(record: Record, values: dict[str, Value]) -> list[Finding]:
+def counted_any(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Validity rule: check that the training pass counted any tokens; reason `tokens`. A corpus is
     larger than what is trained on, so no exact number can be asked. Nothing if there was no such
     pass.
     """
-    if not passes.windows(record, "train"):
+    if not passes.select_windows(record, "train"):
         return []
-    found = passes.total(record, "train").get("tokens", 0)
-    return [judged("counted_train", found > 0, "tokens", "check.counted_any", {"tokens": found})]
+    counted = passes.sum_counts(record, "train").get("tokens", 0)
+    return [
+        make_check("counted_train", counted > 0, "tokens", "check.counted_any", {"tokens": counted})
+    ]
 
 
-def _judged(record: Record) -> list[Window]:
+def _select_judged_windows(record: Record) -> list[PassFacts]:
     """Return the windows (one for each rank) of the passes that the kind of work names in `judged`,
     in which times and devices are checked.
     """
     return [window for window in record.passes if window.pass_name in record.task.kind_row.judged]
 
 
-def _accounted(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def _check_accounted_time(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Check for each pass on each rank that its steps cover at least 95 % of its wall time, or
     leave less than 10 ms; check `accounted_PASS`, reason `unaccounted`.
 
     Passes without instrumentation are skipped. If a program reported step times, the host's times
     of the steps count.
     """
-    for window in _judged(record):
+    for window in _select_judged_windows(record):
         if window.pass_name in record.task.kind_row.bare:
             continue
-        steps = [s for s in passes.samples(record, window.pass_name) if s.rank == window.rank]
+        steps = [
+            s for s in passes.select_samples(record, window.pass_name) if s.rank == window.rank
+        ]
         # `check_reported_times` compares what a program reports of its steps with these times.
-        ours = record.clock == "reported"
+        use_host_times = record.clock == "reported"
         covered = fsum(
-            s.host_end_s - s.host_start_s if ours else s.end_s - s.start_s for s in steps
+            s.host_end_s - s.host_start_s if use_host_times else s.end_s - s.start_s for s in steps
         )
         share = covered / window.wall_s if window.wall_s else 1.0
-        name, rest_s = f"accounted_{window.pass_name}", window.wall_s - covered
-        told: Values = {
+        check_name, uncovered_s = f"accounted_{window.pass_name}", window.wall_s - covered
+        message_values: MessageValues = {
             "pass": window.pass_name,
             "rank": window.rank,
             "share": share,
-            "least": ACCOUNTED,
-            "rest": 1000 * rest_s,
+            "least": MIN_ACCOUNTED_SHARE,
+            "rest": 1000 * uncovered_s,
         }
-        short = share < ACCOUNTED and rest_s < LEAST_S
-        said = "check.accounted_short" if short else "check.accounted"
-        yield judged(name, share >= ACCOUNTED or short, "unaccounted", said, told)
+        is_short = share < MIN_ACCOUNTED_SHARE and uncovered_s < MIN_UNACCOUNTED_S
+        message_code = "check.accounted_short" if is_short else "check.accounted"
+        yield make_check(
+            check_name,
+            share >= MIN_ACCOUNTED_SHARE or is_short,
+            "unaccounted",
+            message_code,
+            message_values,
+        )
 
 
-def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
+def _check_interval(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Check that the 95 % interval of `tokens_per_device_s`, relative to its value, is no wider
     than the case's `max_interval`; reason `interval`.
 
     Without an interval: a note if there are too few steps for one, else the check fails. Nothing
     for size smoke, without a limit or without a value.
     """
-    limit, value = record.case.max_interval, values.get("tokens_per_device_s")
+    limit, value = record.case.max_interval, metrics.get("tokens_per_device_s")
     if limit is None or record.case.size == "smoke" or value is None or value.value is None:
         return []
     if value.interval is None:
-        found = passes.span(record)
-        steps = [step for of_rank in found.steps.values() for step in of_rank] if found else []
+        rate_span = passes.find_rate_span(record)
+        steps = (
+            [step for of_rank in rate_span.steps.values() for step in of_rank] if rate_span else []
+        )
         if len(
             [step for step in steps if step.counts.get("tokens")]
-        ) < stats.FEWEST * passes.devices(record):
-            return [note(Message("note.few_batches"))]
-        return [failed("interval", "interval", "check.interval_open", {})]
+        ) < stats.MIN_STEPS * passes.count_devices(record):
+            return [make_note(Message("note.few_batches"))]
+        return [make_failed_check("interval", "interval", "check.interval_open", {})]
     width = (value.interval[1] - value.interval[0]) / value.value
     return [
-        judged(
+        make_check(
             "interval",
             width <= limit,
             "interval",
@@ -384,7 +431,7 @@ def _interval(record: Record, values: dict[str, Value]) -> list[Finding]:
     ]
 
 
-def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
+def _check_devices(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
     """Check telemetry of each device inside the judged passes: clock slowdowns and other processes.
     Size smoke is skipped.
 
@@ -394,147 +441,231 @@ def _device(record: Record, values: dict[str, Value]) -> Iterator[Finding]:
     """
     if record.case.size == "smoke":
         return
-    known = accelerators.settings(lambda row: row.severity)  # older records do not store severities
+    default_severity = accelerators.collect_settings(
+        lambda row: row.severity
+    )  # older records do not store severities
     for series in record.telemetry:
-        spans = [(w.start_s, w.start_s + w.wall_s) for w in _judged(record)]
-        seen: dict[str, float] = {}
-        for start, end in spans:
-            for name, share in readings.slowdowns(series, start, end).items():
-                seen[name] = max(seen.get(name, 0.0), share)
-        for name, share in sorted(seen.items()):
-            told: Values = {"device": series.device, "reason": name, "share": share}
-            severity = (known if series.severity is None else series.severity).get(name, "note")
+        time_ranges = [(w.start_s, w.start_s + w.wall_s) for w in _select_judged_windows(record)]
+        worst_shares: dict[str, float] = {}
+        for start, end in time_ranges:
+            for reason, share in device_readings.find_slowdown_shares(series, start, end).items():
+                worst_shares[reason] = max(worst_shares.get(reason, 0.0), share)
+        for reason, share in sorted(worst_shares.items()):
+            message_values: MessageValues = {
+                "device": series.device,
+                "reason": reason,
+                "share": share,
+            }
+            severity = (default_severity if series.severity is None else series.severity).get(
+                reason, "note"
+            )
             if severity == "invalidates":
-                yield failed(f"clocks_{name}", "slowdown", "check.slowdown", told)
+                yield make_failed_check(
+                    f"clocks_{reason}", "slowdown", "check.slowdown", message_values
+                )
             elif severity == "note":
-                yield note(Message("note.slowdown", told))
-        foreign = [readings.foreign(series, start, end) for start, end in spans]
-        if any(one is not None for one in foreign):
-            yield judged(
+                yield make_note(Message("note.slowdown", message_values))
+        foreign = [
+            device_readings.has_foreign_processes(series, start, end) for start, end in time_ranges
+        ]
+        if any(is_foreign is not None for is_foreign in foreign):
+            yield make_check(
                 "alone", not any(foreign), "shared", "check.alone", {"device": series.device}
             )
 
 
-def _gate(record: Record, values: dict[str, Value]) -> Iterable[Finding]:
+def _check_gate(record: Record, metrics: dict[str, Value]) -> Iterable[Finding]:
     """Check the quality against the case's gate; nothing if it is not evaluated.
 
     A gate has one form: `reach` (value at least that; reason `target_not_reached`), `below` another
     metric, or `target` within a tolerance (reason `quality`). If a value to reach is unknown in a
     run that did not fail, the check fails.
     """
-    (found, why), gate = quality(record, values), record.case.gate
-    if gate is not None and gate.reach is not None and why == UNKNOWN and record.failure is None:
+    (quality_result, why), gate = evaluate_quality(record, metrics), record.case.gate
+    if (
+        gate is not None
+        and gate.reach is not None
+        and why == UNKNOWN_QUALITY
+        and record.failure is None
+    ):
         # the metric was never evaluated
-        return [failed("gate", "quality", "check.gate_unknown", {"metric": found.metric})]
-    if not found.evaluated or gate is None or found.value is None:
+        return [
+            make_failed_check(
+                "gate", "quality", "check.gate_unknown", {"metric": quality_result.metric}
+            )
+        ]
+    if not quality_result.evaluated or gate is None or quality_result.value is None:
         return []
     if gate.reach is not None:
-        told: Values = {"metric": found.metric, "value": found.value, "target": gate.reach}
+        message_values: MessageValues = {
+            "metric": quality_result.metric,
+            "value": quality_result.value,
+            "target": gate.reach,
+        }
         return [
-            judged(
-                "gate", found.value >= gate.reach, "target_not_reached", "check.gate_reach", told
+            make_check(
+                "gate",
+                quality_result.value >= gate.reach,
+                "target_not_reached",
+                "check.gate_reach",
+                message_values,
             )
         ]
     if gate.below is not None:
-        return _falls(found.metric, found.value, gate, values[gate.below].value)
-    return _near(found.metric, found.value, gate, values.get(f"{found.metric}_val"))
+        return _check_below(
+            quality_result.metric, quality_result.value, gate, metrics[gate.below].value
+        )
+    return _check_near_target(
+        quality_result.metric,
+        quality_result.value,
+        gate,
+        metrics.get(f"{quality_result.metric}_val"),
+    )
 
 
-def _near(metric: str, value: float, gate: GateFacts, val: Value | None) -> Iterator[Finding]:
+def _check_near_target(
+    metric: str, value: float, gate: GateFacts, val: Value | None
+) -> Iterator[Finding]:
     """Check that a value is within `gate.within` of its target, and, if `gate.agree_within` is set,
     that pass `val` agrees with it (`gate_agree`); reason `quality`. `val` is the same metric of
     pass `val`.
     """
     if gate.target is None or gate.within is None:
         return
-    told: Values = {"metric": metric, "value": value, "target": gate.target, "within": gate.within}
-    yield judged("gate", abs(value - gate.target) <= gate.within, "quality", "check.gate", told)
+    message_values: MessageValues = {
+        "metric": metric,
+        "value": value,
+        "target": gate.target,
+        "within": gate.within,
+    }
+    yield make_check(
+        "gate", abs(value - gate.target) <= gate.within, "quality", "check.gate", message_values
+    )
     if val is not None and val.value is not None and gate.agree_within is not None:
         apart = abs(value - val.value)
-        near: Values = {"apart": apart, "most": gate.agree_within}
-        yield judged("gate_agree", apart <= gate.agree_within, "quality", "check.gate_agree", near)
+        agreement_values: MessageValues = {"apart": apart, "most": gate.agree_within}
+        yield make_check(
+            "gate_agree",
+            apart <= gate.agree_within,
+            "quality",
+            "check.gate_agree",
+            agreement_values,
+        )
 
 
-def _falls(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
+def _check_below(metric: str, value: float, gate: GateFacts, start: float | None) -> list[Finding]:
     """Check that a value is strictly below `start`, the value of metric `gate.below`, and below
     `gate.target` if there is one; reason `quality`.
     """
     known = [limit for limit in (start, gate.target) if limit is not None]
-    asked: tuple[Message, ...] = (
+    limit_messages: tuple[Message, ...] = (
         ()
         if start is None
         else (Message("gate.metric", {"name": str(gate.below), "limit": start}),)
     )
-    asked += () if gate.target is None else (Message("gate.target", {"limit": gate.target}),)
-    told: Values = {"metric": metric, "value": value, "limits": asked}
+    limit_messages += (
+        () if gate.target is None else (Message("gate.target", {"limit": gate.target}),)
+    )
+    message_values: MessageValues = {"metric": metric, "value": value, "limits": limit_messages}
     return [
-        judged("gate", all(value < limit for limit in known), "quality", "check.gate_below", told)
+        make_check(
+            "gate",
+            all(value < limit for limit in known),
+            "quality",
+            "check.gate_below",
+            message_values,
+        )
     ]
 
 
-def _asked(record: Record, values: dict[str, Value]) -> list[Finding]:
+def _note_changes(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Return notes on what a reader must know before comparing: a changed question or limits, a
     modified or earlier case, restarts, a smaller second attempt, a sample or named rows, emulated
     fp8, a user's own model.
     """
     case, scope = record.case, record.scope
-    keys = tuple(changed_question(case.origins))
+    keys = tuple(list_changed_keys(case.origins))
     changed = [key for key, origin in case.origins.items() if origin == "command line"]
     limits = tuple(key for key in changed if key == "max_interval" or key.startswith("gate."))
-    parts, fields = tuple(shipped.modified(record)), tuple(shipped.later(record))
+    parts, fields = (
+        tuple(shipped_cases.list_modified_parts(record)),
+        tuple(shipped_cases.list_later_fields(record)),
+    )
     shares_less = (
         case.division == "open" and scope.sample is not None and record.task.kind_row.shares
     )
     emulated = (record.engine.details.fp8 or "").startswith("emulated")
-    every = (
+    messages = (
         Message("note.question", {"keys": keys}) if keys else None,
         Message("note.limits", {"keys": limits}) if limits else None,
         Message("note.modified", {"parts": parts, "case": case.name}) if parts else None,
         Message("note.earlier", {"case": case.name, "fields": fields}) if fields else None,
-        *map(_resumed, record.restarts),
-        None if record.stepped_down is None else _stepped_down(record, record.stepped_down),
+        *map(_make_resumed_note, record.restarts),
+        None if record.stepped_down is None else _make_step_down_note(record, record.stepped_down),
         Message("note.sample") if shares_less else None,
         Message("note.selected") if scope.subjects or scope.rows else None,
         Message("note.emulated") if emulated else None,
-        *shipped.own_notes(record),
+        *shipped_cases.make_own_model_notes(record),
     )
-    return [note(one) for one in every if one is not None]
+    return [make_note(message) for message in messages if message is not None]
 
 
-def _stepped_down(record: Record, first: StepDown) -> Message:
+def _make_step_down_note(record: Record, attempt: StepDown) -> Message:
     """Return the note of a run whose first attempt ran out of memory: the automatic tune that was
     tried, and the one that ran.
     """
-    tried = tuple(f"{name}={value}" for name, value in first.tune.items())
+    tried = tuple(f"{name}={value}" for name, value in attempt.tune.items())
     tune = record.tune.model_dump()
     return Message(
         "note.stepped_down",
-        {"tried": tried, "ran": tuple(f"{name}={tune.get(name)}" for name in first.tune)},
+        {"tried": tried, "ran": tuple(f"{name}={tune.get(name)}" for name in attempt.tune)},
     )
 
 
-def _resumed(one: Restart) -> Message:
+def _make_resumed_note(restart: Restart) -> Message:
     """Return the note of a resumed run: from which record or folder, step and plan, and which
     damaged checkpoints were passed over.
     """
     source = (
-        Message("resumed.record", {"record": one.record[:8]})
-        if one.record
+        Message("resumed.record", {"record": restart.record[:8]})
+        if restart.record
         else Message("resumed.folder")
     )
-    told: Values = {"source": source, "step": one.step, "plan": str(one.plan)}
-    if one.passed_over:
-        return Message("note.resumed_past", {**told, "damaged": tuple(one.passed_over)})
-    return Message("note.resumed", told)
+    message_values: MessageValues = {
+        "source": source,
+        "step": restart.step,
+        "plan": str(restart.plan),
+    }
+    if restart.passed_over:
+        return Message(
+            "note.resumed_past", {**message_values, "damaged": tuple(restart.passed_over)}
+        )
+    return Message("note.resumed", message_values)
 
 
-def _even(record: Record, values: dict[str, Value]) -> list[Finding]:
+def _note_straggler(record: Record, metrics: dict[str, Value]) -> list[Finding]:
     """Return a note that names the slowest rank, if one is slow; it does not affect the status."""
-    slow = stragglers.note(record)
-    return [] if slow is None else [note(slow)]
+    straggler_note = stragglers.make_straggler_note(record)
+    return [] if straggler_note is None else [make_note(straggler_note)]
 
 
-RULES: tuple[Rule, ...] = (
-    *(_of_kind, plausible.drawn, plausible.plausible, _accounted, plausible.beside, clocks.agree),
-    *(clocks.reported, _interval, _device, fit.noted, busy.quiet, _even, _gate, _asked),
+RULES: tuple[ValidityRule, ...] = (
+    *(
+        _apply_kind_rules,
+        plausibility.check_drawn_counts,
+        plausibility.check_plausible_rates,
+        _check_accounted_time,
+        plausibility.check_time_outside_passes,
+        clock_checks.check_clocks_agree,
+    ),
+    *(
+        clock_checks.check_reported_times,
+        _check_interval,
+        _check_devices,
+        fitness_rules.note_device_settings,
+        cpu_contention.check_contention,
+        _note_straggler,
+        _check_gate,
+        _note_changes,
+    ),
 )

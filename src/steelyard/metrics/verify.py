@@ -10,114 +10,123 @@ from pathlib import Path
 
 from steelyard import words
 from steelyard.case import resolve
-from steelyard.case.key import key_of
-from steelyard.case.precision import name_of, presets
+from steelyard.case.key import compute_question_key
+from steelyard.case.precision import load_presets, name_precision
 from steelyard.errors import RequestError
-from steelyard.metrics import evidence, shipped, stats, table, validity
+from steelyard.metrics import evidence, metric_table, shipped_cases, stats, validity
 from steelyard.record import record
 from steelyard.record.record import Check, Reason, Record, Value
 
 
-def read(path: Path) -> Record:
+def read_verified_record(path: Path) -> Record:
     """Read a record and verify it; raise RequestError with the first problem if it is none or does
     not verify.
     """
-    found = record.read(path)
-    for problem in _wrong(path, found):
+    run_record = record.read_record(path)
+    for problem in _find_problems(path, run_record):
         raise RequestError(f"{path}: does not verify: {problem}; see steelyard verify")
-    return found
+    return run_record
 
 
-def verify(path: Path) -> list[str]:
+def verify_record(path: Path) -> list[str]:
     """Return what is wrong with a record, as sentences; empty if it is sound. Raises RequestError
     if the file is not a record.
     """
-    return list(_wrong(path, record.read(path)))
+    return list(_find_problems(path, record.read_record(path)))
 
 
-def remarks(path: Path) -> list[str]:
+def list_remarks(path: Path) -> list[str]:
     """Return remarks on a record that are no errors: that its question is not that of the shipped
     case of its name, and why; empty if it is.
 
     Raises RequestError if the file is not a record.
     """
-    found = record.read(path)
-    case = found.case
-    if case.name not in resolve.names():
+    run_record = record.read_record(path)
+    case = run_record.case
+    if case.name not in resolve.list_shipped_cases():
         return [f"no case {case.name!r} comes with this version"]
     try:
-        now = resolve.resolve(case.name, case.size, case.precision, case.division).case.key(
-            found.fingerprint
-        )
+        shipped_key = resolve.resolve_case(
+            case.name, case.size, case.precision, case.division
+        ).case.compute_key(run_record.fingerprint)
     except RequestError as error:
         return [f"the shipped case {case.name} has no such question: {error}"]
-    if now == case.key:
+    if shipped_key == case.key:
         return []
-    later = ", ".join(shipped.later(found))
+    later = ", ".join(shipped_cases.list_later_fields(run_record))
     if later:
         return [
             f"the key is {case.key}, of {case.name} as it was before {later}: the shipped case has"
             " another question now"
         ]
-    return [f"the key is {case.key}; that of the shipped case {case.name} with these data is {now}"]
+    return [
+        f"the key is {case.key}; that of the shipped case {case.name} with these data is {shipped_key}"
+    ]
 
 
-def _wrong(path: Path, found: Record) -> Iterator[str]:
+def _find_problems(path: Path, run_record: Record) -> Iterator[str]:
     """Yield what is wrong with a record, as sentences: bytes, question, metrics, checks, notes,
     quality, status, and contradictions in its evidence.
 
     Everything is derived again, by the record's version of the formulas.
     """
-    values = table.derive(found)
-    checks, reasons, notes, quality = validity.judge(found, values)
-    yield from (*record.integrity(path), *_question(found), *_metrics(found, values))
-    again = _by_name(checks)
-    for name, every in _by_name(found.checks).items():
-        if again.get(name) != every:
+    metrics = metric_table.derive_metrics(run_record)
+    checks, reasons, notes, quality = validity.judge_record(run_record, metrics)
+    yield from (
+        *record.find_record_damage(path),
+        *_check_question(run_record),
+        *_check_metrics(run_record, metrics),
+    )
+    derived_checks = _group_results(checks)
+    for name, stored_results in _group_results(run_record.checks).items():
+        if derived_checks.get(name) != stored_results:
             yield f"check {name!r} does not follow from the samples"
-    if not words.all_among(found.notes, notes):
+    if not words.are_all_among(run_record.notes, notes):
         yield "the notes are not those that follow from the samples"
-    if (found.quality.value, found.quality.evaluated) != (quality.value, quality.evaluated):
+    if (run_record.quality.value, run_record.quality.evaluated) != (
+        quality.value,
+        quality.evaluated,
+    ):
         yield (
-            f"the quality is {found.quality.value}; recomputed: {quality.value}, evaluated:"
+            f"the quality is {run_record.quality.value}; recomputed: {quality.value}, evaluated:"
             f" {quality.evaluated}"
         )
-    yield from (*_status(found, reasons), *evidence.contradictions(found))
+    yield from (*_check_status(run_record, reasons), *evidence.find_contradictions(run_record))
 
 
-def _by_name(checks: list[Check]) -> dict[str, list[bool]]:
+def _group_results(checks: list[Check]) -> dict[str, list[bool]]:
     """Return whether checks passed, in lists by name, because a check that is made for every rank
     occurs several times.
     """
     return {
-        name: [one.ok for one in every]
-        for name, every in stats.grouped(checks, lambda one: one.name).items()
+        name: [check.ok for check in group]
+        for name, group in stats.group_by(checks, lambda check: check.name).items()
     }
 
 
-def _metrics(found: Record, values: dict[str, Value]) -> Iterator[str]:
+def _check_metrics(run_record: Record, derived: dict[str, Value]) -> Iterator[str]:
     """Yield the metrics of a record that do not follow from its samples, or that cannot be derived
     at all. Metrics that an older record lacks are no problem.
     """
     # a record may be older than a metric, or than the text of a note
-    for name, told in found.metrics.items():
-        if name not in values:
+    for name, stored in run_record.metrics.items():
+        if name not in derived:
             yield f"metric {name!r} is not one that can be derived"
-        elif not _same(told, values[name]):
+        elif not _is_same_value(stored, derived[name]):
             yield (
-                f"metric {name} is {told.value}; recomputed from the samples: {values[name].value}"
+                f"metric {name} is {stored.value}; recomputed from the samples: {derived[name].value}"
             )
 
 
-def _same(told: Value, again: Value) -> bool:
+def _is_same_value(stored: Value, derived: Value) -> bool:
     """Return whether two values are equal, numbers to a relative 1e-9; units must be equal, notes
     may differ.
     """
-    if told.unit != again.unit or (told.interval is None) != (again.interval is None):
+    if stored.unit != derived.unit or (stored.interval is None) != (derived.interval is None):
         return False
     pairs = [
-        (told.value, again.value),
-        *zip(told.interval or (), again.interval or (), strict=True),
+        (stored.value, derived.value),
+        *zip(stored.interval or (), derived.interval or (), strict=True),
     ]
     return all(
         a is b or (a is not None and b is not None and isclose(a, b, rel_tol=1e-9))
@@ -125,30 +134,33 @@ def _same(told: Value, again: Value) -> bool:
     )
 
 
-def _status(found: Record, reasons: list[Reason]) -> Iterator[str]:
+def _check_status(run_record: Record, derived_reasons: list[Reason]) -> Iterator[str]:
     """Yield a sentence if the reasons' codes or the status do not follow from the samples. A failed
     run's first reason is its failure and is not derived.
     """
-    own = found.reasons[1:] if found.failure else found.reasons
-    status = "failed" if found.failure else "invalid" if reasons else "valid"
-    if [one.code for one in own] != [one.code for one in reasons] or (
-        found.failure and not found.reasons
-    ):
+    stored_reasons = run_record.reasons[1:] if run_record.failure else run_record.reasons
+    status = "failed" if run_record.failure else "invalid" if derived_reasons else "valid"
+    if [reason.code for reason in stored_reasons] != [
+        reason.code for reason in derived_reasons
+    ] or (run_record.failure and not run_record.reasons):
         yield "the reasons are not those that follow from the samples"
-    if found.status != status:
-        yield f"the status is {found.status}; it follows from the samples that it is {status}"
+    if run_record.status != status:
+        yield f"the status is {run_record.status}; it follows from the samples that it is {status}"
 
 
-def _question(found: Record) -> Iterator[str]:
+def _check_question(run_record: Record) -> Iterator[str]:
     """Yield a sentence if the key is not that of the question, or names of division or precision do
     not match it.
     """
-    case = found.case
-    if key_of(case.question, found.fingerprint) != case.key:
+    case = run_record.case
+    if compute_question_key(case.question, run_record.fingerprint) != case.key:
         yield "the key is not that of the question"
-    if (found.question.division, found.question.precision.name) != (case.division, case.precision):
+    if (run_record.question.division, run_record.question.precision.name) != (
+        case.division,
+        case.precision,
+    ):
         yield "the division or the precision is not that of the question"
-    precision = found.question.precision
-    named = name_of(found.question.kind, precision.model_dump())
-    if precision.name in presets()[found.question.kind] and precision.name != named:
-        yield f"the precision is called {precision.name}, and is {named}"
+    precision = run_record.question.precision
+    actual_name = name_precision(run_record.question.kind, precision.model_dump())
+    if precision.name in load_presets()[run_record.question.kind] and precision.name != actual_name:
+        yield f"the precision is called {precision.name}, and is {actual_name}"

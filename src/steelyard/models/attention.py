@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 from steelyard.errors import RequestError
 from steelyard.kernels import packed_attention
-from steelyard.kernels.packed_attention import Borders
-from steelyard.models.shapes import real_window
-from steelyard.models.tensors import DTYPES, cumulative
+from steelyard.kernels.packed_attention import VisibleRanges
+from steelyard.models.shapes import get_effective_window
+from steelyard.models.tensors import DTYPES, make_offsets
 
-SEGMENTS = 64  # rows of a layout of fixed size
+ROW_MULTIPLE = 64  # rows of a layout of fixed size
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Where the rows of a packed batch begin and end, as cumulative lengths of queries and of keys.
 
     Both differ only where rows share a cached prefix: then a row has more keys than queries, and
@@ -39,59 +39,69 @@ class Layout:
     max_k: int
     # int64 [Tk]: index of each key in the cached prefix's keys followed by this batch's
     gather: Tensor | None = None
-    made: dict[int | None, Borders] = field(default_factory=dict, repr=False, compare=False)
+    ranges_by_window: dict[int | None, VisibleRanges] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
-    def borders(self, queries: int, window: int | None) -> Borders:
+    def visible_ranges(self, queries: int, window: int | None) -> VisibleRanges:
         """Return which keys each query sees under a window (None: no window), for kernel `packed`;
         computed once per window and cached, so that all layers share it.
         """
-        if window not in self.made:
-            self.made[window] = packed_attention.borders(self.cu_q, self.cu_k, queries, window)
-        return self.made[window]
+        if window not in self.ranges_by_window:
+            self.ranges_by_window[window] = packed_attention.visible_ranges(
+                self.cu_q, self.cu_k, queries, window
+            )
+        return self.ranges_by_window[window]
 
 
-Prefix = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
+PrefixCache = tuple[Tensor, Tensor]  # cached keys and values of one layer: [size, G, D] each
 
 
-def layout(
+def make_packed_layout(
     q_lens: list[int], k_lens: list[int] | None, device: torch.device, gather: Tensor | None = None
-) -> Layout:
+) -> PackedLayout:
     """Return the layout of rows with these lengths, with its tensors on the device. `k_lens` is
     given only where rows see more keys (a shared prefix) than they have queries.
     """
     keys = q_lens if k_lens is None else k_lens
-    cu_q = cumulative(q_lens, device)
-    cu_k = cu_q if k_lens is None else cumulative(keys, device)
-    return Layout(cu_q, cu_k, max(q_lens), max(keys), gather)
+    cu_q = make_offsets(q_lens, device)
+    cu_k = cu_q if k_lens is None else make_offsets(keys, device)
+    return PackedLayout(cu_q, cu_k, max(q_lens), max(keys), gather)
 
 
-def steady_layout(lens: list[int], longest: int, device: torch.device) -> Layout:
+def make_fixed_size_layout(lens: list[int], longest: int, device: torch.device) -> PackedLayout:
     """Return the layout of rows of at most `longest` tokens, filled up with empty rows to a
     multiple of `ROW_MULTIPLE` rows and with `longest` as the maximum, so that a compiler sees few
     sizes.
     """
-    count = -(-len(lens) // SEGMENTS) * SEGMENTS
-    cu = cumulative([*lens, *[0] * (count - len(lens))], device)
-    return Layout(cu, cu, longest, longest)
+    count = -(-len(lens) // ROW_MULTIPLE) * ROW_MULTIPLE
+    cu = make_offsets([*lens, *[0] * (count - len(lens))], device)
+    return PackedLayout(cu, cu, longest, longest)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Layout, int | None], Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, PackedLayout, int | None], Tensor]
 
 
-def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+def _attend_by_rows(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     """Compute attention row by row through SDPA: for CPUs, and the plain meaning of every other
     kernel. Copies the row lengths to the host.
     """
     out = []
-    q_ends, k_ends = rows.cu_q.tolist(), rows.cu_k.tolist()
+    q_ends, k_ends = layout.cu_q.tolist(), layout.cu_k.tolist()
     for i in range(len(q_ends) - 1):
         queries = slice(q_ends[i], q_ends[i + 1])
         keys = slice(k_ends[i], k_ends[i + 1])
         n, m = queries.stop - queries.start, keys.stop - keys.start
         if n == 0:
             continue
-        mask = None if n == m and real_window(window, m) is None else _mask(n, m, window, q.device)
-        one = F.scaled_dot_product_attention(
+        mask = (
+            None
+            if n == m and get_effective_window(window, m) is None
+            else _make_mask(n, m, window, q.device)
+        )
+        row_out = F.scaled_dot_product_attention(
             q[queries].transpose(0, 1)[None],
             k[keys].transpose(0, 1)[None],
             v[keys].transpose(0, 1)[None],
@@ -99,37 +109,43 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = No
             is_causal=mask is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        out.append(one[0].transpose(0, 1))
+        out.append(row_out[0].transpose(0, 1))
     return torch.cat(out)
 
 
-def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def _make_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return a boolean mask [queries, keys] that is True where a query sees a key: causal, aligned
     at the end, and limited to the last `window` keys.
     """
-    last = keys - queries
-    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
-    return mask if window is None else mask.triu(last - window + 1)
+    diagonal = keys - queries
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(diagonal)
+    return mask if window is None else mask.triu(diagonal - window + 1)
 
 
-def _learns(q: Tensor) -> bool:
+def _needs_gradient(q: Tensor) -> bool:
     """Return whether gradients will be computed, so that a kernel must keep its log-sum-exp for the
     backward pass.
     """
     return torch.is_grad_enabled() and q.requires_grad
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+def _attend_by_flash(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     """Compute attention by torch's flash attention (16-bit types)."""
-    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
-    before = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
+    window_arguments = (
+        {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    )
     out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, *borders, 0.0, True, False, **before
+        q, k, v, *offsets, 0.0, True, False, **window_arguments
     )[0]
     return out
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+def _attend_by_efficient(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     """Compute attention by torch's memory-efficient kernel, the only fused one that takes fp32;
     keys and values are repeated for each query head, because it has no grouped heads. The window is
     ignored: `_run_kernel` refuses one.
@@ -137,46 +153,52 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None
     if q.shape[1] != k.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     causal_from_bottom_right = 2
-    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+    offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
     out: Tensor = torch.ops.aten._efficient_attention_forward(
-        q[None], k[None], v[None], None, *borders, 0.0, causal_from_bottom_right, _learns(q)
+        q[None], k[None], v[None], None, *offsets, 0.0, causal_from_bottom_right, _needs_gradient(q)
     )[0]
     return out[0]
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+def _attend_by_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     """Compute attention by cuDNN, whose causal mask is aligned at the start of a row: right only
     for rows without a shared prefix. The window is ignored: `_run_kernel` refuses one.
     """
-    borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
+    offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
     out: Tensor = torch.ops.aten._cudnn_attention_forward(
-        q, k, v, None, *borders, _learns(q), 0.0, True, False
+        q, k, v, None, *offsets, _needs_gradient(q), 0.0, True, False
     )[0]
     return out
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, rows: Layout, window: int | None = None) -> Tensor:
+def _attend_by_packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, window: int | None = None
+) -> Tensor:
     """Compute attention by this package's Triton kernel; see `triton_attend_packed_rows` for what
     it refuses.
     """
-    return packed_attention.attend(q, k, v, rows.borders(len(q), window))
+    return packed_attention.triton_attend_packed_rows(
+        q, k, v, layout.visible_ranges(len(q), window)
+    )
 
 
-KERNELS: dict[str, Kernel] = {
-    "rows": _rows,
-    "flash": _flash,
-    "efficient": _efficient,
-    "cudnn": _cudnn,
-    "packed": _packed,
+ATTENTION_KERNELS: dict[str, AttentionKernel] = {
+    "rows": _attend_by_rows,
+    "flash": _attend_by_flash,
+    "efficient": _attend_by_efficient,
+    "cudnn": _attend_by_cudnn,
+    "packed": _attend_by_packed,
 }
 # cuDNN's gradients of rows of several lengths are wrong or NaN (torch 2.11, cuDNN 9, one H200);
 # its forward is right.
-FORWARD_ONLY = ("cudnn",)
+FORWARD_ONLY_KERNELS = ("cudnn",)
 # Torch passes no window to cuDNN, and the gradient of `efficient` ignores it (torch 2.11 to 2.13).
-WINDOWED = ("flash", "packed", "rows")
+WINDOW_KERNELS = ("flash", "packed", "rows")
 
 
-def known(kernel: str, trains: bool, *others: str) -> str:
+def check_attention_kernel(kernel: str, trains: bool, *others: str) -> str:
     """Return `kernel` if it is `auto`, one of `others` (the engine's own kernels) or one of
     `ATTENTION_KERNELS`; raise RequestError otherwise, and with `trains` also for kernels whose
     gradients are wrong (`cudnn`).
@@ -184,37 +206,43 @@ def known(kernel: str, trains: bool, *others: str) -> str:
     allowed = (
         "auto",
         *others,
-        *sorted(name for name in KERNELS if not (trains and name in FORWARD_ONLY)),
+        *sorted(
+            name for name in ATTENTION_KERNELS if not (trains and name in FORWARD_ONLY_KERNELS)
+        ),
     )
     if kernel in allowed:
         return kernel
-    why = "has wrong gradients of rows of several lengths" if kernel in KERNELS else "is not known"
+    why = (
+        "has wrong gradients of rows of several lengths"
+        if kernel in ATTENTION_KERNELS
+        else "is not known"
+    )
     raise RequestError(f"tune.attention={kernel!r} {why}; allowed: {', '.join(allowed)}")
 
 
-def fastest(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
+def choose_fastest_kernel(device: Any, dtype: str, dim: int, shared: bool = False) -> str:
     """Return the name of the fastest kernel on an accelerator's device for weights of type `dtype`
     (`bf16`, ...) and heads of `dim` elements; with `shared`, of those that support shared prefixes.
 
     It is the accelerator's own choice, except that `packed` replaces `flash` where it runs.
     """
     kernel: str = device.attention(dtype, shared)
-    ours = packed_attention.serves(device.torch_device, DTYPES[dtype], dim)
-    return "packed" if kernel == "flash" and ours else kernel
+    packed_runs = packed_attention.is_supported(device.torch_device, DTYPES[dtype], dim)
+    return "packed" if kernel == "flash" and packed_runs else kernel
 
 
-def with_window(kernel: str, window: int | None, longest: int, asked: str) -> str:
+def choose_windowed_kernel(kernel: str, window: int | None, longest: int, requested: str) -> str:
     """Return `kernel`, or `rows` in its place if the user asked for `auto` and the model's window
     is shorter than `longest` tokens and `kernel` has no windows. Raises RequestError if the user
     named such a kernel.
     """
-    if real_window(window, longest) is None or kernel in WINDOWED:
+    if get_effective_window(window, longest) is None or kernel in WINDOW_KERNELS:
         return kernel
-    if asked == "auto":
+    if requested == "auto":
         return "rows"
     raise RequestError(
         f"tune.attention={kernel!r} has no window, and rows of {longest} tokens need the model's of"
-        f" {window}; allowed: auto, {', '.join(WINDOWED)}"
+        f" {window}; allowed: auto, {', '.join(WINDOW_KERNELS)}"
     )
 
 
@@ -237,8 +265,8 @@ def _packed_attention(
     the result is contiguous.
     """
     prefix = None if prefix_k is None or prefix_v is None else (prefix_k, prefix_v)
-    return _plain(
-        q, k, v, Layout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window
+    return _run_kernel(
+        q, k, v, PackedLayout(cu_q, cu_k, max_q, max_k, gather), kernel, prefix, window
     ).contiguous()
 
 
@@ -261,13 +289,13 @@ def _(
     return q.new_empty(q.shape)
 
 
-def attend(
+def attend_packed_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Layout,
+    layout: PackedLayout,
     kernel: str,
-    prefix: Prefix | None = None,
+    prefix: PrefixCache | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return attention of packed rows by the named kernel, [Tq, H, D]. Queries may also come by key
@@ -280,40 +308,40 @@ def attend(
     bit-identical attention from a kernel that treats rows alike. Inside torch.compile without
     gradients it calls the custom op.
     """
-    if rows.gather is not None and prefix is None:
+    if layout.gather is not None and prefix is None:
         raise ValueError("a layout with shared prefixes needs their cached keys and values")
-    before = prefix if rows.gather is not None else None
+    used_prefix = prefix if layout.gather is not None else None
     # inside torch.compile, and no gradients
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        borders = rows.cu_q, rows.cu_k, rows.max_q, rows.max_k
-        cached = before or (None, None)
+        offsets = layout.cu_q, layout.cu_k, layout.max_q, layout.max_k
+        cached = used_prefix or (None, None)
         out: Tensor = torch.ops.steelyard.packed_attention(
-            q, k, v, *borders, rows.gather, *cached, kernel, window
+            q, k, v, *offsets, layout.gather, *cached, kernel, window
         )
         return out
-    return _plain(q, k, v, rows, kernel, before, window)
+    return _run_kernel(q, k, v, layout, kernel, used_prefix, window)
 
 
-def _plain(
+def _run_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rows: Layout,
+    layout: PackedLayout,
     kernel: str,
-    prefix: Prefix | None,
+    prefix: PrefixCache | None,
     window: int | None,
 ) -> Tensor:
     """Put cached prefixes before the rows' keys and values and call the kernel directly, without
     the custom op, which would hide the operations from a FLOP counter. Raises ValueError if a
     window is needed and the kernel has none.
     """
-    if rows.gather is not None and prefix is not None:
+    if layout.gather is not None and prefix is not None:
         k, v = (
-            torch.cat((before, own)).index_select(0, rows.gather)
-            for before, own in zip(prefix, (k, v), strict=True)
+            torch.cat((cached, new)).index_select(0, layout.gather)
+            for cached, new in zip(prefix, (k, v), strict=True)
         )
     q = q if q.dim() == 3 or kernel == "packed" else q.flatten(1, 2)
-    window = real_window(window, rows.max_k)
-    if window is not None and kernel not in WINDOWED:
+    window = get_effective_window(window, layout.max_k)
+    if window is not None and kernel not in WINDOW_KERNELS:
         raise ValueError(f"kernel {kernel!r} has no window")
-    return KERNELS[kernel](q, k, v, rows, window)
+    return ATTENTION_KERNELS[kernel](q, k, v, layout, window)

@@ -13,12 +13,12 @@ from typing import Any
 from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.models.auto_shape import AutoModel
-from steelyard.models.shapes import GlmModel, LlamaModel, Matrix
-from steelyard.schema import Frozen
+from steelyard.models.shapes import GlmModel, LayerMatrix, LlamaModel
+from steelyard.schema import FrozenModel
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardFlops:
     """Forward FLOPs of a model: for each token, for each pair of a query and a key it sees (in all
     layers), and for each token whose logits are computed.
     """
@@ -37,11 +37,11 @@ class Family:
     """
 
     name: str
-    shape: type[Frozen]  # schema of its dimensions in a case
+    shape: type[FrozenModel]  # schema of its dimensions in a case
     # kinds of work of this package that it supports; engines decide on those of other packages
     works: tuple[str, ...]
     # (shape): the matrices of one layer, as they are multiplied
-    layer_matrices: Callable[[Any], tuple[Matrix, ...]]
+    layer_matrices: Callable[[Any], tuple[LayerMatrix, ...]]
     # (shape): the number of all other trained parameters of the whole model
     other_parameters: Callable[[Any], int]
     build: str | None  # (shape, device, dtype): a model with uninitialized weights
@@ -53,24 +53,24 @@ class Family:
     # (folder, shape): raises if config.json is that of another model; without torch
     check_folder: str | None = None
     # (shape): FLOPs, if they do not follow from the matrices
-    forward: Callable[[Any], Forward] | None = None
+    forward: Callable[[Any], ForwardFlops] | None = None
 
-    def layer_parameters(self, model: Any) -> int:
+    def count_layer_parameters(self, model: Any) -> int:
         """Return the number of weights in the matrices of one layer (no norms, no biases)."""
-        return sum(one.outputs * one.inputs for one in self.layer_matrices(model))
+        return sum(matrix.outputs * matrix.inputs for matrix in self.layer_matrices(model))
 
 
-def _llama_layer(model: LlamaModel) -> tuple[Matrix, ...]:
+def _list_llama_matrices(model: LlamaModel) -> tuple[LayerMatrix, ...]:
     """Return a Llama layer's four matrices: QKV, attention output, gate and up, down."""
     return (
-        Matrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
-        Matrix("out", model.hidden, model.heads * model.dim, "inputs"),
-        Matrix("gate+up", 2 * model.ffn, model.hidden, "outputs"),
-        Matrix("down", model.hidden, model.ffn, "inputs"),
+        LayerMatrix("qkv", (model.heads + 2 * model.kv_heads) * model.dim, model.hidden, "outputs"),
+        LayerMatrix("out", model.hidden, model.heads * model.dim, "inputs"),
+        LayerMatrix("gate+up", 2 * model.ffn, model.hidden, "outputs"),
+        LayerMatrix("down", model.hidden, model.ffn, "inputs"),
     )
 
 
-def _llama_others(model: LlamaModel) -> int:
+def _count_llama_other_parameters(model: LlamaModel) -> int:
     """Count a Llama's parameters outside its layers' matrices: norms, biases, embedding and output
     (once if tied).
     """
@@ -81,22 +81,22 @@ def _llama_others(model: LlamaModel) -> int:
     return norms + biases + model.vocab * model.hidden * (1 if model.tied else 2)
 
 
-def _glm_layer(model: GlmModel) -> tuple[Matrix, ...]:
+def _list_glm_matrices(model: GlmModel) -> tuple[LayerMatrix, ...]:
     """Return a GLM layer's four matrices: QKV, attention output, up, down."""
     return (
-        Matrix("qkv", 3 * model.hidden, model.hidden, "outputs"),
-        Matrix("out", model.hidden, model.hidden, "inputs"),
-        Matrix("up", model.ffn, model.hidden, "outputs"),
-        Matrix("down", model.hidden, model.ffn, "inputs"),
+        LayerMatrix("qkv", 3 * model.hidden, model.hidden, "outputs"),
+        LayerMatrix("out", model.hidden, model.hidden, "inputs"),
+        LayerMatrix("up", model.ffn, model.hidden, "outputs"),
+        LayerMatrix("down", model.hidden, model.ffn, "inputs"),
     )
 
 
-def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
+def _make_auto_matrix(model: AutoModel) -> tuple[LayerMatrix, ...]:
     """Return one made-up matrix with as many FLOPs as all matmuls of a layer, because only
     transformers knows the real ones.
     """
     return (
-        Matrix(
+        LayerMatrix(
             "layer",
             max(1, model.token_flops // (2 * model.layers * model.hidden)),
             model.hidden,
@@ -105,18 +105,18 @@ def _auto_layer(model: AutoModel) -> tuple[Matrix, ...]:
     )
 
 
-def _auto_others(model: AutoModel) -> int:
+def _count_auto_other_parameters(model: AutoModel) -> int:
     """Return the model's parameters minus those of the made-up layer matrices."""
-    one = _auto_layer(model)[0]
-    return model.parameters - model.layers * one.outputs * one.inputs
+    matrix = _make_auto_matrix(model)[0]
+    return model.parameters - model.layers * matrix.outputs * matrix.inputs
 
 
-def _auto_forward(model: AutoModel) -> Forward:
+def _get_auto_forward_flops(model: AutoModel) -> ForwardFlops:
     """Return the FLOPs that the case gives."""
-    return Forward(model.token_flops, model.pair_flops, model.logit_flops)
+    return ForwardFlops(model.token_flops, model.pair_flops, model.logit_flops)
 
 
-def _glm_others(model: GlmModel) -> int:
+def _count_glm_other_parameters(model: GlmModel) -> int:
     """Count a GLM's parameters outside its layers' matrices: norms, biases, word embeddings (tied)
     and two position tables.
     """
@@ -129,63 +129,65 @@ LLAMA = Family(
     name="llama",
     shape=LlamaModel,
     works=("score_choices", "score_texts", "train_rows"),
-    layer_matrices=_llama_layer,
-    other_parameters=_llama_others,
-    build="steelyard.models.llama_init:build",
-    random_init="steelyard.models.llama_init:fill_random",
-    placements="steelyard.models.placements:PLACEMENTS",
-    holds="steelyard.weights.load:holds",
-    checkpoint="steelyard.weights.load:open_folder",
-    check_folder="steelyard.weights.hf_folder:check_llama",
+    layer_matrices=_list_llama_matrices,
+    other_parameters=_count_llama_other_parameters,
+    build="steelyard.models.llama_init:build_llama",
+    random_init="steelyard.models.llama_init:fill_random_llama_weights",
+    placements="steelyard.models.llama_placements:PLACEMENTS",
+    holds="steelyard.weights.llama_weights:has_llama_checkpoint",
+    checkpoint="steelyard.weights.llama_weights:open_llama_checkpoint",
+    check_folder="steelyard.weights.hf_folder:check_llama_folder",
 )
 AUTO = Family(
     name="auto",
     shape=AutoModel,
     works=("score_choices", "score_texts"),
-    layer_matrices=_auto_layer,
-    other_parameters=_auto_others,
+    layer_matrices=_make_auto_matrix,
+    other_parameters=_count_auto_other_parameters,
     build=None,
     random_init=None,
     placements=None,
     holds=None,
-    checkpoint="steelyard.weights.load:open_folder",
-    check_folder="steelyard.weights.hf_folder:check_auto",
-    forward=_auto_forward,
+    checkpoint="steelyard.weights.llama_weights:open_llama_checkpoint",
+    check_folder="steelyard.weights.hf_folder:check_auto_folder",
+    forward=_get_auto_forward_flops,
 )
 GLM = Family(
     name="glm",
     shape=GlmModel,
     works=("train_cloze",),
-    layer_matrices=_glm_layer,
-    other_parameters=_glm_others,
-    build="steelyard.models.glm:build",
-    random_init="steelyard.models.glm:fill_random",
+    layer_matrices=_list_glm_matrices,
+    other_parameters=_count_glm_other_parameters,
+    build="steelyard.models.glm:build_glm",
+    random_init="steelyard.models.glm:fill_random_glm_weights",
     placements=None,
-    holds="steelyard.weights.glm:holds",
-    checkpoint="steelyard.weights.glm:read",
+    holds="steelyard.weights.glm_checkpoint:has_glm_checkpoint",
+    checkpoint="steelyard.weights.glm_checkpoint:open_glm_checkpoint",
 )
-GROUP = "steelyard.families"
+ENTRY_POINT_GROUP = "steelyard.families"
 
 
-def table() -> dict[str, Family]:
+def load_families() -> dict[str, Family]:
     """Return all families by name: shipped ones and those of installed packages. Raises
     RequestError if two have the same name.
     """
-    return plugins.table([LLAMA, GLM, AUTO], GROUP, Family, "family")
+    return plugins.load_rows_by_name([LLAMA, GLM, AUTO], ENTRY_POINT_GROUP, Family, "family")
 
 
-def does(name: str, work: str) -> bool:
+def can_do_work(name: str, work: str) -> bool:
     """Return whether a family supports a kind of work, such as `train_rows`.
 
     Also True for kinds of work that no family lists: they come from another package, whose engines
     decide. Raises RequestError if the family is unknown.
     """
-    return work in row(name).works or not any(work in one.works for one in table().values())
+    return work in find_family(name).works or not any(
+        work in family.works for family in load_families().values()
+    )
 
 
-def row(name: str) -> Family:
+def find_family(name: str) -> Family:
     """Return the family of this name; raise RequestError, with all known names, if unknown."""
-    rows = table()
+    rows = load_families()
     if name not in rows:
         raise RequestError(f"no family {name!r}; known: {', '.join(rows)}")
     return rows[name]

@@ -3,7 +3,7 @@ tanh-GELU, output tied to the word embeddings.
 
 Tokens are packed as cloze_attention.py describes: nothing is padded, and a linear layer sees one
 matrix of all tokens. QKV is one matrix with the rows [Q; K; V]. Modules have the names of GLM's own
-checkpoints. Trained by training/glm.py through glm_fused.py.
+checkpoints. Trained by training/glm_trainer.py through glm_fused.py.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.models.glm_attention import ClozeLayout, attend
+from steelyard.models.cloze_attention import ClozeLayout, attend_cloze
 from steelyard.models.shapes import GlmModel
-from steelyard.models.tensors import without_values
+from steelyard.models.tensors import skip_initialization
 
-STD = 0.02  # GLM's initialization of matrices and embeddings, except the two below
+INIT_STD = 0.02  # GLM's initialization of matrices and embeddings, except the two below
 # matrices of a layer whose output is added to the residual stream
-OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 GlmStreams = tuple[Tensor, Tensor]
-Layer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
+GlmLayer = Callable[[Tensor, Tensor, ClozeLayout, str, float], GlmStreams]
 
 
-class Attention(nn.Module):
+class GlmAttention(nn.Module):
     """The two linear layers of a GLM block's attention, named as in GLM's checkpoints; `GlmBlock`
     calls them.
     """
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.dense = nn.Linear(shape.hidden, shape.hidden)
 
 
-class Mlp(nn.Module):
+class GlmMlp(nn.Module):
     """The two linear layers of a GLM block's MLP, named as in GLM's checkpoints; `GlmBlock` calls
     them.
     """
@@ -62,36 +62,38 @@ class GlmBlock(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.input_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
-        self.attention = Attention(shape)
+        self.attention = GlmAttention(shape)
         self.post_attention_layernorm = nn.LayerNorm(shape.hidden, shape.norm_eps)
-        self.mlp = Mlp(shape)
+        self.mlp = GlmMlp(shape)
 
     def forward(
-        self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+        self, x: Tensor, delta: Tensor, layout: ClozeLayout, kernel: str, dropout: float
     ) -> GlmStreams:
         """Return (x, delta), [T, hidden] each, after attention and MLP. `kernel` names a kernel of
         `CLOZE_KERNELS`, `dropout` is a probability.
         """
-        x, normed = joined(x, delta, self.input_layernorm, dropout)
-        qkv = split(self.attention.query_key_value(normed), self.heads)
-        seen = attend(qkv, rows, kernel, dropout).flatten(1)
-        x, normed = joined(x, self.attention.dense(seen), self.post_attention_layernorm, dropout)
+        x, normed = dropout_add_norm(x, delta, self.input_layernorm, dropout)
+        qkv = split_glm_qkv(self.attention.query_key_value(normed), self.heads)
+        attended = attend_cloze(qkv, layout, kernel, dropout).flatten(1)
+        x, normed = dropout_add_norm(
+            x, self.attention.dense(attended), self.post_attention_layernorm, dropout
+        )
         return x, self.mlp.dense_4h_to_h(F.gelu(self.mlp.dense_h_to_4h(normed), approximate="tanh"))
 
 
-def split(qkv: Tensor, heads: int) -> Tensor:
+def split_glm_qkv(qkv: Tensor, heads: int) -> Tensor:
     """View the output of a GLM's QKV matmul [T, 3 · hidden] as [T, 3, H, D]."""
     out: Tensor = qkv.unflatten(-1, (3, heads, -1))  # type: ignore[no-untyped-call]
     return out
 
 
-def joined(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
+def dropout_add_norm(x: Tensor, delta: Tensor, norm: nn.LayerNorm, dropout: float) -> GlmStreams:
     """Return x + dropout(delta) and its LayerNorm."""
     x = x + F.dropout(delta, dropout)
     return x, F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-class Transformer(nn.Module):
+class GlmTransformer(nn.Module):
     """A GLM's position tables, blocks and final norm, named as in GLM's checkpoints; `Glm` calls
     them.
     """
@@ -113,61 +115,65 @@ class Glm(nn.Module):
         super().__init__()
         self.shape = shape
         self.word_embeddings = nn.Embedding(shape.vocab, shape.hidden)
-        self.transformer = Transformer(shape)
+        self.transformer = GlmTransformer(shape)
 
-    def embed(self, tokens: Tensor, positions: Tensor, blocks: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor, block_positions: Tensor) -> Tensor:
         """Return the sum of each token's word, position and block-position embeddings, [T, hidden].
         `positions` and `block_positions` are int64 [T], as `tokens`.
         """
-        below = self.transformer
-        placed = below.position_embeddings(positions) + below.block_position_embeddings(blocks)
-        out: Tensor = self.word_embeddings(tokens) + placed
+        transformer = self.transformer
+        position_sum = transformer.position_embeddings(
+            positions
+        ) + transformer.block_position_embeddings(block_positions)
+        out: Tensor = self.word_embeddings(tokens) + position_sum
         return out
 
-    def streams(
+    def run_layers(
         self,
         embedded: Tensor,
-        rows: ClozeLayout,
+        layout: ClozeLayout,
         kernel: str,
         dropout: float,
-        layers: Sequence[Layer] = (),
+        layers: Sequence[GlmLayer] = (),
     ) -> GlmStreams:
         """Return (x, delta) after the last block, delta not yet dropped from and added, [T, hidden]
         each. `layers`, if any, are run in place of the model's own blocks, for example compiled
         ones.
         """
         x, delta = torch.zeros_like(embedded), embedded
-        chosen: Iterable[Layer] = layers or self.transformer.layers
+        chosen: Iterable[GlmLayer] = layers or self.transformer.layers
         for layer in chosen:
-            x, delta = layer(x, delta, rows, kernel, dropout)
+            x, delta = layer(x, delta, layout, kernel, dropout)
         return x, delta
 
     def forward(
         self,
         tokens: Tensor,
         positions: Tensor,
-        blocks: Tensor,
-        rows: ClozeLayout,
+        block_positions: Tensor,
+        layout: ClozeLayout,
         kernel: str,
         dropout: float = 0.0,
     ) -> Tensor:
         """Return the logits of the spans' tokens only: [S, vocab]."""
-        x, delta = self.streams(self.embed(tokens, positions, blocks), rows, kernel, dropout)
-        n = rows.context_tokens
-        normed = joined(x[n:], delta[n:], self.transformer.final_layernorm, dropout)[1]
+        x, delta = self.run_layers(
+            self.embed(tokens, positions, block_positions), layout, kernel, dropout
+        )
+        n = layout.context_tokens
+        normed = dropout_add_norm(x[n:], delta[n:], self.transformer.final_layernorm, dropout)[1]
         return F.linear(normed, self.word_embeddings.weight)
 
 
-def build(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
+def build_glm(shape: GlmModel, device: torch.device, dtype: torch.dtype) -> Glm:
     """Build a GLM on the device, with gradients disabled and its memory uninitialized: fill or load
     the weights next.
     """
-    with without_values(device, dtype):
+    with skip_initialization(device, dtype):
         model = Glm(shape)
     return model.requires_grad_(False)
 
 
-def fill_random(model: Glm, seed: int) -> None:
+def fill_random_glm_weights(model: Glm, seed: int) -> None:
     """Fill all parameters with random initial weights, in place: N(0, 0.02) in matrices and
     embeddings, ones in norms, zeros in biases.
 
@@ -176,7 +182,7 @@ def fill_random(model: Glm, seed: int) -> None:
     the seed and on the parameter's name, shape, dtype and kind of device, not on the order of
     calls.
     """
-    scaled = STD / sqrt(2 * model.shape.layers)
+    residual_std = INIT_STD / sqrt(2 * model.shape.layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -186,4 +192,8 @@ def fill_random(model: Glm, seed: int) -> None:
             generator = torch.Generator(parameter.device).manual_seed(
                 int.from_bytes(digest[:8], "big") >> 1
             )
-            parameter.normal_(0.0, scaled if name.endswith(OUTPUTS) else STD, generator=generator)
+            parameter.normal_(
+                0.0,
+                residual_std if name.endswith(RESIDUAL_OUTPUTS) else INIT_STD,
+                generator=generator,
+            )

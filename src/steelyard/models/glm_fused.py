@@ -3,7 +3,7 @@ the accumulator directly, as in llama_fused.py.
 
 Biases are added by the matmul itself. What lies between matmuls (dropout, addition and norm) is one
 compiled function or, where Triton runs, a kernel of kernels/glm_norm_gelu.py that also sums up the
-gradient of the bias before it. Used by engines/torch/glm.py.
+gradient of the bias before it. Used by engines/torch/train_cloze.py.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from steelyard.kernels import glm_attention, glm_logits, glm_norm, glm_spans, jit
-from steelyard.kernels.glm_norm import Dropout
-from steelyard.models.glm import Glm, GlmBlock, GlmStreams, Layer, split
-from steelyard.models.glm_attention import FLASH, JOINT, ClozeLayout, attend, merge
-from steelyard.models.llama_fused import Gradient, add_product
+from steelyard.kernels import (
+    glm_logits,
+    glm_norm_gelu,
+    glm_packed_attention,
+    glm_span_attention,
+    jit,
+)
+from steelyard.kernels.glm_norm_gelu import Dropout
+from steelyard.models.cloze_attention import (
+    FLASH,
+    INTERLEAVED,
+    ClozeLayout,
+    attend_cloze,
+    merge_softmax_parts,
+)
+from steelyard.models.glm import Glm, GlmBlock, GlmLayer, GlmStreams, split_glm_qkv
+from steelyard.models.llama_fused import GradientOf, add_product
 
-ROWS = 512  # rows of logits at a time if nothing is compiled
-PLACES = 3  # two additions to the residual stream, and attention
+LOGIT_ROWS = 512  # rows of logits at a time if nothing is compiled
+DROPOUTS = 3  # two additions to the residual stream, and attention
 # 16-bit elements of one 16-byte load of a matmul; GLM's position tables have 513 rows
 ALIGNED = 8
 
@@ -29,7 +41,7 @@ Ids = tuple[Tensor, Tensor, Tensor]  # tokens, positions, block positions
 Tables = tuple[Tensor, Tensor]  # embeddings of positions, of block positions
 
 
-class Linear(torch.autograd.Function):
+class AccumulatedBiasLinear(torch.autograd.Function):
     """x · weightᵀ + bias, whose backward pass adds the gradients of weight and bias to the given
     accumulators and returns that of x only.
 
@@ -79,7 +91,7 @@ class DropoutAddNorm(torch.autograd.Function):
         dropout: Dropout,
     ) -> GlmStreams:
         """Return the sum and its norm, [T, hidden] each."""
-        out, normed, stats = glm_norm.dropout_add_norm(
+        out, normed, stats = glm_norm_gelu.triton_dropout_add_norm(
             x, delta, norm.weight, norm.bias, norm.eps, dropout
         )
         context.save_for_backward(out, stats, norm.weight)
@@ -94,18 +106,18 @@ class DropoutAddNorm(torch.autograd.Function):
         """Return the gradients of x (None if not needed) and delta, and None for the rest; raise
         ValueError if nothing was computed from the norm.
         """
-        more, grad = grads
-        if grad is None:
+        sum_grad, norm_grad = grads
+        if norm_grad is None:
             raise ValueError("a norm that nothing was made from")
         accumulators, dropout = context.asked
-        stays = context.needs_input_grad[0]
-        back, change = glm_norm.dropout_add_norm_backward(
-            context.saved_tensors, more, grad, accumulators, dropout, stays
+        x_needs_grad = context.needs_input_grad[0]
+        x_grad, delta_grad = glm_norm_gelu.triton_dropout_add_norm_backward(
+            context.saved_tensors, sum_grad, norm_grad, accumulators, dropout, x_needs_grad
         )
-        return back, change, None, None, None
+        return x_grad, delta_grad, None, None, None
 
 
-class JointAttention(torch.autograd.Function):
+class FlashClozeAttention(torch.autograd.Function):
     """A cloze's attention of tokens in interleaved order, kernel `flash` where Triton runs: one
     call of flash attention for all queries on contexts, and a Triton kernel that continues with
     spans on themselves.
@@ -119,13 +131,15 @@ class JointAttention(torch.autograd.Function):
         context: Any, qkv: Tensor, rows: ClozeLayout, dropout: Dropout, accumulator: Tensor
     ) -> Tensor:
         """Return [T, H, D] of qkv [T, 3, H, D]."""
-        joint = rows.joint
-        near = glm_spans.context_keys_values(qkv, joint)
-        q, k, v = qkv[:, 0], near[:, 0], near[:, 1]
-        out, lse, state = FLASH.forward(q, k, v, joint.rows, rows.contexts, dropout.share, False)
+        layout = rows.interleaved
+        context_kv = glm_span_attention.gather_context_keys_values(qkv, layout)
+        q, k, v = qkv[:, 0], context_kv[:, 0], context_kv[:, 1]
+        out, lse, state = FLASH.forward(
+            q, k, v, layout.row_offsets, rows.contexts, dropout.share, False
+        )
         out = out.contiguous()
-        glm_spans.attend_spans(qkv, out, lse, joint, dropout)
-        context.save_for_backward(qkv, near, out, lse)
+        glm_span_attention.attend_spans(qkv, out, lse, layout, dropout)
+        context.save_for_backward(qkv, context_kv, out, lse)
         context.asked = rows, dropout, accumulator, state
         return out
 
@@ -134,20 +148,22 @@ class JointAttention(torch.autograd.Function):
         """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
         rest.
         """
-        qkv, near, out, lse = context.saved_tensors
+        qkv, context_kv, out, lse = context.saved_tensors
         rows, dropout, accumulator, state = context.asked
-        grad, borders = grads[0].contiguous(), (rows.joint.rows, rows.contexts)
+        grad, offsets = grads[0].contiguous(), (rows.interleaved.row_offsets, rows.contexts)
         dq, dk, dv = FLASH.backward(
-            grad, qkv[:, 0], *near.unbind(1), out, lse, state, *borders, dropout.share, False
+            grad, qkv[:, 0], *context_kv.unbind(1), out, lse, state, *offsets, dropout.share, False
         )
         dq = dq.contiguous()  # kernels below read it as contiguous and add to it
         total = torch.empty_like(qkv)
-        glm_spans.attend_spans_backward(grad, qkv, out, lse, dq, total, rows.joint, dropout)
-        glm_spans.merge_gradients((dq, dk, dv), total, rows.joint, accumulator)
+        glm_span_attention.attend_spans_backward(
+            grad, qkv, out, lse, dq, total, rows.interleaved, dropout
+        )
+        glm_span_attention.merge_qkv_gradients((dq, dk, dv), total, rows.interleaved, accumulator)
         return total, None, None, None
 
 
-class PackedAttention(torch.autograd.Function):
+class PackedClozeAttention(torch.autograd.Function):
     """A cloze's attention of tokens in interleaved order by this package's Triton kernels (kernel
     `packed`): one forward, two backward. The backward pass adds the gradient of QKV's bias to
     `accumulator`.
@@ -160,9 +176,9 @@ class PackedAttention(torch.autograd.Function):
         """Return [T, H, D] of qkv [T, 3, H, D]; raise RequestError if qkv has more than 2^31 - 1
         elements.
         """
-        borders, programs = rows.joint.borders, rows.joint.programs
-        out, lse = glm_attention.attend(qkv, borders, programs, dropout)
-        context.save_for_backward(qkv, out, lse, borders, programs)
+        ranges, programs = rows.interleaved.token_ranges, rows.interleaved.programs
+        out, lse = glm_packed_attention.triton_attend_cloze(qkv, ranges, programs, dropout)
+        context.save_for_backward(qkv, out, lse, ranges, programs)
         context.asked = dropout, accumulator
         return out
 
@@ -171,7 +187,7 @@ class PackedAttention(torch.autograd.Function):
         """Add the gradient of QKV's bias to `accumulator`, and return that of qkv and None for the
         rest.
         """
-        back = glm_attention.attend_backward(
+        back = glm_packed_attention.triton_attend_cloze_backward(
             grads[0].contiguous(), *context.saved_tensors, *context.asked
         )
         return back, None, None, None
@@ -187,13 +203,13 @@ class Gelu(torch.autograd.Function):
         """Return GELU(x), [T, width]."""
         context.save_for_backward(x)
         context.accumulator = accumulator
-        return glm_norm.gelu(x)
+        return glm_norm_gelu.triton_gelu(x)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Add the bias's gradient to `accumulator`, and return that of x and None."""
         (x,) = context.saved_tensors
-        return glm_norm.gelu_backward(x, grads[0], context.accumulator), None
+        return glm_norm_gelu.triton_gelu_backward(x, grads[0], context.accumulator), None
 
 
 class SummedEmbeddings(torch.autograd.Function):
@@ -228,10 +244,10 @@ class SummedEmbeddings(torch.autograd.Function):
             torch.ops.aten.embedding_dense_backward(grad, ids[0], len(accumulators[0]), -1, False)
         )
         for row, table in zip(ids[1:], accumulators[1:], strict=True):
-            total = table.new_zeros(-(-len(table) // ALIGNED) * ALIGNED, table.shape[1])
-            read = row[:, None] == torch.arange(len(total), device=row.device)
-            add_product(total, read.to(grad.dtype), grad)
-            table.add_(total[: len(table)])
+            table_grad = table.new_zeros(-(-len(table) // ALIGNED) * ALIGNED, table.shape[1])
+            one_hot = row[:, None] == torch.arange(len(table_grad), device=row.device)
+            add_product(table_grad, one_hot.to(grad.dtype), grad)
+            table.add_(table_grad[: len(table)])
         return None, None, None, None
 
 
@@ -251,10 +267,10 @@ class LogProbs(torch.autograd.Function):
     ) -> Tensor:
         """Return log-probabilities [rows] in fp32 or wider, of x [rows, hidden]."""
         logits = x @ table.t()
-        lse, found = kernels.rows(kernels.log_probs, logits, targets)
+        lse, target_logits = kernels.run_by_rows(kernels.log_prob_terms, logits, targets)
         context.save_for_backward(x, table, targets, logits, lse)
         context.asked = accumulator, kernels
-        return found - lse
+        return target_logits - lse
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -263,7 +279,7 @@ class LogProbs(torch.autograd.Function):
         """
         x, table, targets, logits, lse = context.saved_tensors
         accumulator, kernels = context.asked
-        (grad,) = kernels.rows(kernels.log_probs_backward, logits, targets, lse, grads[0])
+        (grad,) = kernels.run_by_rows(kernels.log_probs_backward, logits, targets, lse, grads[0])
         add_product(accumulator, grad, x)
         return grad @ table, None, None, None, None
 
@@ -279,36 +295,37 @@ class GlmKernels:
     def __init__(self, compiled: bool, triton: bool, eps: float, dropout: float) -> None:
         """Choose the functions; with `compiled` they are compiled on their first call."""
 
-        def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def prepare(function: Callable[..., Any]) -> Callable[..., Any]:
             """Return the function under torch.compile, or as it is without `compiled`."""
             return torch.compile(function, dynamic=True) if compiled else function
 
         # compiled functions make no fp32 copy of all logits
-        self.whole = compiled
+        self.all_rows_at_once = compiled
         self.norms = {
-            rate: make(glm_norm.plain_dropout_add_norm(eps, rate)) for rate in (0.0, dropout)
+            rate: prepare(glm_norm_gelu.make_plain_dropout_add_norm(eps, rate))
+            for rate in (0.0, dropout)
         }
-        self.merge = make(merge)
-        self.log_probs, self.log_probs_backward = (
-            make(glm_logits.log_probs),
-            make(glm_logits.log_probs_backward),
+        self.merge = prepare(merge_softmax_parts)
+        self.log_prob_terms, self.log_probs_backward = (
+            prepare(glm_logits.compute_log_prob_terms),
+            prepare(glm_logits.log_probs_backward),
         )
         if triton:
-            self.log_probs = glm_logits.triton_log_probs
+            self.log_prob_terms = glm_logits.triton_compute_log_prob_terms
             self.log_probs_backward = glm_logits.triton_log_probs_backward
 
-    def rows(
-        self, piece: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+    def run_by_rows(
+        self, function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         """Call `function` on tensors whose first dimension is rows: on all rows at once if
         functions are compiled, otherwise on `LOGIT_ROWS` rows at a time, and concatenate the
         results.
         """
-        if self.whole or len(tensors[0]) <= ROWS:
-            return piece(*tensors)
+        if self.all_rows_at_once or len(tensors[0]) <= LOGIT_ROWS:
+            return function(*tensors)
         parts = [
-            piece(*part)
-            for part in zip(*(torch.split(tensor, ROWS) for tensor in tensors), strict=True)
+            function(*part)
+            for part in zip(*(torch.split(tensor, LOGIT_ROWS) for tensor in tensors), strict=True)
         ]
         return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
@@ -320,12 +337,12 @@ class GlmKernels:
         return out
 
 
-class FusedLayer:
+class FusedGlmLayer:
     """A GLM block without Triton: the same function as `GlmBlock`, with weight gradients added to
     where `gradient` says.
     """
 
-    def __init__(self, block: GlmBlock, gradient: Gradient, kernels: GlmKernels) -> None:
+    def __init__(self, block: GlmBlock, gradient: GradientOf, kernels: GlmKernels) -> None:
         """Keep the block, whose parameters are used, the lookup of gradients and the shared
         functions.
         """
@@ -337,8 +354,8 @@ class FusedLayer:
         """Return (x, delta), as `GlmBlock.forward`."""
         block, kernels = self.block, self.kernels
         x, normed = kernels.add_norm(x, delta, block.input_layernorm, dropout)
-        qkv = split(self._linear(normed, block.attention.query_key_value), block.heads)
-        seen = attend(qkv, rows, kernel, dropout, kernels.merge).flatten(1)
+        qkv = split_glm_qkv(self._linear(normed, block.attention.query_key_value), block.heads)
+        seen = attend_cloze(qkv, rows, kernel, dropout, kernels.merge).flatten(1)
         x, normed = kernels.add_norm(
             x, self._linear(seen, block.attention.dense), block.post_attention_layernorm, dropout
         )
@@ -349,10 +366,10 @@ class FusedLayer:
         """Apply a linear layer; its weight's and bias's gradients are accumulated in the backward
         pass.
         """
-        return linear(x, layer, self.gradient, self.gradient(layer.bias))
+        return apply_linear(x, layer, self.gradient, self.gradient(layer.bias))
 
 
-class KernelLayer:
+class TritonGlmLayer:
     """A GLM block by Triton kernels: the same function as `GlmBlock`, in which the kernels between
     matmuls sum up the gradients of all biases.
 
@@ -361,13 +378,13 @@ class KernelLayer:
     """
 
     def __init__(
-        self, block: GlmBlock, gradient: Gradient, before: Tensor | None, seed: Tensor, place: int
+        self, block: GlmBlock, gradient: GradientOf, bias: Tensor | None, seed: Tensor, site: int
     ) -> None:
         """Keep the block, whose parameters are used, the lookup of gradients and the dropout seed,
         a tensor on the device that all layers share.
         """
-        self.block, self.gradient, self.before = block, gradient, before
-        self.seed, self.place = seed, place
+        self.block, self.gradient, self.bias = block, gradient, bias
+        self.seed, self.site = seed, site
 
     def __call__(
         self, x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
@@ -375,57 +392,62 @@ class KernelLayer:
         """Return (x, delta), as `GlmBlock.forward`."""
         block, gradient = self.block, self.gradient
         attention, mlp = block.attention, block.mlp
-        first, second, third = (Dropout(dropout, self.seed, self.place + i) for i in range(PLACES))
-        x, normed = dropout_add_norm(x, delta, block.input_layernorm, first, gradient, self.before)
+        first, second, third = (Dropout(dropout, self.seed, self.site + i) for i in range(DROPOUTS))
+        x, normed = apply_dropout_add_norm(
+            x, delta, block.input_layernorm, first, gradient, self.bias
+        )
         bias = attention.query_key_value.bias
-        if kernel in JOINT:
-            qkv = split(linear(normed, attention.query_key_value, gradient, None), block.heads)
-            attention_by = PackedAttention if kernel == "packed" else JointAttention
-            seen: Tensor = attention_by.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
-        else:
-            qkv = split(
-                linear(normed, attention.query_key_value, gradient, gradient(bias)), block.heads
+        if kernel in INTERLEAVED:
+            qkv = split_glm_qkv(
+                apply_linear(normed, attention.query_key_value, gradient, None), block.heads
             )
-            seen = attend(qkv, rows, kernel, dropout)
-        delta = linear(seen.flatten(1), attention.dense, gradient, None)
-        x, normed = dropout_add_norm(
+            attention_by = PackedClozeAttention if kernel == "packed" else FlashClozeAttention
+            attended: Tensor = attention_by.apply(qkv, rows, second, gradient(bias))  # type: ignore[no-untyped-call]
+        else:
+            qkv = split_glm_qkv(
+                apply_linear(normed, attention.query_key_value, gradient, gradient(bias)),
+                block.heads,
+            )
+            attended = attend_cloze(qkv, rows, kernel, dropout)
+        delta = apply_linear(attended.flatten(1), attention.dense, gradient, None)
+        x, normed = apply_dropout_add_norm(
             x, delta, block.post_attention_layernorm, third, gradient, attention.dense.bias
         )
-        narrow = linear(normed, mlp.dense_h_to_4h, gradient, None)
-        wide: Tensor = Gelu.apply(narrow, gradient(mlp.dense_h_to_4h.bias))  # type: ignore[no-untyped-call]
-        return x, linear(wide, mlp.dense_4h_to_h, gradient, None)
+        narrow = apply_linear(normed, mlp.dense_h_to_4h, gradient, None)
+        activated: Tensor = Gelu.apply(narrow, gradient(mlp.dense_h_to_4h.bias))  # type: ignore[no-untyped-call]
+        return x, apply_linear(activated, mlp.dense_4h_to_h, gradient, None)
 
 
-def linear(
-    x: Tensor, layer: nn.Linear, gradient: Gradient, bias_accumulator: Tensor | None
+def apply_linear(
+    x: Tensor, layer: nn.Linear, gradient: GradientOf, bias_accumulator: Tensor | None
 ) -> Tensor:
     """Return x · weightᵀ + bias of a layer; the backward pass adds the weight's gradient to
     `gradient(weight)` and the bias's to `bias_accumulator`, if there is one.
     """
-    out: Tensor = Linear.apply(
+    out: Tensor = AccumulatedBiasLinear.apply(
         x, layer.weight, layer.bias, gradient(layer.weight), bias_accumulator
     )  # type: ignore[no-untyped-call]
     return out
 
 
-def dropout_add_norm(
+def apply_dropout_add_norm(
     x: Tensor,
     delta: Tensor,
     norm: nn.LayerNorm,
     dropout: Dropout,
-    gradient: Gradient,
-    before: Tensor | None,
+    gradient: GradientOf,
+    prior_bias: Tensor | None,
 ) -> GlmStreams:
     """Return x + dropout(delta) and its LayerNorm by Triton kernels; the backward pass accumulates
     the gradients of the norm's weight and bias, and of `prior_bias`, with which delta was made,
     unless it is None.
     """
-    places = (
+    accumulators = (
         gradient(norm.weight),
         gradient(norm.bias),
-        None if before is None else gradient(before),
+        None if prior_bias is None else gradient(prior_bias),
     )
-    out: GlmStreams = DropoutAddNorm.apply(x, delta, norm, places, dropout)  # type: ignore[no-untyped-call]
+    out: GlmStreams = DropoutAddNorm.apply(x, delta, norm, accumulators, dropout)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -438,30 +460,32 @@ class FusedGlm:
     computed again in the backward pass.
     """
 
-    def __init__(self, model: Glm, gradient: Gradient, compiled: bool, recompute: bool) -> None:
+    def __init__(self, model: Glm, gradient: GradientOf, compiled: bool, recompute: bool) -> None:
         """Wrap the model's blocks, whose parameters are shared, and make a zero dropout seed on
         their device.
         """
         shape, device = model.shape, model.word_embeddings.weight.device
         self.model, self.gradient = model, gradient
-        self.triton = compiled and jit.serve(device)
+        self.triton = compiled and jit.has_triton(device)
         self.kernels = GlmKernels(compiled, self.triton, shape.norm_eps, shape.dropout)
         self.seed = torch.zeros(1, dtype=torch.int64, device=device)
         blocks: list[GlmBlock] = list(model.transformer.layers)  # type: ignore[arg-type]
-        self.last = blocks[-1].mlp.dense_4h_to_h.bias
-        self.layers: list[Layer] = [FusedLayer(block, gradient, self.kernels) for block in blocks]
+        self.last_bias = blocks[-1].mlp.dense_4h_to_h.bias
+        self.layers: list[GlmLayer] = [
+            FusedGlmLayer(block, gradient, self.kernels) for block in blocks
+        ]
         if self.triton:
             biases = [None, *(block.mlp.dense_4h_to_h.bias for block in blocks)]
-            places = range(0, PLACES * len(blocks), PLACES)
-            every = zip(blocks, biases, places, strict=False)
+            sites = range(0, DROPOUTS * len(blocks), DROPOUTS)
+            arguments = zip(blocks, biases, sites, strict=False)
             self.layers = [
-                KernelLayer(block, gradient, before, self.seed, place)
-                for block, before, place in every
+                TritonGlmLayer(block, gradient, prior_bias, self.seed, site)
+                for block, prior_bias, site in arguments
             ]
         if recompute:
-            self.layers = [recomputed(layer) for layer in self.layers]
+            self.layers = [recompute_layer(layer) for layer in self.layers]
 
-    def draw(self) -> None:
+    def draw_seed(self) -> None:
         """Draw a new dropout seed for the next forward pass and its backward, in place on the
         device. It comes from torch's random generator of the host, so nothing waits for the device.
         """
@@ -476,43 +500,47 @@ class FusedGlm:
         `ids` are tokens, positions and block positions in the order of `ClozeLayout`; they are
         reordered here if the kernel needs it.
         """
-        below, table = self.model.transformer, self.model.word_embeddings.weight
-        tables = below.position_embeddings.weight, below.block_position_embeddings.weight
-        accumulators = tuple(self.gradient(one) for one in (table, *tables))
-        if self.reorders(kernel):
-            tokens, positions, blocks = (row.index_select(0, rows.joint.order) for row in ids)
+        trunk, table = self.model.transformer, self.model.word_embeddings.weight
+        tables = trunk.position_embeddings.weight, trunk.block_position_embeddings.weight
+        accumulators = tuple(self.gradient(tensor) for tensor in (table, *tables))
+        if self.is_interleaved(kernel):
+            tokens, positions, blocks = (row.index_select(0, rows.interleaved.order) for row in ids)
             ids = tokens, positions, blocks
-        picked = rows.joint.spans if self.reorders(kernel) else rows.picked
+        picked = (
+            rows.interleaved.span_positions if self.is_interleaved(kernel) else rows.span_positions
+        )
         embedded: Tensor = SummedEmbeddings.apply(tables, ids, accumulators, table)  # type: ignore[no-untyped-call]
         x, delta = (
-            one.index_select(0, picked)
-            for one in self.model.streams(embedded, rows, kernel, dropout, self.layers)
+            tensor.index_select(0, picked)
+            for tensor in self.model.run_layers(embedded, rows, kernel, dropout, self.layers)
         )
         if self.triton:
-            last = Dropout(dropout, self.seed, PLACES * len(self.layers))
-            normed = dropout_add_norm(
-                x, delta, below.final_layernorm, last, self.gradient, self.last
+            last_dropout = Dropout(dropout, self.seed, DROPOUTS * len(self.layers))
+            normed = apply_dropout_add_norm(
+                x, delta, trunk.final_layernorm, last_dropout, self.gradient, self.last_bias
             )[1]
         else:
-            normed = self.kernels.add_norm(x, delta, below.final_layernorm, dropout)[1]
+            normed = self.kernels.add_norm(x, delta, trunk.final_layernorm, dropout)[1]
         out: Tensor = LogProbs.apply(normed, table, targets, self.gradient(table), self.kernels)  # type: ignore[no-untyped-call]
         return out
 
-    def reorders(self, kernel: str) -> bool:
+    def is_interleaved(self, kernel: str) -> bool:
         """Return whether tokens are computed in interleaved order with this kernel: only with
         Triton.
         """
-        return self.triton and kernel in JOINT
+        return self.triton and kernel in INTERLEAVED
 
 
-def recomputed(layer: Layer) -> Layer:
+def recompute_layer(layer: GlmLayer) -> GlmLayer:
     """Return a layer that calls `layer` under activation checkpointing: activations are computed
     again in the backward pass, with the same elements dropped.
     """
 
-    def run(x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float) -> GlmStreams:
+    def run_checkpointed(
+        x: Tensor, delta: Tensor, rows: ClozeLayout, kernel: str, dropout: float
+    ) -> GlmStreams:
         """Call the layer through `torch.utils.checkpoint`."""
         out: GlmStreams = checkpoint(layer, x, delta, rows, kernel, dropout, use_reentrant=False)
         return out
 
-    return run
+    return run_checkpointed

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.kernels.rotary import rotate
-from steelyard.kernels.swiglu import gated
-from steelyard.models.attention import Layout, Prefix, attend
+from steelyard.kernels.swiglu import swiglu_interleaved
+from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
 from steelyard.models.shapes import LinearRope, Llama3Rope
 
 
@@ -49,7 +49,7 @@ class LlamaShape:
     rope_scaling: LinearRope | Llama3Rope | None = None
 
     @property
-    def ffn_block(self) -> int:
+    def gate_up_chunk(self) -> int:
         """The number of gate rows that are followed by as many up rows in the matrix gate_up: 8, 4,
         2 or 1.
 
@@ -57,25 +57,25 @@ class LlamaShape:
         division of the key groups gets whole chunks, so a shard has the same chunk as the whole
         model.
         """
-        shares = math.gcd(self.ffn, self.kv_heads)
-        return next(block for block in (8, 4, 2, 1) if self.ffn % (block * shares) == 0)
+        shards = math.gcd(self.ffn, self.kv_heads)
+        return next(chunk for chunk in (8, 4, 2, 1) if self.ffn % (chunk * shards) == 0)
 
 
-class GatesApart(LlamaShape):
+class GateFirstShape(LlamaShape):
     """A Llama's dimensions where gate_up has all gate rows before all up rows: for scoring on a
     CPU, and for a whole model only, not for shards.
     """
 
     @property
-    def ffn_block(self) -> int:
+    def gate_up_chunk(self) -> int:
         """The number of gate rows before the up rows: all of them."""
         return self.ffn
 
 
-Streams = tuple[Tensor, Tensor, Tensor, Tensor]
+BlockOutput = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One transformer block of a Llama.
 
     The residual stream comes and leaves as (x, delta), not yet added, so that a compiler can fuse
@@ -104,10 +104,10 @@ class Block(nn.Module):
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
-        prefix: Prefix | None,
-    ) -> Streams:
+        prefix: PrefixCache | None,
+    ) -> BlockOutput:
         """Return x and delta, [T, hidden] each, and this batch's rotated keys and values, [T, G, D]
         each.
 
@@ -115,33 +115,35 @@ class Block(nn.Module):
         `ATTENTION_KERNELS`, `prefix` is this layer's cache of a shared prefix.
         """
         x = x + delta
-        q, k, v = heads(
+        q, k, v = split_qkv(
             self.qkv(self.attention_norm(x)), cos, sin, self.shape, self.q_norm, self.k_norm
         )
-        x = x + self.out(attend(q, k, v, rows, kernel, prefix, self.shape.window).flatten(1))
-        return x, self.down(swiglu(self.gate_up(self.ffn_norm(x)), self.shape)), k, v
+        x = x + self.out(
+            attend_packed_rows(q, k, v, layout, kernel, prefix, self.shape.window).flatten(1)
+        )
+        return x, self.down(apply_swiglu(self.gate_up(self.ffn_norm(x)), self.shape)), k, v
 
 
-def swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
+def apply_swiglu(gate_up: Tensor, shape: LlamaShape) -> Tensor:
     """Return silu(gate) · up, [T, ffn]. For a `GateFirstShape` it is computed in place and
     overwrites the first half of `gate_up`: on a CPU new memory is slow at first.
     """
-    if not isinstance(shape, GatesApart):
-        return gated(gate_up, shape.ffn_block)
+    if not isinstance(shape, GateFirstShape):
+        return swiglu_interleaved(gate_up, shape.gate_up_chunk)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)
 
 
-Norm = Callable[[Tensor], Tensor]
+HeadNorm = Callable[[Tensor], Tensor]
 
 
-def heads(
+def split_qkv(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
     shape: LlamaShape,
-    of_q: Norm | None = None,
-    of_k: Norm | None = None,
+    q_norm: HeadNorm | None = None,
+    k_norm: HeadNorm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split QKV [T, G · (H / G + 2) · D] into queries [T, H, D], keys and values [T, G, D]; norm
     queries and keys if norms are given, and rotate them.
@@ -151,7 +153,7 @@ def heads(
     """
     grouped = qkv.unflatten(-1, (-1, shape.heads // shape.kv_heads + 2, shape.head_dim))  # type: ignore[no-untyped-call]
     q, k = grouped[:, :, :-2], grouped[:, :, -2]
-    q, k = q if of_q is None else of_q(q), k if of_k is None else of_k(k)
+    q, k = q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k)
     return rotate(q.flatten(1, 2), cos, sin), rotate(k, cos, sin), grouped[:, :, -1]
 
 
@@ -165,21 +167,21 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.embed = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.norm_eps)
         self.output = nn.Linear(shape.hidden, shape.vocab, bias=False)
         if shape.tied:
             self.output.weight = self.embed.weight
 
-    def hidden(
+    def run_layers(
         self,
         tokens: Tensor,
         positions: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
-        prefix: list[Prefix] | None = None,
+        prefix: list[PrefixCache] | None = None,
         keep: slice | None = None,
-        blocks: Sequence[Callable[..., Streams]] | None = None,
+        blocks: Sequence[Callable[..., BlockOutput]] | None = None,
         pick: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after the last block, before the final norm: [T, hidden], or
@@ -191,11 +193,11 @@ class Llama(nn.Module):
         """
         x = self.embed(tokens)
         delta = torch.zeros_like(x)
-        cos, sin = rotary(positions, self.shape, x.dtype)
-        layers: Iterable[Callable[..., Streams]] = self.layers if blocks is None else blocks
+        cos, sin = compute_rotary_cos_sin(positions, self.shape, x.dtype)
+        layers: Iterable[Callable[..., BlockOutput]] = self.layers if blocks is None else blocks
         for i, block in enumerate(layers):
             cached = prefix[i] if prefix is not None else None
-            x, delta, k, v = block(x, delta, cos, sin, rows, kernel, cached)
+            x, delta, k, v = block(x, delta, cos, sin, layout, kernel, cached)
             if keep is not None and cached is not None:
                 size = keep.stop - keep.start
                 cached[0][:size].copy_(k[keep])
@@ -203,7 +205,7 @@ class Llama(nn.Module):
         out: Tensor = x + delta if pick is None else x[pick] + delta[pick]
         return out
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., vocab] of hidden states: final norm and output matrix."""
         out: Tensor = self.output(self.norm(hidden))
         return out
@@ -212,46 +214,50 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
         pick: Tensor,
-        prefix: list[Prefix] | None = None,
+        prefix: list[PrefixCache] | None = None,
         keep: slice | None = None,
-        blocks: Sequence[Callable[..., Streams]] | None = None,
+        blocks: Sequence[Callable[..., BlockOutput]] | None = None,
     ) -> Tensor:
         """Return the logits at the tokens in `pick` only: [len(pick), vocab]. The other arguments
         are those of `run_layers`.
         """
-        return self.logits(self.hidden(tokens, positions, rows, kernel, prefix, keep, blocks, pick))
+        return self.compute_logits(
+            self.run_layers(tokens, positions, layout, kernel, prefix, keep, blocks, pick)
+        )
 
-    def empty_prefix(self, rows: int) -> list[Prefix]:
+    def make_empty_prefix(self, tokens: int) -> list[PrefixCache]:
         """Return zeroed caches for the keys and values of one shared prefix of at most `tokens`
         tokens: a pair [tokens, G, D] for each layer.
         """
         like = self.embed.weight
-        size = (rows, self.shape.kv_heads, self.shape.head_dim)
+        size = (tokens, self.shape.kv_heads, self.shape.head_dim)
         return [(like.new_zeros(size), like.new_zeros(size)) for _ in range(self.shape.layers)]
 
 
-def rotary(positions: Tensor, shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def compute_rotary_cos_sin(
+    positions: Tensor, shape: LlamaShape, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every token's rotary angles, [T, 1, D/2] each, computed in fp32 and
     converted to `dtype`, with the shape's scaling of frequencies.
     """
     dim = shape.head_dim
-    steps = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
-    speeds = 1.0 / shape.rope_base**steps
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=positions.device).float() / dim
+    frequencies = 1.0 / shape.rope_base**exponents
     if shape.rope_scaling is not None:
-        speeds = SCALED[shape.rope_scaling.kind](speeds, shape.rope_scaling)
-    angles = positions[:, None].float() * speeds
+        frequencies = ROPE_SCALINGS[shape.rope_scaling.kind](frequencies, shape.rope_scaling)
+    angles = positions[:, None].float() * frequencies
     return angles.cos()[:, None].to(dtype), angles.sin()[:, None].to(dtype)
 
 
-def _linear(speeds: Tensor, scaling: LinearRope) -> Tensor:
+def _scale_linear(frequencies: Tensor, scaling: LinearRope) -> Tensor:
     """Return all frequencies divided by the scaling's factor."""
-    return speeds / scaling.factor
+    return frequencies / scaling.factor
 
 
-def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
+def _scale_llama3(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
     """Return frequencies scaled as in Llama 3: those of fewer than `low` waves in the original
     positions are divided by `factor`, those of more than `high` are unchanged, and between them it
     is interpolated.
@@ -259,9 +265,12 @@ def _llama3(speeds: Tensor, scaling: Llama3Rope) -> Tensor:
     Operations are in the order of transformers: at long positions the last bit of a frequency is
     visible in an angle.
     """
-    waves = scaling.original_positions / (2 * math.pi / speeds)
-    kept = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return (1 - kept) * speeds / scaling.factor + kept * speeds
+    waves = scaling.original_positions / (2 * math.pi / frequencies)
+    unscaled_share = ((waves - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - unscaled_share) * frequencies / scaling.factor + unscaled_share * frequencies
 
 
-SCALED: dict[str, Callable[[Tensor, Any], Tensor]] = {"linear": _linear, "llama3": _llama3}
+ROPE_SCALINGS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "linear": _scale_linear,
+    "llama3": _scale_llama3,
+}

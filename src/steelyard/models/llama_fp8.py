@@ -7,7 +7,7 @@ changed. The gradient of a weight is a product of 16-bit operands, or of fp8 one
 (`WEIGHT_GRADIENT`).
 
 Saved for the backward pass are the residual stream before each norm and the output of gate_up; the
-norm and SwiGLU are computed again. Used by engines/torch/llama.py (training) and
+norm and SwiGLU are computed again. Used by engines/torch/llama_stage.py (training) and
 engines/torch/score.py.
 """
 
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8, fp8_fused, jit
-from steelyard.kernels.fp8 import ALIGNED, E4M3, Fp8, product
-from steelyard.models.attention import Layout, Prefix, attend
-from steelyard.models.llama import Block, Llama, LlamaShape, Streams
-from steelyard.models.llama_fused import BlockKernels, Gradient, add_product, heads
-from steelyard.models.tensors import apply
+from steelyard.kernels.fp8 import ALIGNED, E4M3, Fp8Matrix, multiply_fp8
+from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
+from steelyard.models.llama import BlockOutput, Llama, LlamaBlock, LlamaShape
+from steelyard.models.llama_fused import BlockKernels, GradientOf, add_product, split_qkv_fused
+from steelyard.models.tensors import apply_function
 
-MATRICES = ("qkv", "out", "gate_up", "down")  # linear layers of a block that run in fp8
-GRADIENT = E4M3  # of activations' gradients
-MADE_OF = torch.bfloat16  # weights are rounded to it first
+FP8_MATRICES = ("qkv", "out", "gate_up", "down")  # linear layers of a block that run in fp8
+GRADIENT_DTYPE = E4M3  # of activations' gradients
+QUANTIZED_FROM = torch.bfloat16  # weights are rounded to it first
 WEIGHT_GRADIENT: Literal["bf16", "fp8"] = "fp8"
 
 
@@ -41,30 +41,30 @@ class Fp8Kernels(BlockKernels):
         Triton.
         """
         super().__init__(fast)
-        make: Callable[..., Any] = _chosen if fast else lambda plain, kernel: plain
-        self.rows = make(fp8.rows, fp8.triton_rows)
-        self.columns = make(fp8.columns, fp8.triton_columns)
-        self.add_norm_fp8 = make(fp8_fused.add_norm_fp8, fp8_fused.triton_add_norm_fp8)
-        self.renorm = make(fp8_fused.renorm, fp8_fused.triton_renorm)
-        self.gated_fp8 = make(fp8_fused.gated_fp8, fp8_fused.triton_gated_fp8)
-        self.gated_backward_fp8 = make(
-            fp8_fused.gated_backward_fp8, fp8_fused.triton_gated_backward_fp8
+        choose: Callable[..., Any] = _choose_by_device if fast else lambda plain, kernel: plain
+        self.quantize_rows = choose(fp8.quantize_rows, fp8.triton_quantize_rows)
+        self.quantize_columns = choose(fp8.quantize_columns, fp8.triton_quantize_columns)
+        self.add_norm_fp8 = choose(fp8_fused.add_norm_fp8, fp8_fused.triton_add_norm_fp8)
+        self.renorm = choose(fp8_fused.renorm, fp8_fused.triton_renorm)
+        self.swiglu_fp8 = choose(fp8_fused.swiglu_fp8, fp8_fused.triton_swiglu_fp8)
+        self.swiglu_backward_fp8 = choose(
+            fp8_fused.swiglu_backward_fp8, fp8_fused.triton_swiglu_backward_fp8
         )
 
 
-def _chosen(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_by_device(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `kernel` if its first argument is on a device with Triton,
     otherwise `plain`.
     """
 
     def run(x: Tensor, *arguments: Any) -> Any:
         """Call the kernel or the plain function."""
-        return (kernel if jit.serve(x.device) else plain)(x, *arguments)
+        return (kernel if jit.has_triton(x.device) else plain)(x, *arguments)
 
     return run
 
 
-class Copies:
+class Fp8WeightCache:
     """Fp8 copies of weights, made by `quantize` and made again when a weight's version (`_version`)
     has changed.
 
@@ -72,33 +72,33 @@ class Copies:
     does not keep either.
     """
 
-    def __init__(self, make: Callable[[Tensor], Fp8], kept: bool) -> None:
+    def __init__(self, quantize: Callable[[Tensor], Fp8Matrix], cached: bool) -> None:
         """Start with no copies; `quantize` makes an fp8 matrix from a bf16 weight."""
-        self.make, self.kept = make, kept
-        self.made: dict[int, tuple[int, Fp8]] = {}
+        self.quantize, self.cached = quantize, cached
+        self.copies: dict[int, tuple[int, Fp8Matrix]] = {}
 
-    def of(self, weight: Tensor) -> Fp8:
+    def get_copy(self, weight: Tensor) -> Fp8Matrix:
         """Return the weight in fp8, from the cache if the weight has not changed. An outdated copy
         is freed before the new one is made.
         """
-        if not self.kept:
-            return self._of(weight)
-        version, made = self.made.get(id(weight), (None, None))
-        if made is None or version != weight._version:
-            made = None
-            self.made.pop(id(weight), None)  # frees the old copy before the new one is made
-            made = self._of(weight)
-            self.made[id(weight)] = weight._version, made
-        return made
+        if not self.cached:
+            return self._quantize_weight(weight)
+        version, copy = self.copies.get(id(weight), (None, None))
+        if copy is None or version != weight._version:
+            copy = None
+            self.copies.pop(id(weight), None)  # frees the old copy before the new one is made
+            copy = self._quantize_weight(weight)
+            self.copies[id(weight)] = weight._version, copy
+        return copy
 
-    def _of(self, weight: Tensor) -> Fp8:
+    def _quantize_weight(self, weight: Tensor) -> Fp8Matrix:
         """Quantize the weight after rounding it to bf16, so that the copy is the same whatever type
         a rank stores the weight in.
         """
-        return self.make(weight.detach().to(MADE_OF))
+        return self.quantize(weight.detach().to(QUANTIZED_FROM))
 
 
-class Learning:
+class Fp8Training:
     """What the fp8 matmuls of all blocks share in training: kernels, fp8 copies of weights, and
     where gradients are accumulated.
 
@@ -106,85 +106,92 @@ class Learning:
     `cached` False these copies are not stored.
     """
 
-    def __init__(self, gradient: Gradient, kernels: Fp8Kernels, kept: bool = True) -> None:
+    def __init__(self, gradient: GradientOf, kernels: Fp8Kernels, cached: bool = True) -> None:
         """Start with no copies of weights; `gradient` returns the accumulator of a weight's
         gradient.
         """
         self.gradient, self.kernels = gradient, kernels
-        self.forward, self.backward = Copies(kernels.rows, kept), Copies(kernels.columns, kept)
+        self.forward_weights, self.backward_weights = (
+            Fp8WeightCache(kernels.quantize_rows, cached),
+            Fp8WeightCache(kernels.quantize_columns, cached),
+        )
 
-    def scaled(self, grad: Tensor) -> Fp8:
+    def quantize_gradient(self, grad: Tensor) -> Fp8Matrix:
         """Return a gradient in fp8 with a scale per token."""
-        made: Fp8 = self.kernels.rows(grad, GRADIENT)
-        return made
+        quantized: Fp8Matrix = self.kernels.quantize_rows(grad, GRADIENT_DTYPE)
+        return quantized
 
-    def multiply(self, x: Fp8, weight: Tensor) -> Tensor:
+    def multiply(self, x: Fp8Matrix, weight: Tensor) -> Tensor:
         """Return x · weightᵀ in bf16."""
-        return product(x, self.forward.of(weight))
+        return multiply_fp8(x, self.forward_weights.get_copy(weight))
 
-    def back(self, grad: Fp8, weight: Tensor) -> Tensor:
+    def multiply_back(self, grad: Fp8Matrix, weight: Tensor) -> Tensor:
         """Return grad · weight in bf16: the gradient of the input."""
-        return product(grad, self.backward.of(weight))
+        return multiply_fp8(grad, self.backward_weights.get_copy(weight))
 
-    def add(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    def add_weight_gradient(self, weight: Tensor, grad: Tensor, x: Tensor) -> None:
         """Add gradᵀ · x, the gradient of a weight, to its accumulator, in place; computed in 16
         bits or in fp8, as `WEIGHT_GRADIENT` says.
         """
-        total = self.gradient(weight)
+        accumulator = self.gradient(weight)
         if WEIGHT_GRADIENT == "bf16":
-            add_product(total, grad, x)
+            add_product(accumulator, grad, x)
         else:
-            total.add_(
-                product(self.kernels.columns(grad, GRADIENT), self.kernels.columns(x), total.dtype)
+            accumulator.add_(
+                multiply_fp8(
+                    self.kernels.quantize_columns(grad, GRADIENT_DTYPE),
+                    self.kernels.quantize_columns(x),
+                    accumulator.dtype,
+                )
             )
 
 
-class Linear(torch.autograd.Function):
+class Fp8Linear(torch.autograd.Function):
     """x · weightᵀ in fp8, for training: the backward pass adds the weight's gradient to its
     accumulator and returns that of x only.
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, code: Learning) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, training: Fp8Training) -> Tensor:
         """Return x · weightᵀ in bf16. The weight itself is remembered, not saved: recomputation
         would give another tensor for it.
         """
         context.save_for_backward(x)
         # not saved: recomputation would give another tensor
-        context.weight, context.code = weight, code
-        return code.multiply(code.kernels.rows(x), weight)
+        context.weight, context.code = weight, training
+        return training.multiply(training.kernels.quantize_rows(x), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Accumulate the weight's gradient, and return that of x and None for the rest."""
         [x], weight = context.saved_tensors, context.weight
-        code: Learning = context.code
-        code.add(weight, grads[0], x)
-        return code.back(code.scaled(grads[0]), weight), None, None
+        training: Fp8Training = context.code
+        training.add_weight_gradient(weight, grads[0], x)
+        return training.multiply_back(training.quantize_gradient(grads[0]), weight), None, None
 
 
-class GatedLinear(torch.autograd.Function):
+class Fp8SwigluLinear(torch.autograd.Function):
     """SwiGLU(gate_up) · weightᵀ in fp8, for training: the backward pass adds the weight's gradient
     to its accumulator and returns that of gate_up only.
     """
 
     @staticmethod
     def forward(
-        context: Any, gate_up: Tensor, weight: Tensor, block: int, code: Learning
+        context: Any, gate_up: Tensor, weight: Tensor, chunk: int, training: Fp8Training
     ) -> Tensor:
         """Return SwiGLU(gate_up) · weightᵀ in bf16; `chunk` is `LlamaShape.gate_up_chunk`."""
         context.save_for_backward(gate_up)
-        context.weight, context.block, context.code = weight, block, code
-        return code.multiply(code.kernels.gated_fp8(gate_up, block), weight)
+        context.weight, context.block, context.code = weight, chunk, training
+        return training.multiply(training.kernels.swiglu_fp8(gate_up, chunk), weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
         [gate_up], weight = context.saved_tensors, context.weight
-        code: Learning = context.code
-        grad = code.back(code.scaled(grads[0]), weight)
-        back, wide = code.kernels.gated_backward(gate_up, grad, context.block)
-        code.add(weight, grads[0], wide)
+        training: Fp8Training = context.code
+        grad = training.multiply_back(training.quantize_gradient(grads[0]), weight)
+        back, activated = training.kernels.swiglu_backward(gate_up, grad, context.block)
+        training.add_weight_gradient(weight, grads[0], activated)
         return back, None, None, None
 
 
@@ -193,24 +200,24 @@ class Fp8Linears:
     before and after a matmul; a `BlockLinears`.
     """
 
-    def __init__(self, code: Learning) -> None:
+    def __init__(self, training: Fp8Training) -> None:
         """Use what all blocks share in training."""
-        self.code = code
+        self.training = training
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Return the layer's output in bf16, with its bias if it has one."""
-        out: Tensor = apply(Linear, x, layer.weight, self.code)
+        out: Tensor = apply_function(Fp8Linear, x, layer.weight, self.training)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(
-        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+        self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
         """Return the layer's output for SwiGLU(gate_up), in bf16. `kernels` is not used."""
-        out: Tensor = apply(GatedLinear, gate_up, layer.weight, block, self.code)
+        out: Tensor = apply_function(Fp8SwigluLinear, gate_up, layer.weight, chunk, self.training)
         return out
 
 
-class NormLinear(torch.autograd.Function):
+class Fp8NormLinear(torch.autograd.Function):
     """x + delta, and its RMSNorm times a weight in fp8, for training: the backward pass adds the
     weight's gradient to its accumulator.
     """
@@ -223,13 +230,13 @@ class NormLinear(torch.autograd.Function):
         norm: Tensor,
         weight: Tensor,
         eps: float,
-        code: Learning,
+        training: Fp8Training,
     ) -> tuple[Tensor, Tensor]:
         """Return x + delta and RMSNorm(x + delta) · weightᵀ; `norm` is the norm's weight."""
-        x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, eps)
+        x, normed, scale = training.kernels.add_norm_fp8(x, delta, norm, eps)
         context.save_for_backward(x, scale, norm)
-        context.weight, context.code = weight, code
-        return x, code.multiply(normed, weight)
+        context.weight, context.code = weight, training
+        return x, training.multiply(normed, weight)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
@@ -237,14 +244,14 @@ class NormLinear(torch.autograd.Function):
         None for the rest.
         """
         x, scale, norm = context.saved_tensors
-        weight, code = context.weight, context.code
-        code.add(weight, grads[1], code.kernels.renorm(x, scale, norm))
-        grad = code.back(code.scaled(grads[1]), weight)
-        back, of_norm = code.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
-        return back, back, of_norm, None, None, None
+        weight, training = context.weight, context.code
+        training.add_weight_gradient(weight, grads[1], training.kernels.renorm(x, scale, norm))
+        grad = training.multiply_back(training.quantize_gradient(grads[1]), weight)
+        back, norm_grad = training.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
+        return back, back, norm_grad, None, None, None
 
 
-class FeedForward(torch.autograd.Function):
+class Fp8FeedForward(torch.autograd.Function):
     """x + delta, and its whole feed-forward (RMSNorm, gate and up, SwiGLU, down) in fp8, for
     training: the backward pass adds the gradients of both weights to their accumulators.
     """
@@ -257,15 +264,19 @@ class FeedForward(torch.autograd.Function):
         norm: Tensor,
         gate_up: Tensor,
         down: Tensor,
-        sizes: LlamaShape,
-        code: Learning,
+        shape: LlamaShape,
+        training: Fp8Training,
     ) -> tuple[Tensor, Tensor]:
         """Return x + delta and the feed-forward's output; norm, gate_up and down are weights."""
-        x, normed, scale = code.kernels.add_norm_fp8(x, delta, norm, sizes.norm_eps)
-        inner = code.multiply(normed, gate_up)
+        x, normed, scale = training.kernels.add_norm_fp8(x, delta, norm, shape.norm_eps)
+        inner = training.multiply(normed, gate_up)
         context.save_for_backward(x, scale, norm, inner)
-        context.weights, context.block, context.code = (gate_up, down), sizes.ffn_block, code
-        return x, code.multiply(code.kernels.gated_fp8(inner, sizes.ffn_block), down)
+        context.weights, context.block, context.code = (
+            (gate_up, down),
+            shape.gate_up_chunk,
+            training,
+        )
+        return x, training.multiply(training.kernels.swiglu_fp8(inner, shape.gate_up_chunk), down)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -273,28 +284,28 @@ class FeedForward(torch.autograd.Function):
         weight, and None for the rest.
         """
         x, scale, norm, inner = context.saved_tensors
-        (gate_up, down), code = context.weights, context.code
-        grad = code.back(code.scaled(grads[1]), down)
-        of_inner, wide, scaled = code.kernels.gated_backward_fp8(
-            inner, grad, context.block, GRADIENT
+        (gate_up, down), training = context.weights, context.code
+        grad = training.multiply_back(training.quantize_gradient(grads[1]), down)
+        inner_grad, activated, scaled = training.kernels.swiglu_backward_fp8(
+            inner, grad, context.block, GRADIENT_DTYPE
         )
-        code.add(down, grads[1], wide)
-        del grad, wide
-        grad = code.back(scaled, gate_up)
+        training.add_weight_gradient(down, grads[1], activated)
+        del grad, activated
+        grad = training.multiply_back(scaled, gate_up)
         del scaled
-        code.add(gate_up, of_inner, code.kernels.renorm(x, scale, norm))
-        back, of_norm = code.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
-        return back, back, of_norm, None, None, None, None
+        training.add_weight_gradient(gate_up, inner_grad, training.kernels.renorm(x, scale, norm))
+        back, norm_grad = training.kernels.add_norm_backward(x, scale, norm, grads[0], grad)
+        return back, back, norm_grad, None, None, None, None
 
 
-class Fp8Block:
+class Fp8TrainBlock:
     """A Llama block with fp8 matmuls for training: the same function as `LlamaBlock`, with weight
     gradients accumulated by the matmuls.
     """
 
-    def __init__(self, block: Block, code: Learning) -> None:
+    def __init__(self, block: LlamaBlock, training: Fp8Training) -> None:
         """Wrap a block, whose parameters are used."""
-        self.block, self.code = block, code
+        self.block, self.training = block, training
 
     def __call__(
         self,
@@ -302,24 +313,26 @@ class Fp8Block:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
-        prefix: Prefix | None,
-    ) -> Streams:
+        prefix: PrefixCache | None,
+    ) -> BlockOutput:
         """Return x, delta, keys and values, as `LlamaBlock.forward`."""
-        block, code, shape = self.block, self.code, self.block.shape
+        block, training, shape = self.block, self.training, self.block.shape
         norm, weight, bias = block.attention_norm.weight, block.qkv.weight, block.qkv.bias
-        x, qkv = apply(NormLinear, x, delta, norm, weight, shape.norm_eps, code)
+        x, qkv = apply_function(Fp8NormLinear, x, delta, norm, weight, shape.norm_eps, training)
         qkv = qkv if bias is None else qkv + bias
-        q, k, v = heads(qkv, cos, sin, block, code.kernels)
-        seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
-        delta = apply(Linear, seen, block.out.weight, code)
+        q, k, v = split_qkv_fused(qkv, cos, sin, block, training.kernels)
+        attended = attend_packed_rows(q, k, v, layout, kernel, prefix, shape.window).flatten(1)
+        delta = apply_function(Fp8Linear, attended, block.out.weight, training)
         weights = block.gate_up.weight, block.down.weight
-        x, delta = apply(FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, code)
+        x, delta = apply_function(
+            Fp8FeedForward, x, delta, block.ffn_norm.weight, *weights, shape, training
+        )
         return x, delta, k, v
 
 
-class ScoredLinear(nn.Module):
+class Fp8ScoringLinear(nn.Module):
     """A linear layer for scoring that stores its weight in fp8 only, as buffers `values` and
     `scale`. It shares the forward hooks of the layer it replaces.
     """
@@ -327,18 +340,20 @@ class ScoredLinear(nn.Module):
     def __init__(self, layer: nn.Linear) -> None:
         """Quantize the layer's weight by rows; take over its bias and forward hooks."""
         super().__init__()
-        made = fp8.make_rows(layer.weight.detach())
-        self.register_buffer("values", made.values)
-        self.register_buffer("scale", made.scale)
+        quantized = fp8.quantize_rows_fast(layer.weight.detach())
+        self.register_buffer("values", quantized.values)
+        self.register_buffer("scale", quantized.scale)
         self.bias = layer.bias
         self._forward_hooks = layer._forward_hooks  # a tensor-parallel group sums in them
 
-    def forward(self, x: Tensor | Fp8) -> Tensor:
+    def forward(self, x: Tensor | Fp8Matrix) -> Tensor:
         """Return the layer's output in bf16, with its bias if it has one; the input is quantized
         unless it is fp8 already.
         """
-        made = x if isinstance(x, Fp8) else fp8.rows(x)
-        out = product(made, Fp8(self.get_buffer("values"), self.get_buffer("scale")))
+        quantized = x if isinstance(x, Fp8Matrix) else fp8.quantize_rows(x)
+        out = multiply_fp8(
+            quantized, Fp8Matrix(self.get_buffer("values"), self.get_buffer("scale"))
+        )
         return out if self.bias is None else out + self.bias
 
 
@@ -347,7 +362,7 @@ class Fp8ScoreBlock:
     function as `LlamaBlock`, with fp8 written by fused kernels.
     """
 
-    def __init__(self, block: Block, kernels: Fp8Kernels) -> None:
+    def __init__(self, block: LlamaBlock, kernels: Fp8Kernels) -> None:
         """Wrap a block whose linear layers `convert_to_fp8` has replaced."""
         self.block, self.kernels = block, kernels
 
@@ -357,59 +372,65 @@ class Fp8ScoreBlock:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
-        prefix: Prefix | None,
-    ) -> Streams:
+        prefix: PrefixCache | None,
+    ) -> BlockOutput:
         """Return x, delta, keys and values, as `LlamaBlock.forward`."""
         block, kernels, shape = self.block, self.kernels, self.block.shape
         x, normed, _ = kernels.add_norm_fp8(x, delta, block.attention_norm.weight, shape.norm_eps)
-        q, k, v = heads(block.qkv(normed), cos, sin, block, kernels)
-        seen = kernels.rows(attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1))
-        x, normed, _ = kernels.add_norm_fp8(
-            x, block.out(seen), block.ffn_norm.weight, shape.norm_eps
+        q, k, v = split_qkv_fused(block.qkv(normed), cos, sin, block, kernels)
+        attended = kernels.quantize_rows(
+            attend_packed_rows(q, k, v, layout, kernel, prefix, shape.window).flatten(1)
         )
-        return x, block.down(kernels.gated_fp8(block.gate_up(normed), shape.ffn_block)), k, v
+        x, normed, _ = kernels.add_norm_fp8(
+            x, block.out(attended), block.ffn_norm.weight, shape.norm_eps
+        )
+        return x, block.down(kernels.swiglu_fp8(block.gate_up(normed), shape.gate_up_chunk)), k, v
 
 
-def keep_fp8(model: Llama) -> None:
+def convert_to_fp8(model: Llama) -> None:
     """Replace the four matrices of every block by `Fp8ScoringLinear`, in place; the original
     weights are dropped, so the model can only score.
     """
     for block in model.layers:
-        for name in MATRICES:
-            setattr(block, name, ScoredLinear(getattr(block, name)))
+        for name in FP8_MATRICES:
+            setattr(block, name, Fp8ScoringLinear(getattr(block, name)))
 
 
-def is_matrix(name: str) -> bool:
+def is_fp8_matrix(name: str) -> bool:
     """Return whether the parameter of this name is the weight of a matmul that runs in fp8."""
     owner, _, leaf = name.rpartition(".")
-    return leaf == "weight" and owner.rpartition(".")[2] in MATRICES
+    return leaf == "weight" and owner.rpartition(".")[2] in FP8_MATRICES
 
 
-def kept(model: Llama) -> list[Tensor]:
+def list_fp8_values(model: Llama) -> list[Tensor]:
     """Return the fp8 values of all matrices of a model that `convert_to_fp8` has changed."""
-    return [one.get_buffer("values") for one in model.modules() if isinstance(one, ScoredLinear)]
+    return [
+        module.get_buffer("values")
+        for module in model.modules()
+        if isinstance(module, Fp8ScoringLinear)
+    ]
 
 
-def details(device: torch.device, learns: bool = True) -> dict[str, str]:
+def describe_fp8(device: torch.device, trains: bool = True) -> dict[str, str]:
     """Return how fp8 is computed on the device, as texts for the record: `fp8` (row-wise scales, or
     emulated on a CPU) and, if `trains`, `weight_gradients` (`bf16` or `fp8`).
     """
-    how = (
+    computation = (
         "emulated: numbers of fp8, sums of fp32"
         if device.type == "cpu"
         else "row-wise scales, torch._scaled_mm"
     )
-    return {"fp8": how} | ({"weight_gradients": WEIGHT_GRADIENT} if learns else {})
+    return {"fp8": computation} | ({"weight_gradients": WEIGHT_GRADIENT} if trains else {})
 
 
-def check_sizes(shape: LlamaShape) -> None:
+def check_fp8_sizes(shape: LlamaShape) -> None:
     """Raise RequestError unless all sides of a shard's fp8 matrices are multiples of `ALIGNED`
     (16), which devices require; `shape` is that of one shard.
     """
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    for what, size in {
+    for name, size in {
         "hidden": shape.hidden,
         "qkv": qkv,
         "heads": shape.heads * shape.head_dim,
@@ -417,6 +438,6 @@ def check_sizes(shape: LlamaShape) -> None:
     }.items():
         if size % ALIGNED:
             raise RequestError(
-                f"fp8 takes sizes that {ALIGNED} divides, and {what} is {size} on a device; use"
+                f"fp8 takes sizes that {ALIGNED} divides, and {name} is {size} on a device; use"
                 " bf16 or less TP"
             )

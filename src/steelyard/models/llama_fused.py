@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from steelyard.kernels import add_norm, head_norm, jit, rotary, swiglu
-from steelyard.models.attention import Layout, Prefix, attend
-from steelyard.models.llama import Block, Streams
-from steelyard.models.tensors import apply
+from steelyard.kernels import add_norm, jit, qk_norm, rotary, swiglu
+from steelyard.models.attention import PackedLayout, PrefixCache, attend_packed_rows
+from steelyard.models.llama import BlockOutput, LlamaBlock
+from steelyard.models.tensors import apply_function
 
 # returns the accumulator of a parameter's gradient; called in the backward pass
-Gradient = Callable[[Tensor], Tensor]
+GradientOf = Callable[[Tensor], Tensor]
 
 
 class AccumulatedLinear(torch.autograd.Function):
@@ -36,7 +36,7 @@ class AccumulatedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, gradient: Gradient) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, gradient: GradientOf) -> Tensor:
         """Return x · weightᵀ."""
         context.save_for_backward(x)
         context.weight, context.gradient = weight, gradient
@@ -66,11 +66,11 @@ class AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """Return the gradients of x, delta and weight, and None for the rest."""
-        back, weight = context.kernels.add_norm_backward(*context.saved_tensors, *grads)
-        return back, back, weight, None, None
+        back, weight_grad = context.kernels.add_norm_backward(*context.saved_tensors, *grads)
+        return back, back, weight_grad, None, None
 
 
-class Heads(torch.autograd.Function):
+class SplitRotatedHeads(torch.autograd.Function):
     """Rotated queries and keys, and values, split off QKV, with its own backward pass."""
 
     @staticmethod
@@ -82,13 +82,19 @@ class Heads(torch.autograd.Function):
         """
         context.save_for_backward(cos, sin)
         context.kernels = kernels
-        out: tuple[Tensor, Tensor, Tensor] = kernels.split_heads(qkv, cos, sin, queries)
+        out: tuple[Tensor, Tensor, Tensor] = kernels.split_rotated_heads(qkv, cos, sin, queries)
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Return the gradient of qkv, and None for the rest."""
-        return context.kernels.join_heads(*grads, *context.saved_tensors), None, None, None, None
+        return (
+            context.kernels.split_rotated_heads_backward(*grads, *context.saved_tensors),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class NormHeads(torch.autograd.Function):
@@ -98,16 +104,16 @@ class NormHeads(torch.autograd.Function):
     def forward(
         context: Any,
         qkv: Tensor,
-        of_q: Tensor,
-        of_k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
         eps: float,
         queries: int,
         kernels: "BlockKernels",
     ) -> Tensor:
         """Return a normed copy of qkv; `queries` is the number of query heads of a key group."""
-        context.save_for_backward(qkv, of_q, of_k)
+        context.save_for_backward(qkv, q_weight, k_weight)
         context.told, context.kernels = (eps, queries), kernels
-        out: Tensor = kernels.norm_heads(qkv, of_q, of_k, eps, queries)
+        out: Tensor = kernels.norm_heads(qkv, q_weight, k_weight, eps, queries)
         return out
 
     @staticmethod
@@ -117,8 +123,8 @@ class NormHeads(torch.autograd.Function):
         return *back, None, None, None
 
 
-def heads(
-    qkv: Tensor, cos: Tensor, sin: Tensor, block: Block, kernels: "BlockKernels"
+def split_qkv_fused(
+    qkv: Tensor, cos: Tensor, sin: Tensor, block: LlamaBlock, kernels: "BlockKernels"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rotated queries, rotated keys and values of QKV, with QK norm first if the block has
     it.
@@ -128,7 +134,7 @@ def heads(
     """
     queries = block.shape.heads // block.shape.kv_heads
     if block.q_norm is not None and block.k_norm is not None:
-        qkv = apply(
+        qkv = apply_function(
             NormHeads,
             qkv,
             block.q_norm.weight,
@@ -138,10 +144,10 @@ def heads(
             kernels,
         )
     if torch.is_grad_enabled():
-        made = apply(Heads, qkv, cos, sin, queries, kernels)
+        split = apply_function(SplitRotatedHeads, qkv, cos, sin, queries, kernels)
     else:
-        made = kernels.rotate_heads(qkv, cos, sin, queries)
-    q, k, v = made
+        split = kernels.rotate_heads_in_place(qkv, cos, sin, queries)
+    q, k, v = split
     return q, k, v
 
 
@@ -155,8 +161,8 @@ class SwigluLinear(torch.autograd.Function):
         context: Any,
         gate_up: Tensor,
         weight: Tensor,
-        gradient: Gradient,
-        block: int,
+        gradient: GradientOf,
+        chunk: int,
         kernels: "BlockKernels",
     ) -> Tensor:
         """Return SwiGLU(gate_up) · weightᵀ; `chunk` is `LlamaShape.gate_up_chunk`."""
@@ -164,20 +170,20 @@ class SwigluLinear(torch.autograd.Function):
         context.weight, context.gradient, context.block, context.kernels = (
             weight,
             gradient,
-            block,
+            chunk,
             kernels,
         )
-        out: Tensor = kernels.gated(gate_up, block) @ weight.t()
+        out: Tensor = kernels.swiglu(gate_up, chunk) @ weight.t()
         return out
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Accumulate the weight's gradient, and return that of gate_up and None for the rest."""
         [gate_up] = context.saved_tensors
-        back, wide = context.kernels.gated_backward(
+        back, activated = context.kernels.swiglu_backward(
             gate_up, grads[0] @ context.weight, context.block
         )
-        add_product(context.gradient(context.weight), grads[0], wide)
+        add_product(context.gradient(context.weight), grads[0], activated)
         return back, None, None, None, None
 
 
@@ -199,27 +205,41 @@ class BlockKernels:
 
     def __init__(self, compiled: bool) -> None:
         """Choose the functions; nothing is compiled before it is first called."""
-        make: Callable[..., Any] = _compiled if compiled else lambda plain, kernel: plain
-        self.add_norm = make(add_norm.add_norm, add_norm.triton_add_norm)
-        self.add_norm_backward = make(add_norm.add_norm_backward, add_norm.triton_add_norm_backward)
-        self.split_heads = make(rotary.split_heads, rotary.triton_split_heads)
-        self.rotate_heads = make(rotary.rotate_heads, rotary.triton_rotate_heads)
-        self.join_heads = make(rotary.join_heads, rotary.triton_join_heads)
-        self.norm_heads = make(head_norm.norm_heads, head_norm.triton_norm_heads)
-        self.norm_heads_backward = make(
-            head_norm.norm_heads_backward, head_norm.triton_norm_heads_backward
+        choose: Callable[..., Any] = (
+            _choose_kernel_or_compiled if compiled else lambda plain, kernel: plain
         )
-        self.gated = make(swiglu.gated, swiglu.triton_gated)
-        self.gated_backward = make(swiglu.gated_backward, swiglu.triton_gated_backward)
+        self.add_norm = choose(add_norm.add_norm, add_norm.triton_add_norm)
+        self.add_norm_backward = choose(
+            add_norm.add_norm_backward, add_norm.triton_add_norm_backward
+        )
+        self.split_rotated_heads = choose(
+            rotary.split_rotated_heads, rotary.triton_split_rotated_heads
+        )
+        self.rotate_heads_in_place = choose(
+            rotary.rotate_heads_in_place, rotary.triton_rotate_heads_in_place
+        )
+        self.split_rotated_heads_backward = choose(
+            rotary.split_rotated_heads_backward, rotary.triton_split_rotated_heads_backward
+        )
+        self.norm_heads = choose(qk_norm.norm_heads, qk_norm.triton_norm_heads)
+        self.norm_heads_backward = choose(
+            qk_norm.norm_heads_backward, qk_norm.triton_norm_heads_backward
+        )
+        self.swiglu = choose(swiglu.swiglu_interleaved, swiglu.triton_swiglu_interleaved)
+        self.swiglu_backward = choose(
+            swiglu.swiglu_interleaved_backward, swiglu.triton_swiglu_interleaved_backward
+        )
 
 
-def _compiled(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_kernel_or_compiled(
+    plain: Callable[..., Any], kernel: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function that calls `kernel` if its first argument is on a device with Triton,
     otherwise `plain`, compiled on first use.
     """
 
     @cache
-    def compiled() -> Any:  # on first use: loading the compiler takes seconds
+    def compile_plain() -> Any:  # on first use: loading the compiler takes seconds
         """Return `plain` under torch.compile; cached. Made on first use because loading the
         compiler takes seconds.
         """
@@ -227,48 +247,50 @@ def _compiled(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable
 
     def run(x: Tensor, *arguments: Any) -> Any:
         """Call the kernel or the compiled function."""
-        return (kernel if jit.serve(x.device) else compiled())(x, *arguments)
+        return (kernel if jit.has_triton(x.device) else compile_plain())(x, *arguments)
 
     return run
 
 
-class Linears(Protocol):
+class BlockLinears(Protocol):
     """How a `FusedBlock` calls its matmuls, and where the gradients of their weights go."""
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Return the layer's output for x, with its bias if it has one."""
 
     def swiglu_linear(
-        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+        self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
         """Return the layer's output for SwiGLU(gate_up), where gate and up are in alternating
         chunks of `chunk` columns.
         """
 
 
-class Accumulating:
+class AccumulatingLinears:
     """Matmuls for training: each adds its weight's gradient to `gradient(weight)` in the backward
     pass. Biases get theirs by autograd.
     """
 
-    def __init__(self, gradient: Gradient) -> None:
+    def __init__(self, gradient: GradientOf) -> None:
         """Use `gradient` to look up the accumulator of a weight's gradient."""
         self.gradient = gradient
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """Return the layer's output for x, with its bias if it has one."""
-        out: Tensor = apply(AccumulatedLinear, x, layer.weight, self.gradient)
+        out: Tensor = apply_function(AccumulatedLinear, x, layer.weight, self.gradient)
         return out if layer.bias is None else out + layer.bias
 
     def swiglu_linear(
-        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+        self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
         """Return the layer's output for SwiGLU(gate_up). A bias is not added."""
-        out: Tensor = apply(SwigluLinear, gate_up, layer.weight, self.gradient, block, kernels)
+        out: Tensor = apply_function(
+            SwigluLinear, gate_up, layer.weight, self.gradient, chunk, kernels
+        )
         return out
 
 
-class Scoring:
+class ScoringLinears:
     """Matmuls for scoring: modules are called with their hooks, by which a tensor-parallel group
     sums; weight gradients go nowhere special.
     """
@@ -279,17 +301,17 @@ class Scoring:
         return out
 
     def swiglu_linear(
-        self, gate_up: Tensor, layer: nn.Linear, block: int, kernels: BlockKernels
+        self, gate_up: Tensor, layer: nn.Linear, chunk: int, kernels: BlockKernels
     ) -> Tensor:
         """Return layer(SwiGLU(gate_up))."""
-        out: Tensor = layer(kernels.gated(gate_up, block))
+        out: Tensor = layer(kernels.swiglu(gate_up, chunk))
         return out
 
 
 class FusedBlock:
     """A Llama block with fused operations between matmuls: the same function as `LlamaBlock`."""
 
-    def __init__(self, block: Block, linears: Linears, kernels: BlockKernels) -> None:
+    def __init__(self, block: LlamaBlock, linears: BlockLinears, kernels: BlockKernels) -> None:
         """Wrap a block, whose parameters are used, with the way its matmuls are called and the
         shared functions.
         """
@@ -301,22 +323,24 @@ class FusedBlock:
         delta: Tensor,
         cos: Tensor,
         sin: Tensor,
-        rows: Layout,
+        layout: PackedLayout,
         kernel: str,
-        prefix: Prefix | None,
-    ) -> Streams:
+        prefix: PrefixCache | None,
+    ) -> BlockOutput:
         """Return x, delta, keys and values, as `LlamaBlock.forward`."""
         block, linears, kernels, shape = self.block, self.linears, self.kernels, self.block.shape
-        x, normed = apply(AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels)
-        q, k, v = heads(linears.linear(normed, block.qkv), cos, sin, block, kernels)
-        seen = attend(q, k, v, rows, kernel, prefix, shape.window).flatten(1)
-        x, normed = apply(
+        x, normed = apply_function(
+            AddNorm, x, delta, block.attention_norm.weight, shape.norm_eps, kernels
+        )
+        q, k, v = split_qkv_fused(linears.linear(normed, block.qkv), cos, sin, block, kernels)
+        attended = attend_packed_rows(q, k, v, layout, kernel, prefix, shape.window).flatten(1)
+        x, normed = apply_function(
             AddNorm,
             x,
-            linears.linear(seen, block.out),
+            linears.linear(attended, block.out),
             block.ffn_norm.weight,
             shape.norm_eps,
             kernels,
         )
         gate_up = linears.linear(normed, block.gate_up)
-        return x, linears.swiglu_linear(gate_up, block.down, shape.ffn_block, kernels), k, v
+        return x, linears.swiglu_linear(gate_up, block.down, shape.gate_up_chunk, kernels), k, v

@@ -1,6 +1,6 @@
 """Build a Llama, or a shard of one, on a device, and fill it with random weights.
 
-Called by weights/load.py, and through the references in families.py.
+Called by weights/llama_weights.py, and through the references in families.py.
 """
 
 import hashlib
@@ -8,14 +8,14 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from steelyard.models import placements
+from steelyard.models import llama_placements
 from steelyard.models.llama import Llama, LlamaShape
-from steelyard.models.placements import WHOLE, Shard
+from steelyard.models.llama_placements import WHOLE, Shard
 from steelyard.models.shapes import GlmModel, LlamaModel
-from steelyard.models.tensors import without_values
+from steelyard.models.tensors import skip_initialization
 
 
-def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
+def get_llama_shape(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
     """Return the `LlamaShape` of a case's Llama; a `LlamaShape` is returned as it is. Raises
     TypeError for another family.
     """
@@ -23,32 +23,34 @@ def shape_of(model: LlamaShape | LlamaModel | GlmModel) -> LlamaShape:
         return model
     if not isinstance(model, LlamaModel):
         raise TypeError(f"a model of family {model.family!r} is no Llama")
-    told = {name: getattr(model, name) for name in type(model).model_fields}
+    fields = {name: getattr(model, name) for name in type(model).model_fields}
     dims = {
-        name: value for name, value in told.items() if name not in ("family", "nominal_parameters")
+        name: value
+        for name, value in fields.items()
+        if name not in ("family", "nominal_parameters")
     }
     return LlamaShape(**dims | {"head_dim": model.dim})
 
 
-def build(
+def build_llama(
     model: LlamaShape | LlamaModel, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Llama:
     """Build a Llama, or the given shard of one, on the device, in eval mode with gradients disabled
     and its memory uninitialized: fill or load the weights next. Raises ValueError if the shape
     cannot be divided by the number of shards.
     """
-    shape = shape_of(model)
-    with without_values(device, dtype):
-        made = Llama(placements.local(shape, shard))
-    return made.requires_grad_(False).eval()
+    shape = get_llama_shape(model)
+    with skip_initialization(device, dtype):
+        llama = Llama(llama_placements.make_shard_shape(shape, shard))
+    return llama.requires_grad_(False).eval()
 
 
-def parameters(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Return the number of a model's parameters; tied ones count once."""
     return sum(p.numel() for p in model.parameters())
 
 
-def fill_random(
+def fill_random_llama_weights(
     model: nn.Module, seed: int, shape: LlamaShape | None = None, shard: Shard = WHOLE
 ) -> None:
     """Fill all parameters of a Llama, or of a shard, with random weights, in place: N(0, 1 /
@@ -62,10 +64,10 @@ def fill_random(
     shape = model.shape if shape is None and isinstance(model, Llama) else shape
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            fill_parameter(name, parameter, seed, shape, shard)
+            fill_random_parameter(name, parameter, seed, shape, shard)
 
 
-def fill_parameter(
+def fill_random_parameter(
     name: str, parameter: Tensor, seed: int, shape: LlamaShape | None, shard: Shard = WHOLE
 ) -> None:
     """Fill one parameter, or a shard of it, with its random weights, in place, as
@@ -73,35 +75,39 @@ def fill_parameter(
     """
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-    elif shape is None or (shard.count == 1 and not placements.placement(name).swapped):
-        _normal(parameter, name, seed)
+    elif shape is None or (shard.count == 1 and not llama_placements.find_placement(name).swapped):
+        _fill_normal(parameter, name, seed)
     else:
         if shard.count > 1:
             parameter.zero_()  # rows that pad a vocabulary stay zero
-        fill_place(name, placements.logical_view(name, parameter, shape, shard), seed, shape, shard)
+        fill_random_view(
+            name, llama_placements.view_logically(name, parameter, shape, shard), seed, shape, shard
+        )
 
 
-def fill_place(
+def fill_random_view(
     name: str,
-    place: Tensor,
+    view: Tensor,
     seed: int,
     shape: LlamaShape,
     shard: Shard = WHOLE,
-    kept: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Fill a shard's part of one matrix's logical view, in place, with its part of the random
     weights of the whole matrix, which is made and sliced.
 
     `dtype`, if given, is the type that values are drawn in before they are copied to `view`.
     """
-    size = placements.placement(name).logical_shape(shape)
-    whole = _normal(
-        place.new_empty(placements.flat_shape(name, size), dtype=kept), name, seed
+    size = llama_placements.find_placement(name).logical_shape(shape)
+    whole = _fill_normal(
+        view.new_empty(llama_placements.flatten_logical_shape(name, size), dtype=dtype), name, seed
     ).view(size)
-    place.copy_(whole[tuple(slice(*span) for span in placements.box(name, shape, shard))])
+    view.copy_(
+        whole[tuple(slice(*span) for span in llama_placements.find_shard_box(name, shape, shard))]
+    )
 
 
-def _normal(parameter: Tensor, name: str, seed: int) -> Tensor:
+def _fill_normal(parameter: Tensor, name: str, seed: int) -> Tensor:
     """Fill a matrix with N(0, 1 / columns), in place, from a generator seeded by seed and parameter
     name, and return it.
     """

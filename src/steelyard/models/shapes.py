@@ -7,24 +7,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 Dimension = Annotated[int, Field(ge=1, le=10**9)]  # larger than any real one, and nothing overflows
 # a divided vocabulary is padded to a multiple of this in every shard, as Megatron does
 VOCAB_MULTIPLE = 64
 
 
-VARIANTS = ("head_dim", "qk_norm", "window", "rope_scaling")
+VARIANT_FIELDS = ("head_dim", "qk_norm", "window", "rope_scaling")
 
 
-class LinearRope(Frozen):
+class LinearRope(FrozenModel):
     """Scaled rotary positions, kind `linear`: every position is divided by `factor`."""
 
     kind: Literal["linear"]
     factor: float = Field(gt=0, le=1e6)
 
 
-class Llama3Rope(Frozen):
+class Llama3Rope(FrozenModel):
     """Scaled rotary positions, kind `llama3`: low frequencies are divided by `factor`, high ones
     unchanged, and those between interpolated.
 
@@ -39,7 +39,7 @@ class Llama3Rope(Frozen):
     original_positions: Dimension
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         """Raise ValueError unless `low` is less than `high`."""
         if self.low >= self.high:
             raise ValueError(f"low {self.low} must be less than high {self.high}")
@@ -49,14 +49,14 @@ class Llama3Rope(Frozen):
 RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="kind")]
 
 
-def real_window(window: int | None, longest: int) -> int | None:
+def get_effective_window(window: int | None, longest: int) -> int | None:
     """Return the window, or None if it is None or at least as long as the longest row and so hides
     nothing.
     """
     return None if window is None or window >= longest else window
 
 
-class LlamaModel(Frozen):
+class LlamaModel(FrozenModel):
     """Dimensions of a Llama in a case, or of a model that differs in these fields only: Qwen2
     (`qkv_bias`), Qwen3 (`qk_norm`), Mistral (`window`).
 
@@ -97,11 +97,11 @@ class LlamaModel(Frozen):
         """The names of the set fields (of `VARIANT_FIELDS`) in which it differs from a plain Llama;
         not every engine supports them.
         """
-        return tuple(name for name in VARIANTS if getattr(self, name))
+        return tuple(name for name in VARIANT_FIELDS if getattr(self, name))
 
     @model_validator(mode="before")
     @classmethod
-    def _one_spelling(cls, value: Any) -> Any:
+    def _drop_redundant_fields(cls, value: Any) -> Any:
         """Set head_dim and window to None where they say the same as leaving them out (hidden /
         heads; a window of all positions), so that one model has one key.
         """
@@ -111,31 +111,35 @@ class LlamaModel(Frozen):
         hidden, heads, dim, window, positions = (
             size if type(size) is int else None for size in sizes
         )
-        usual = hidden and heads and dim and dim * heads == hidden
-        endless = window and positions and real_window(window, positions) is None
-        return value | ({"head_dim": None} if usual else {}) | ({"window": None} if endless else {})
+        default_dim = hidden and heads and dim and dim * heads == hidden
+        useless_window = window and positions and get_effective_window(window, positions) is None
+        return (
+            value
+            | ({"head_dim": None} if default_dim else {})
+            | ({"window": None} if useless_window else {})
+        )
 
     @model_validator(mode="after")
-    def _divisible(self) -> Self:
+    def _check_divisible(self) -> Self:
         """Raise ValueError unless heads is a multiple of kv_heads and the head dimension is a whole
         even number.
         """
         whole = self.head_dim is not None or self.hidden % self.heads == 0
         if not whole or self.heads % self.kv_heads or self.dim % 2:
-            said = (
+            message = (
                 f"hidden {self.hidden} must be an even multiple of heads {self.heads}, and heads of"
                 f" kv_heads {self.kv_heads}"
             )
             if self.head_dim is not None:
-                said = (
+                message = (
                     f"head_dim {self.head_dim} must be even, and heads {self.heads} a multiple of"
                     f" kv_heads {self.kv_heads}"
                 )
-            raise ValueError(said)
+            raise ValueError(message)
         return self
 
 
-class GlmModel(Frozen):
+class GlmModel(FrozenModel):
     """Dimensions of a GLM (Du et al. 2021) in a case: pre-LN, biases everywhere, tied embeddings,
     and two position tables with one row more than there are positions. Validation raises ValueError
     unless hidden is a multiple of heads.
@@ -168,7 +172,7 @@ class GlmModel(Frozen):
         return True
 
     @model_validator(mode="after")
-    def _divisible(self) -> Self:
+    def _check_divisible(self) -> Self:
         """Raise ValueError unless hidden is a multiple of heads."""
         if self.hidden % self.heads:
             raise ValueError(f"hidden {self.hidden} must be a multiple of heads {self.heads}")
@@ -176,7 +180,7 @@ class GlmModel(Frozen):
 
 
 @dataclass(frozen=True)
-class Matrix:
+class LayerMatrix:
     """A weight matrix of a layer, [outputs, inputs], that every token is multiplied by; `divided`
     is the side that tensor parallelism splits.
     """
@@ -187,14 +191,14 @@ class Matrix:
     divided: Literal["outputs", "inputs"]
 
 
-def vocab_rows(vocab: int, tp: int) -> int:
+def count_vocab_rows(vocab: int, tp: int) -> int:
     """Return the vocabulary rows of one tensor-parallel shard: all of them, unpadded, if tp is 1,
     otherwise an equal part of the vocabulary padded at its end to a multiple of 64 · tp.
     """
-    return vocab if tp == 1 else padded_vocab_rows(vocab, tp)
+    return vocab if tp == 1 else count_padded_vocab_rows(vocab, tp)
 
 
-def padded_vocab_rows(vocab: int, tp: int) -> int:
+def count_padded_vocab_rows(vocab: int, tp: int) -> int:
     """Return the vocabulary rows of one shard in a Megatron checkpoint: padded to a multiple of 64
     per shard even if tp is 1.
     """

@@ -13,33 +13,41 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SHORT = {
+DTYPE_NAMES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
-SHORT |= {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
+DTYPE_NAMES |= {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 # By the precision of matmuls; with fp8, the type of everything but the layers' matrices.
-COMPUTED_IN = {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+COMPUTE_DTYPE_NAMES = {
+    "fp32": "fp32",
+    "tf32": "fp32",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "fp8": "bf16",
+}
 
 
-def compute_dtype(matmul: str) -> torch.dtype:
+def get_compute_dtype(matmul: str) -> torch.dtype:
     """Return the torch type in which a matmul precision (`fp32`, `tf32`, `fp16`, `bf16`, `fp8`)
     computes: fp32 for tf32, and bf16 for fp8, whose operands are made from it. Raises KeyError for
     others.
     """
-    return DTYPES[COMPUTED_IN[matmul]]
+    return DTYPES[COMPUTE_DTYPE_NAMES[matmul]]
 
 
-def dtype_names(tensors: Iterable[Tensor]) -> str:
+def format_dtypes(tensors: Iterable[Tensor]) -> str:
     """Return the types that tensors have as a text for the record, sorted and joined by `/`, such
     as `bf16/fp32`.
     """
-    return "/".join(sorted({SHORT.get(one.dtype, str(one.dtype)) for one in tensors}))
+    return "/".join(
+        sorted({DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)) for tensor in tensors})
+    )
 
 
-def local(tensor: Tensor) -> Tensor:
+def get_local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or the tensor itself if it is not one.
 
     DTensor is recognized by its method `to_local`, because importing the class takes a third as
@@ -50,7 +58,7 @@ def local(tensor: Tensor) -> Tensor:
     return out
 
 
-class _NoInitialValues(TorchFunctionMode):
+class _SkipInitialization(TorchFunctionMode):
     """A torch function mode in which the functions of `torch.nn.init` do nothing and return their
     tensor.
     """
@@ -63,14 +71,14 @@ class _NoInitialValues(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Return the tensor unchanged for functions of `torch.nn.init`; call any other function."""
-        told = kwargs or {}
+        named = kwargs or {}
         if getattr(func, "__module__", None) == init.__name__:
-            return told["tensor"] if "tensor" in told else args[0]
-        return func(*args, **told)
+            return named["tensor"] if "tensor" in named else args[0]
+        return func(*args, **named)
 
 
 @contextmanager
-def without_values(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
+def skip_initialization(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
     """While the context is open, create modules on the device with uninitialized memory and, if
     `dtype` is given, of that type; torch's default type is changed for that time.
 
@@ -80,13 +88,13 @@ def without_values(device: torch.device, dtype: torch.dtype | None = None) -> It
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
-        with device, _NoInitialValues():
+        with device, _SkipInitialization():
             yield
     finally:
         torch.set_default_dtype(before)
 
 
-def send(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:
+def send_array(array: "np.ndarray[Any, np.dtype[np.int64]]", device: torch.device) -> Tensor:
     """Return a numpy int64 array as a tensor on the device, copied asynchronously from pinned
     memory; on a CPU it shares the array's memory.
     """
@@ -100,12 +108,12 @@ def send_tensor(host: Tensor, device: torch.device) -> Tensor:
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Call `function.apply(*arguments)`, for which torch has no types, and return its result."""
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def cumulative(lens: Sequence[int], device: torch.device) -> Tensor:
+def make_offsets(lens: Sequence[int], device: torch.device) -> Tensor:
     """Return the offsets of packed rows with these lengths: 0 and the cumulative sums, int32 [rows
     + 1], on the device.
     """

@@ -12,13 +12,13 @@ from pydantic import Field
 from steelyard.case.case import Case
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 # Sizes of a model that each degree must divide: their name in messages, and the model's field.
-DIVIDES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
-FACTORS = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
+DIVIDED_SIZES = {"tp": (("key groups", "kv_heads"), ("FFN columns", "ffn"))}
+DEGREES_PATTERN = re.compile(r"(?=.)(?:TP\d{0,4})?(?:PP\d{0,4})?(?:DP\d{0,4})?", re.ASCII)
 # Degrees that users of other programs write, and that no engine here has.
-OTHERS = {
+UNSUPPORTED_DEGREES = {
     "VP": "virtual pipeline stages: megatron-core's losses under them were off by 0.04",
     "SP": (
         "sequence parallelism of its own: megatron-core's needs Transformer Engine, and engine"
@@ -29,11 +29,11 @@ OTHERS = {
 }
 
 
-MOST_DEVICES = 10**6
-Degree = Annotated[int, Field(ge=1, le=MOST_DEVICES)]
+MAX_DEVICES = 10**6
+Degree = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
-class Plan(Frozen):
+class Plan(FrozenModel):
     """A parallel plan: `nodes` hosts of `devices` devices each, and degrees `tp`, `pp` and `dp`,
     whose product is the world size. `launcher` is how processes are started.
     """
@@ -60,7 +60,7 @@ class Plan(Frozen):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPosition:
     """The position of a rank in a plan: tensor-parallel rank, stage and replica, from 0."""
 
     tp: int
@@ -68,15 +68,15 @@ class Place:
     dp: int
 
 
-def place(plan: Plan, rank: int) -> Place:
+def find_position(plan: Plan, rank: int) -> RankPosition:
     """Return the position of a rank: ranks of one tensor-parallel group are neighbours, then come
     pipeline stages, then replicas.
     """
-    return Place(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
+    return RankPosition(rank % plan.tp, rank // plan.tp % plan.pp, rank // (plan.tp * plan.pp))
 
 
-def make(
-    case: Case, nodes: int, devices: int, sample: int | None = None, launcher: str = "local"
+def make_plan(
+    case: Case, nodes: int, devices: int, sample_size: int | None = None, launcher: str = "local"
 ) -> Plan:
     """Return the plan that `tune.parallel` asks for, over all devices. `sample_size` is how many
     rows or samples of a global batch are in scope; None: all.
@@ -86,49 +86,53 @@ def make(
     """
     if nodes < 1 or devices < 1:
         raise RequestError(f"--nodes {nodes} --devices {devices}: both must be at least 1")
-    tp, pp, dp = degrees(case.tune.parallel, nodes * devices)
+    tp, pp, dp = parse_degrees(case.tune.parallel, nodes * devices)
     _check_model(case, tp, pp)
     if case.question.train is not None:
-        _check_training(case, case.question.train, sample, tp, pp, dp)
+        _check_training(case, case.question.train, sample_size, tp, pp, dp)
     return Plan(nodes=nodes, devices=devices, tp=tp, pp=pp, dp=dp, launcher=launcher)
 
 
-def degrees(text: str, world: int) -> tuple[int, int, int]:
+def parse_degrees(text: str, world: int) -> tuple[int, int, int]:
     """Return TP, PP and DP of a text such as TP2PP4DP1, for `world` devices. The one degree without
     a number, or else DP if it is not named, takes the devices that the others leave.
 
     Raises RequestError if the text is not of this form, names a parallelism that no engine has, or
     does not match the number of devices.
     """
-    for name, what in OTHERS.items():
+    for name, explanation in UNSUPPORTED_DEGREES.items():
         if name in text:
-            raise RequestError(f"--parallel {text!r}: no engine has {what}; allowed: TP, PP and DP")
-    if not FACTORS.fullmatch(text):
+            raise RequestError(
+                f"--parallel {text!r}: no engine has {explanation}; allowed: TP, PP and DP"
+            )
+    if not DEGREES_PATTERN.fullmatch(text):
         raise RequestError(
             f"--parallel {text!r}: not degrees; give them as TP2, DP4, TP2DP4 or TP2PP4DP1, in this"
             " order"
         )
     named = dict(re.findall(r"(TP|PP|DP)(\d*)", text, re.ASCII))
-    given = {name: int(number) for name, number in named.items() if number}
-    free = [name for name, number in named.items() if not number] or [
+    numbered = {name: int(number) for name, number in named.items() if number}
+    unnumbered = [name for name, number in named.items() if not number] or [
         name for name in ("DP",) if name not in named
     ]
-    if len(free) > 1 or any(number < 1 for number in given.values()):
+    if len(unnumbered) > 1 or any(number < 1 for number in numbered.values()):
         raise RequestError(
             f"--parallel {text!r}: only one degree may lack a number, and numbers are 1 or more, as"
             " in TP2DP4"
         )
     product = 1
-    for number in given.values():
+    for number in numbered.values():
         product *= number
-    if world % product or (not free and product != world):
-        exactly = f"{product} devices" if not free else f"a multiple of {product} devices"
+    if world % product or (not unnumbered and product != world):
+        needed_text = f"{product} devices" if not unnumbered else f"a multiple of {product} devices"
         raise RequestError(
-            f"--parallel {text!r} takes {exactly} and there are {world}; change --devices, --nodes"
+            f"--parallel {text!r} takes {needed_text} and there are {world}; change --devices, --nodes"
             " or the factors"
         )
-    all_of = {"TP": 1, "PP": 1, "DP": 1} | given | dict.fromkeys(free, world // product)
-    return all_of["TP"], all_of["PP"], all_of["DP"]
+    degree_by_name = (
+        {"TP": 1, "PP": 1, "DP": 1} | numbered | dict.fromkeys(unnumbered, world // product)
+    )
+    return degree_by_name["TP"], degree_by_name["PP"], degree_by_name["DP"]
 
 
 def _check_model(case: Case, tp: int, pp: int) -> None:
@@ -136,8 +140,12 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
     for a kind of work without a pipeline.
     """
     model = case.question.model
-    sizes = {what: getattr(model, key) for what, key in DIVIDES["tp"] if hasattr(model, key)}
-    for what, size in sizes.items():
+    sizes = {
+        size_name: getattr(model, key)
+        for size_name, key in DIVIDED_SIZES["tp"]
+        if hasattr(model, key)
+    }
+    for size_name, size in sizes.items():
         if size % tp:
             allowed = [
                 str(n)
@@ -145,7 +153,7 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
                 if not any(size % n for size in sizes.values())
             ]
             raise RequestError(
-                f"TP{tp} does not divide the model's {size} {what}; allowed: {', '.join(allowed)}"
+                f"TP{tp} does not divide the model's {size} {size_name}; allowed: {', '.join(allowed)}"
             )
     if pp > 1 and not case.question.kind_row.pipeline:
         noun = case.question.kind_row.noun
@@ -156,7 +164,7 @@ def _check_model(case: Case, tp: int, pp: int) -> None:
 
 
 def _check_training(
-    case: Case, train: Train, sample: int | None, tp: int, pp: int, dp: int
+    case: Case, train: Train, sample_size: int | None, tp: int, pp: int, dp: int
 ) -> None:
     """Raise RequestError if training cannot be divided so: TP must divide a row's tokens, PP be at
     most the number of layers and of micro-batches, the sharding degree divide DP, and tied
@@ -176,15 +184,15 @@ def _check_training(
         raise RequestError(
             "a model with tied embeddings cannot be divided; allowed: TP1PP1 and tune.sharding=0"
         )
-    if tune.sharding and dp % shard_degree(case, dp):
+    if tune.sharding and dp % get_shard_degree(case, dp):
         allowed = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
         raise RequestError(
             f"tune.sharding_degree={tune.sharding_degree} does not divide DP{dp}; allowed:"
             f" {allowed}"
         )
-    rows = train.batch if sample is None else sample
+    rows = train.batch if sample_size is None else sample_size
     accumulation = -(-rows // (dp * tune.micro_batch))
-    if case.question.row.batch_unit == "rows" and accumulation < pp:
+    if case.question.task_row.batch_unit == "rows" and accumulation < pp:
         raise RequestError(
             f"PP{pp} takes an accumulation of {pp} micro-batches or more, and {rows} rows over"
             f" DP{dp} in micro-batches of {tune.micro_batch} make {accumulation}; lower PP, DP or"
@@ -192,14 +200,14 @@ def _check_training(
         )
 
 
-def shard_degree(case: Case, dp: int) -> int:
+def get_shard_degree(case: Case, dp: int) -> int:
     """Return how many replicas divide among them what `tune.sharding` says; 1 if nothing is
     divided.
     """
     return (case.tune.sharding_degree or dp) if case.tune.sharding else 1
 
 
-def stage_layers(layers: int, stages: int) -> list[range]:
+def divide_layers(layers: int, stages: int) -> list[range]:
     """Return the layers of each pipeline stage, as even as possible. Layers left over go to inner
     stages first, then to the first, and last to the last stage, which has the logits.
     """

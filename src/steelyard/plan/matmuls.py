@@ -11,26 +11,26 @@ from pydantic import Field
 from steelyard.case.case import Case
 from steelyard.models import families
 from steelyard.models.auto_shape import AutoModel
-from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
-from steelyard.schema import Frozen, Layout
+from steelyard.models.shapes import GlmModel, LlamaModel, count_vocab_rows
+from steelyard.schema import FrozenModel, MatmulLayout
 
 VOCABULARY = "vocabulary"  # name of the matmul that gives logits
 # Numbers of a matmul's row operand and result together: larger ones are split by rows, so that
 # timing them does not need the memory of the run itself. 256 MiB in 16 bit; each split is still far
 # larger than a device's caches.
-MOST_NUMBERS = 1 << 27
+MAX_NUMBERS = 1 << 27
 # Rows of a split are a multiple of this: where rows are contiguous in memory, an odd number of them
 # would rule out a fast kernel that the whole matmul can use.
-ALIGNED = 256
+ROW_MULTIPLE = 256
 
 
-class Matmul(Frozen):
+class Matmul(FrozenModel):
     """`count` equal matmuls of [m, k] by [k, n]. `layout` says which operand is transposed: nt
     (forward), nn or tn (backward).
     """
 
     name: str
-    layout: Layout = "nt"
+    layout: MatmulLayout = "nt"
     m: int = Field(ge=1, le=10**12)
     n: int = Field(ge=1, le=10**12)
     k: int = Field(ge=1, le=10**12)
@@ -42,16 +42,16 @@ class Matmul(Frozen):
         return 2 * self.m * self.n * self.k
 
 
-def total(every: tuple[Matmul, ...]) -> int:
+def count_total_flops(matmuls: tuple[Matmul, ...]) -> int:
     """Return the FLOPs of all these matmuls, with their counts."""
-    return sum(one.count * one.flops for one in every)
+    return sum(matmul.count * matmul.flops for matmul in matmuls)
 
 
-def of_model(
+def list_model_matmuls(
     model: LlamaModel | GlmModel | AutoModel,
     tokens: int,
     logits: int,
-    layouts: tuple[Layout, ...],
+    layouts: tuple[MatmulLayout, ...],
     tp: int = 1,
 ) -> tuple[Matmul, ...]:
     """Return the matmuls of one device of a tensor-parallel group over all layers, for so many
@@ -59,18 +59,20 @@ def of_model(
     its padding is included.
     """
     out: list[Matmul] = []
-    for one in families.row(model.family).layer_matrices(model):
-        outputs = one.outputs // tp if one.divided == "outputs" else one.outputs
-        inputs = one.inputs // tp if one.divided == "inputs" else one.inputs
-        out += _products(one.name, tokens, outputs, inputs, model.layers, layouts)
+    for matrix in families.find_family(model.family).layer_matrices(model):
+        outputs = matrix.outputs // tp if matrix.divided == "outputs" else matrix.outputs
+        inputs = matrix.inputs // tp if matrix.divided == "inputs" else matrix.inputs
+        out += _list_matrix_matmuls(matrix.name, tokens, outputs, inputs, model.layers, layouts)
     return (
         *out,
-        *_products(VOCABULARY, logits, vocab_rows(model.vocab, tp), model.hidden, 1, layouts),
+        *_list_matrix_matmuls(
+            VOCABULARY, logits, count_vocab_rows(model.vocab, tp), model.hidden, 1, layouts
+        ),
     )
 
 
-def _products(
-    name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[Layout, ...]
+def _list_matrix_matmuls(
+    name: str, rows: int, outputs: int, inputs: int, count: int, layouts: tuple[MatmulLayout, ...]
 ) -> list[Matmul]:
     """Return the matmuls of one matrix in each layout: forward, and the two of backward if they are
     asked for; none for no rows.
@@ -82,56 +84,74 @@ def _products(
         "nn": (rows, inputs, outputs),
         "tn": (outputs, inputs, rows),
     }
-    return [block for layout in layouts for block in _blocks(name, layout, *shapes[layout], count)]
+    return [
+        matmul for layout in layouts for matmul in _split_rows(name, layout, *shapes[layout], count)
+    ]
 
 
-def _blocks(name: str, layout: Layout, m: int, n: int, k: int, count: int) -> list[Matmul]:
+def _split_rows(
+    name: str, layout: MatmulLayout, m: int, n: int, k: int, count: int
+) -> list[Matmul]:
     """Return `count` equal matmuls, split by rows (m) if operand and result have more than
     `MAX_NUMBERS` numbers. The remainder is a matmul of its own.
     """
-    most = max(1, MOST_NUMBERS // (n + k))
-    size = min(m, most // ALIGNED * ALIGNED or most)
-    whole, rest = divmod(m, size)
-    out = [Matmul(name=name, layout=layout, m=size, n=n, k=k, count=count * whole)]
-    return [*out, Matmul(name=name, layout=layout, m=rest, n=n, k=k, count=count)] if rest else out
+    max_rows = max(1, MAX_NUMBERS // (n + k))
+    size = min(m, max_rows // ROW_MULTIPLE * ROW_MULTIPLE or max_rows)
+    full_splits, remaining_rows = divmod(m, size)
+    out = [Matmul(name=name, layout=layout, m=size, n=n, k=k, count=count * full_splits)]
+    return (
+        [*out, Matmul(name=name, layout=layout, m=remaining_rows, n=n, k=k, count=count)]
+        if remaining_rows
+        else out
+    )
 
 
 # How many logits a batch has if the data are not known, by kind of work, from its tokens and the
 # model's positions; other kinds have one per token. A text with one answer has one; candidates of a
 # cloze are few tokens beside their context, and are not counted.
-LOGITS: dict[str, Callable[[int, int], int]] = {
+LOGIT_COUNTS: dict[str, Callable[[int, int], int]] = {
     "score_choices": lambda tokens, positions: max(1, tokens // positions),
     "train_cloze": lambda tokens, positions: 0,
 }
 
 
-def of_case(
-    case: Case, tp: int, counts: Mapping[str, int] | None = None, smaller: int = 1
+def list_case_matmuls(
+    case: Case, tp: int, counts: Mapping[str, int] | None = None, divisor: int = 1
 ) -> tuple[Matmul, ...]:
     """Return the matmuls of one batch of a case, or of one that is `divisor` times smaller, on one
     device of a tensor-parallel group. `counts` are those of a pass or step, if they are known: they
     say how many tokens and logits a batch has.
     """
-    tokens, logits = batch(case, counts)
-    if smaller > 1:
-        tokens, logits = max(1, tokens // smaller), logits and max(1, logits // smaller)
-    return of_model(case.question.model, tokens, logits, case.question.kind_row.products, tp)
+    tokens, logits = count_tokens_and_logits(case, counts)
+    if divisor > 1:
+        tokens, logits = max(1, tokens // divisor), logits and max(1, logits // divisor)
+    return list_model_matmuls(
+        case.question.model, tokens, logits, case.question.kind_row.products, tp
+    )
 
 
-def batch(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:
+def count_tokens_and_logits(case: Case, counts: Mapping[str, int] | None = None) -> tuple[int, int]:
     """Return the tokens that are computed together, and the logits among them; those of the longest
     possible batch if the data's counts are not known.
     """
     question, tune = case.question, case.tune
-    known = counts if counts and counts["tokens"] else None
+    known_counts = counts if counts and counts["tokens"] else None
     if question.train is None:
-        tokens = tune.batch_tokens if known is None else min(tune.batch_tokens, known["tokens"])
+        tokens = (
+            tune.batch_tokens
+            if known_counts is None
+            else min(tune.batch_tokens, known_counts["tokens"])
+        )
     else:
         tokens = tune.micro_batch * question.train.length
         # rows are contexts of different lengths, one per candidate
-        if known is not None and question.row.work == "train_cloze":
-            tokens = max(1, tune.micro_batch * known["tokens"] // max(1, known["samples"]))
-    if known is not None:
-        return tokens, round(tokens * known["logits"] / known["tokens"])
-    logits = LOGITS.get(question.row.work)
-    return tokens, tokens if logits is None else logits(tokens, question.model.positions)
+        if known_counts is not None and question.task_row.work == "train_cloze":
+            tokens = max(
+                1, tune.micro_batch * known_counts["tokens"] // max(1, known_counts["samples"])
+            )
+    if known_counts is not None:
+        return tokens, round(tokens * known_counts["logits"] / known_counts["tokens"])
+    count_logits = LOGIT_COUNTS.get(question.task_row.work)
+    return tokens, tokens if count_logits is None else count_logits(
+        tokens, question.model.positions
+    )

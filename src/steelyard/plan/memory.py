@@ -16,39 +16,39 @@ from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
 from steelyard.models.auto_shape import AutoModel
-from steelyard.models.shapes import GlmModel, LlamaModel, vocab_rows
+from steelyard.models.shapes import GlmModel, LlamaModel, count_vocab_rows
 from steelyard.plan import flops, memory_glm
-from steelyard.plan.degrees import Plan, shard_degree, stage_layers
+from steelyard.plan.degrees import Plan, divide_layers, get_shard_degree
 
 # for fp8: of all but the layers' matrices
-BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
+DTYPE_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
 # bytes of a weight for training in fp8: a copy for the forward, and a transposed one for the
 # backward
 FP8_COPIES = 2
-WIDE = 4  # bytes of what is fp32 in any precision
-MOST_STAGES = 1024  # a limit, since a record may come from a stranger
+FP32_BYTES = 4  # bytes of what is fp32 in any precision
+MAX_STAGES = 1024  # a limit, since a record may come from a stranger
 GIB = 1 << 30
 # a prediction this many times the memory is refused; measured runs were within 2 % of theirs
-CERTAIN = 1.1
+REFUSED_FACTOR = 1.1
 # one beyond this share of it gets a warning: a framework takes some memory for itself
-CLOSE = 0.95
-LOGITS_AT_ONCE = 4096  # tokens whose logits scoring holds at one time
+WARNED_SHARE = 0.95
+SCORING_LOGIT_TOKENS = 4096  # tokens whose logits scoring holds at one time
 # Keys laid out for attention per computed token, where questions share a prefix: from MMLU with
 # five shots on an H200, where 22.0 GiB were allocated, of which weights and activations were 16.3.
-SHARED_KEYS = 12
+KEYS_PER_TOKEN = 12
 # Bytes that the allocator reserves per byte of activations, where every batch has other sizes:
 # 20.8 GiB instead of 17.2 and 72.6 instead of 67.0 with 12.6 and 62.8 of weights, 41.8 instead of
 # 22.0 with a shared prefix.
-SCATTER = 2.6
+ALLOCATOR_FACTOR = 2.6
 # The same for a GLM: 24.7 times the hidden size was reserved for 18 times that a layer saves per
 # token.
-CLOZE_SCATTER = 1.4
+CLOZE_ALLOCATOR_FACTOR = 1.4
 
-Recompute = Literal["none", "selective", "full"]
+RecomputeMode = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class MemoryParts:
     """Predicted bytes on one device, by what they hold."""
 
     parameters: int  # in the dtype they are stored in
@@ -66,7 +66,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedActivation:
     """Activations that a layer saves for its backward: how many numbers per token, and under which
     modes of recomputation.
 
@@ -78,155 +78,167 @@ class Saved:
 
     name: str
     numbers: Callable[[LlamaModel], int]
-    under: tuple[Recompute, ...] = ("none",)
-    wide: bool = False
-    fused: bool = False
-    plain: bool = False
-    lean: bool = False
-    wide_only: bool = False
+    recompute_modes: tuple[RecomputeMode, ...] = ("none",)
+    fp32: bool = False
+    compiler_recomputes: bool = False
+    plain_only: bool = False
+    fused_only: bool = False
+    not_fp8: bool = False
 
 
-def _qkv(model: LlamaModel) -> int:
+def _get_qkv_width(model: LlamaModel) -> int:
     """Return the width of queries, keys and values together."""
     return (model.heads + 2 * model.kv_heads) * model.dim
 
 
-_BOTH: tuple[Recompute, ...] = ("none", "selective")  # results of matmuls and attention
+_NONE_AND_SELECTIVE: tuple[RecomputeMode, ...] = (
+    "none",
+    "selective",
+)  # results of matmuls and attention
 
 SAVED = (
-    Saved(
+    SavedActivation(
         "residual stream and what is to be added to it",
         lambda m: 2 * m.hidden,
         ("selective", "full"),
     ),
-    Saved("input of the attention's norm", lambda m: m.hidden),
-    Saved("scale of the attention's norm", lambda m: 1, wide=True),
-    Saved("input of qkv", lambda m: m.hidden, wide_only=True),
-    Saved("output of qkv", _qkv, _BOTH),
-    Saved(
+    SavedActivation("input of the attention's norm", lambda m: m.hidden),
+    SavedActivation("scale of the attention's norm", lambda m: 1, fp32=True),
+    SavedActivation("input of qkv", lambda m: m.hidden, not_fp8=True),
+    SavedActivation("output of qkv", _get_qkv_width, _NONE_AND_SELECTIVE),
+    SavedActivation(
         "scales of the norms of queries and keys",
         lambda m: m.qk_norm * (m.heads + m.kv_heads),
-        wide=True,
-        plain=True,
+        fp32=True,
+        plain_only=True,
     ),
-    Saved("input of the norms of queries and keys", lambda m: m.qk_norm * _qkv(m), lean=True),
-    Saved("rotated queries and keys", lambda m: (m.heads + m.kv_heads) * m.dim, plain=True),
-    Saved("output of attention", lambda m: m.heads * m.dim, _BOTH),
-    Saved("log-sum-exp of attention", lambda m: m.heads, _BOTH, wide=True),
-    Saved("output of out", lambda m: m.hidden, ("selective",)),
-    Saved("input of the FFN's norm", lambda m: m.hidden),
-    Saved("scale of the FFN's norm", lambda m: 1, wide=True),
-    Saved("input of gate_up", lambda m: m.hidden, wide_only=True),
-    Saved("output of gate_up", lambda m: 2 * m.ffn, _BOTH),
-    Saved("SiLU of the gate", lambda m: m.ffn, fused=True, plain=True),
-    Saved("input of down", lambda m: m.ffn, plain=True),
+    SavedActivation(
+        "input of the norms of queries and keys",
+        lambda m: m.qk_norm * _get_qkv_width(m),
+        fused_only=True,
+    ),
+    SavedActivation(
+        "rotated queries and keys", lambda m: (m.heads + m.kv_heads) * m.dim, plain_only=True
+    ),
+    SavedActivation("output of attention", lambda m: m.heads * m.dim, _NONE_AND_SELECTIVE),
+    SavedActivation("log-sum-exp of attention", lambda m: m.heads, _NONE_AND_SELECTIVE, fp32=True),
+    SavedActivation("output of out", lambda m: m.hidden, ("selective",)),
+    SavedActivation("input of the FFN's norm", lambda m: m.hidden),
+    SavedActivation("scale of the FFN's norm", lambda m: 1, fp32=True),
+    SavedActivation("input of gate_up", lambda m: m.hidden, not_fp8=True),
+    SavedActivation("output of gate_up", lambda m: 2 * m.ffn, _NONE_AND_SELECTIVE),
+    SavedActivation("SiLU of the gate", lambda m: m.ffn, compiler_recomputes=True, plain_only=True),
+    SavedActivation("input of down", lambda m: m.ffn, plain_only=True),
 )
 
 
-def layer_bytes(
+def count_layer_bytes(
     model: LlamaModel,
     size: int,
-    recompute: Recompute,
+    recompute: RecomputeMode,
     compiled: bool,
-    lean: bool = False,
+    fused_blocks: bool = False,
     fp8: bool = False,
 ) -> int:
     """Return the bytes per token that one layer saves for its backward, numbers having `size`
     bytes. `fused_blocks`: of the block of models/llama_fused.py.
     """
 
-    def drops(part: Saved) -> bool:
+    def is_dropped(part: SavedActivation) -> bool:
         """Return whether these activations are not saved by this kind of block."""
-        other = part.plain if lean else part.lean
-        return (part.fused and compiled) or other or (part.wide_only and fp8)
+        other_block_only = part.plain_only if fused_blocks else part.fused_only
+        return (part.compiler_recomputes and compiled) or other_block_only or (part.not_fp8 and fp8)
 
-    kept = [part for part in SAVED if recompute in part.under and not drops(part)]
-    return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
+    saved = [part for part in SAVED if recompute in part.recompute_modes and not is_dropped(part)]
+    return sum(part.numbers(model) * (FP32_BYTES if part.fp32 else size) for part in saved)
 
 
-def stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
+def count_stage_parameters(model: LlamaModel, plan: Plan, stage: int) -> int:
     """Return the number of parameters on one device of a pipeline stage, without sharding over
     replicas. Matrices are divided over a tensor-parallel group, norms are not.
     """
-    biases = _qkv(model) if model.qkv_bias else 0
+    biases = _get_qkv_width(model) if model.qkv_bias else 0
     norms = 2 * model.hidden + (2 * model.dim if model.qk_norm else 0)
-    layer = (flops.layer_parameters(model) // model.layers + biases) // plan.tp + norms
-    table = vocab_rows(model.vocab, plan.tp) * model.hidden
+    layer = (flops.count_layer_parameters(model) // model.layers + biases) // plan.tp + norms
+    embedding = count_vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
-    tables = (first + last) if not (first and last and model.tied) else 1
+    embedding_count = (first + last) if not (first and last and model.tied) else 1
     return (
-        len(stage_layers(model.layers, plan.pp)[stage]) * layer
-        + tables * table
+        len(divide_layers(model.layers, plan.pp)[stage]) * layer
+        + embedding_count * embedding
         + last * model.hidden
     )
 
 
-def stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
+def count_stage_matrices(model: LlamaModel, plan: Plan, stage: int) -> int:
     """Return the number of weights in the layers' matrices on one device of a stage: those that fp8
     multiplies.
     """
     return (
-        len(stage_layers(model.layers, plan.pp)[stage])
-        * (flops.layer_parameters(model) // model.layers)
+        len(divide_layers(model.layers, plan.pp)[stage])
+        * (flops.count_layer_parameters(model) // model.layers)
         // plan.tp
     )
 
 
-def predict(
+def predict_stages(
     model: LlamaModel,
     precision: Precision,
     tune: Tune,
     plan: Plan,
     train: Train,
-    lean: bool = False,
-    units: bool = False,
-) -> list[Parts]:
+    fused_blocks: bool = False,
+    with_gathered: bool = False,
+) -> list[MemoryParts]:
     """Return the predicted memory of a device of each stage in training, first stage first.
     `with_gathered` adds what is gathered only for a while from shards. Raises ValueError for more
     stages than layers.
     """
-    if not 1 <= plan.pp <= min(model.layers, MOST_STAGES):
+    if not 1 <= plan.pp <= min(model.layers, MAX_STAGES):
         raise ValueError(f"{plan.pp} stages for {model.layers} layers")
-    stages = [_stage(model, precision, tune, plan, train, stage, lean) for stage in range(plan.pp)]
-    if not units:
+    stages = [
+        _predict_stage(model, precision, tune, plan, train, stage, fused_blocks)
+        for stage in range(plan.pp)
+    ]
+    if not with_gathered:
         return stages
     return [
-        _with_units(parts, model, precision, tune, plan, train, stage)
+        _add_gathered(parts, model, precision, tune, plan, train, stage)
         for stage, parts in enumerate(stages)
     ]
 
 
-def unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
+def count_unit_parameters(model: LlamaModel, plan: Plan, stage: int) -> list[int]:
     """Return the number of parameters of each unit of a stage that is gathered on its own: the
     embedding on the first stage, every layer, the last norm with the output on the last.
     """
-    layers = len(stage_layers(model.layers, plan.pp)[stage])
-    table = vocab_rows(model.vocab, plan.tp) * model.hidden
+    layers = len(divide_layers(model.layers, plan.pp)[stage])
+    embedding = count_vocab_rows(model.vocab, plan.tp) * model.hidden
     first, last = stage == 0, stage == plan.pp - 1
-    rest = stage_parameters(model, plan, stage) - (table if first else 0)
-    head = [model.hidden + (table if not (first and model.tied) else 0)] if last else []
-    return [*([table] if first else []), *[(rest - sum(head)) // layers] * layers, *head]
+    others = count_stage_parameters(model, plan, stage) - (embedding if first else 0)
+    head = [model.hidden + (embedding if not (first and model.tied) else 0)] if last else []
+    return [*([embedding] if first else []), *[(others - sum(head)) // layers] * layers, *head]
 
 
-def _with_units(
-    parts: Parts,
+def _add_gathered(
+    parts: MemoryParts,
     model: LlamaModel,
     precision: Precision,
     tune: Tune,
     plan: Plan,
     train: Train,
     stage: int,
-) -> Parts:
+) -> MemoryParts:
     """Return the parts with what is whole for a while only: gradients, if sharded, of the two
     largest neighbouring units, weights likewise with sharding 3, and on the last stage the tokens
     that a tensor-parallel rank gathers for the logits.
     """
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
-    size = BYTES[precision.matmul]
-    mixed = BYTES[precision.weights] != size
-    numbers = unit_parameters(model, plan, stage)
+    size = DTYPE_BYTES[precision.matmul]
+    mixed = DTYPE_BYTES[precision.weights] != size
+    unit_sizes = count_unit_parameters(model, plan, stage)
     pair = (
-        max(map(sum, pairwise(numbers)), default=sum(numbers))
+        max(map(sum, pairwise(unit_sizes)), default=sum(unit_sizes))
         if degree > 1 or tune.distributed
         else 0
     )
@@ -237,51 +249,57 @@ def _with_units(
         parameters=parts.parameters + (0 if mixed else weights),
         copies=parts.copies + (weights if mixed else 0),
         gradients=parts.gradients
-        + (pair * BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0),
+        + (
+            pair * DTYPE_BYTES[precision.gradients or precision.weights] if tune.sharding > 1 else 0
+        ),
         logits=parts.logits + (gathered if stage == plan.pp - 1 else 0),
     )
 
 
-def _stage(
+def _predict_stage(
     model: LlamaModel,
     precision: Precision,
     tune: Tune,
     plan: Plan,
     train: Train,
     stage: int,
-    lean: bool,
-) -> Parts:
+    fused_blocks: bool,
+) -> MemoryParts:
     """Return the predicted training memory of a device of one stage, without gathered shards."""
-    numbers = stage_parameters(model, plan, stage)
+    parameters = count_stage_parameters(model, plan, stage)
     degree = plan.dp if tune.sharding_degree is None else tune.sharding_degree
-    kept, size = BYTES[precision.weights], BYTES[precision.matmul]
-    mixed = kept != size
+    stored_size, size = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.matmul]
+    mixed = stored_size != size
     tokens = tune.micro_batch * train.length
 
     fp8 = precision.matmul == "fp8"
 
-    def held(each: int, divided_from: int) -> int:
+    def count_bytes(bytes_each: int, divided_from: int) -> int:
         """Return the bytes of all parameters at `bytes_each` bytes, divided over the shard group
         from `tune.sharding` = `divided_from` on.
         """
-        return each * (-(-numbers // degree) if tune.sharding >= divided_from else numbers)
+        return bytes_each * (
+            -(-parameters // degree) if tune.sharding >= divided_from else parameters
+        )
 
-    return Parts(
+    return MemoryParts(
         # If matmuls read a copy, only the optimizer reads the parameters: they are divided with its
         # states.
-        parameters=held(kept, 1 if mixed else 3),
-        copies=(held(size, 3) if mixed else 0)
-        + (_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
-        gradients=held(BYTES[precision.gradients or precision.weights], 2),
-        states=held(2 * BYTES[precision.states or precision.weights], 1),
+        parameters=count_bytes(stored_size, 1 if mixed else 3),
+        copies=(count_bytes(size, 3) if mixed else 0)
+        + (_count_fp8_copies(model, mixed, tune, plan, degree, stage) if fp8 else 0),
+        gradients=count_bytes(DTYPE_BYTES[precision.gradients or precision.weights], 2),
+        states=count_bytes(2 * DTYPE_BYTES[precision.states or precision.weights], 1),
         activations=tokens
-        * _activations(model, size, tune, plan, train, stage, lean, fp8)
+        * _count_activation_bytes(model, size, tune, plan, train, stage, fused_blocks, fp8)
         // plan.tp,
-        logits=tokens * _logits(model, size, plan, tune.compile) if stage == plan.pp - 1 else 0,
+        logits=tokens * _count_logit_bytes(model, size, plan, tune.compile)
+        if stage == plan.pp - 1
+        else 0,
     )
 
 
-def _fp8_copies(
+def _count_fp8_copies(
     model: LlamaModel, mixed: bool, tune: Tune, plan: Plan, degree: int, stage: int
 ) -> int:
     """Return the bytes that fp8 adds to the copies: two fp8 copies of the layers' matrices, none
@@ -291,18 +309,18 @@ def _fp8_copies(
     if tune.sharding == 3:
         return 0
     whole = degree == 1 or tune.sharding == 0
-    spared = BYTES["bf16"] if mixed and whole else 0
-    return (FP8_COPIES - spared) * stage_matrices(model, plan, stage)
+    spared = DTYPE_BYTES["bf16"] if mixed and whole else 0
+    return (FP8_COPIES - spared) * count_stage_matrices(model, plan, stage)
 
 
-def _activations(
+def _count_activation_bytes(
     model: LlamaModel,
     size: int,
     tune: Tune,
     plan: Plan,
     train: Train,
     stage: int,
-    lean: bool,
+    fused_blocks: bool,
     fp8: bool,
 ) -> int:
     """Return the activation bytes per token of a micro-batch, before tensor parallelism divides
@@ -310,112 +328,123 @@ def _activations(
     being recomputed.
     """
     batches = -(-train.batch // (plan.dp * tune.micro_batch))
-    kept = layer_bytes(model, size, tune.recompute, tune.compile, lean, fp8)
-    again = layer_bytes(model, size, "none", tune.compile, lean, fp8) - kept
+    saved = count_layer_bytes(model, size, tune.recompute, tune.compile, fused_blocks, fp8)
+    recomputed = count_layer_bytes(model, size, "none", tune.compile, fused_blocks, fp8) - saved
     return (
-        kept * len(stage_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches)
-        + again
+        saved * len(divide_layers(model.layers, plan.pp)[stage]) * min(plan.pp - stage, batches)
+        + recomputed
     )
 
 
-def _logits(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
+def _count_logit_bytes(model: LlamaModel, size: int, plan: Plan, compiled: bool) -> int:
     """Return the bytes per token at the logits: the last norm's input and output, the logits, and
     beside them their gradients if compiled, else an fp32 copy and its softmax.
     """
-    beside = size if compiled else 2 * WIDE
-    return 2 * model.hidden * size // plan.tp + vocab_rows(model.vocab, plan.tp) * (size + beside)
+    beside = size if compiled else 2 * FP32_BYTES
+    return 2 * model.hidden * size // plan.tp + count_vocab_rows(model.vocab, plan.tp) * (
+        size + beside
+    )
 
 
-def need(case: Case, plan: Plan) -> Parts:
+def predict_minimum(case: Case, plan: Plan) -> MemoryParts:
     """Return what the fullest device holds at least: the memory that a run certainly needs. A case
     whose prediction does not fit can be refused.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
         # The block that saves less of the two: only what certainly does not fit is refused.
-        stages = predict(
+        stages = predict_stages(
             question.model,
             question.precision,
             case.tune,
             plan,
             question.train,
-            lean=True,
-            units=True,
+            fused_blocks=True,
+            with_gathered=True,
         )
         return max(stages, key=lambda stage: stage.total)
     if isinstance(question.model, LlamaModel):
-        return _scoring(question.model, question.precision, case.tune, plan)
+        return _predict_scoring(question.model, question.precision, case.tune, plan)
     if isinstance(question.model, AutoModel):
-        return _scoring_auto(question.model, question.precision, case.tune)
-    return _held(case, plan)
+        return _predict_auto_scoring(question.model, question.precision, case.tune)
+    return _predict_fixed(case, plan)
 
 
-def _scoring_auto(model: AutoModel, precision: Precision, tune: Tune) -> Parts:
+def _predict_auto_scoring(model: AutoModel, precision: Precision, tune: Tune) -> MemoryParts:
     """Return the predicted memory of scoring a model of which only FLOPs are known: activations as
     if all results of a layer were as wide as its input.
     """
-    size = BYTES[precision.weights]
+    size = DTYPE_BYTES[precision.weights]
     layer = 2 * model.hidden + model.token_flops // (2 * model.layers * model.hidden)
-    logits = LOGITS_AT_ONCE * model.vocab * size
-    return Parts(model.parameters * size, 0, 0, 0, tune.batch_tokens * layer * size, logits)
+    logits = SCORING_LOGIT_TOKENS * model.vocab * size
+    return MemoryParts(model.parameters * size, 0, 0, 0, tune.batch_tokens * layer * size, logits)
 
 
-def _scoring(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> Parts:
+def _predict_scoring(
+    model: LlamaModel, precision: Precision, tune: Tune, plan: Plan
+) -> MemoryParts:
     """Return the predicted memory of scoring: weights, one layer's activations of a batch, and the
     logits of a chunk of tokens. In fp8 it is the larger of loading (16-bit weights) and of the
     passes.
     """
-    size = BYTES[precision.weights]
-    layer = 2 * model.hidden + (_qkv(model) + model.heads * model.dim + 3 * model.ffn) // plan.tp
-    rows = vocab_rows(model.vocab, plan.tp)
-    weights = stage_parameters(model, plan, 0) * size
-    activations, logits = tune.batch_tokens * layer * size, LOGITS_AT_ONCE * rows * size
+    size = DTYPE_BYTES[precision.weights]
+    layer = (
+        2 * model.hidden
+        + (_get_qkv_width(model) + model.heads * model.dim + 3 * model.ffn) // plan.tp
+    )
+    rows = count_vocab_rows(model.vocab, plan.tp)
+    weights = count_stage_parameters(model, plan, 0) * size
+    activations, logits = tune.batch_tokens * layer * size, SCORING_LOGIT_TOKENS * rows * size
     if precision.matmul != "fp8":
-        return Parts(weights, 0, 0, 0, activations, logits)
-    half = stage_matrices(model, plan, 0)  # 16-bit weights become fp8: one byte less each
-    passes = Parts(weights - half, 0, 0, 0, activations, logits)
-    return max(Parts(weights, 0, 0, 0, 0, 0), passes, key=lambda parts: parts.total)
+        return MemoryParts(weights, 0, 0, 0, activations, logits)
+    fp8_saving = count_stage_matrices(
+        model, plan, 0
+    )  # 16-bit weights become fp8: one byte less each
+    passes = MemoryParts(weights - fp8_saving, 0, 0, 0, activations, logits)
+    return max(MemoryParts(weights, 0, 0, 0, 0, 0), passes, key=lambda parts: parts.total)
 
 
-def expected_bytes(case: Case, plan: Plan, fused: bool) -> int:
+def estimate_bytes(case: Case, plan: Plan, fused_blocks: bool) -> int:
     """Return the bytes that the fullest device is expected to hold, for choosing a size: where
     shapes do not determine it, rather too much than too little. `fused_blocks`: the engine runs the
     blocks of models/llama_fused.py.
     """
     question = case.question
     if isinstance(question.model, LlamaModel) and question.train is not None:
-        stages = predict(
+        stages = predict_stages(
             question.model,
             question.precision,
             case.tune,
             plan,
             question.train,
-            lean=fused,
-            units=fused,
+            fused_blocks=fused_blocks,
+            with_gathered=fused_blocks,
         )
         return max(stage.total for stage in stages)
-    held = need(case, plan)
+    minimum = predict_minimum(case, plan)
     if isinstance(question.model, AutoModel):
-        return held.parameters + int(SCATTER * (held.total - held.parameters))
+        return minimum.parameters + int(ALLOCATOR_FACTOR * (minimum.total - minimum.parameters))
     if isinstance(question.model, LlamaModel):
         shared = (
-            _shared(question.model, question.precision, case.tune, plan)
+            _count_prefix_bytes(question.model, question.precision, case.tune, plan)
             if question.division == "open"
             else 0
         )
-        return held.parameters + int(SCATTER * (held.total - held.parameters + shared))
-    return held.total + _cloze(case)
+        return minimum.parameters + int(
+            ALLOCATOR_FACTOR * (minimum.total - minimum.parameters + shared)
+        )
+    return minimum.total + _count_cloze_bytes(case)
 
 
-def _shared(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
+def _count_prefix_bytes(model: LlamaModel, precision: Precision, tune: Tune, plan: Plan) -> int:
     """Return the bytes that division open adds in scoring: a cached prefix for every layer, and
     keys and values of one layer laid out for each question that attends to it.
     """
-    pair = 2 * model.kv_heads * model.dim * BYTES[precision.weights] // plan.tp
-    return pair * (model.layers * model.positions + SHARED_KEYS * tune.batch_tokens)
+    pair = 2 * model.kv_heads * model.dim * DTYPE_BYTES[precision.weights] // plan.tp
+    return pair * (model.layers * model.positions + KEYS_PER_TOKEN * tune.batch_tokens)
 
 
-def _cloze(case: Case) -> int:
+def _count_cloze_bytes(case: Case) -> int:
     """Return the activation bytes of a micro-batch of cloze samples; 0 if the case is no training
     of a GLM. A row of ReCoRD has about 210 tokens; an example has ten rows in division closed and
     one in open, which is estimated as half and all of the longest length.
@@ -423,7 +452,7 @@ def _cloze(case: Case) -> int:
     train, model, size = (
         case.question.train,
         case.question.model,
-        BYTES[case.question.precision.matmul],
+        DTYPE_BYTES[case.question.precision.matmul],
     )
     if train is None or not isinstance(model, GlmModel):
         return 0
@@ -435,51 +464,58 @@ def _cloze(case: Case) -> int:
         // 2
     )
     recompute: Literal["none", "full"] = "none" if case.tune.recompute == "none" else "full"
-    return int(CLOZE_SCATTER * tokens * memory_glm.glm_bytes(model, size, recompute))
+    return int(CLOZE_ALLOCATOR_FACTOR * tokens * memory_glm.count_glm_bytes(model, size, recompute))
 
 
-def _held(case: Case, plan: Plan) -> Parts:
+def _predict_fixed(case: Case, plan: Plan) -> MemoryParts:
     """Return the memory of parameters, copies, gradients and optimizer states, for a model whose
     activations are not predicted.
     """
-    precision, shards = case.question.precision, shard_degree(case, plan.dp)
-    numbers = flops.parameters(case.question.model)
-    kept, matmul = BYTES[precision.weights], BYTES[precision.matmul]
+    precision, shards = case.question.precision, get_shard_degree(case, plan.dp)
+    parameters = flops.count_model_parameters(case.question.model)
+    stored_size, matmul = DTYPE_BYTES[precision.weights], DTYPE_BYTES[precision.matmul]
     if precision.gradients is None or precision.states is None:
-        return Parts(numbers * kept, 0, 0, 0, 0, 0)
+        return MemoryParts(parameters * stored_size, 0, 0, 0, 0, 0)
     gradients, states = (
-        numbers * BYTES[precision.gradients],
-        2 * numbers * BYTES[precision.states] // shards,
+        parameters * DTYPE_BYTES[precision.gradients],
+        2 * parameters * DTYPE_BYTES[precision.states] // shards,
     )
-    return Parts(numbers * kept, numbers * matmul if matmul != kept else 0, gradients, states, 0, 0)
+    return MemoryParts(
+        parameters * stored_size,
+        parameters * matmul if matmul != stored_size else 0,
+        gradients,
+        states,
+        0,
+        0,
+    )
 
 
-def listed(parts: Parts) -> str:
+def format_parts(parts: MemoryParts) -> str:
     """Return the parts that are not zero as text, in GiB."""
     return ", ".join(f"{name} {size / GIB:.3g}" for name, size in asdict(parts).items() if size)
 
 
-def check_fits(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
+def check_memory(case: Case, plan: Plan, memory_bytes: int | None) -> str | None:
     """Raise RequestError if the case certainly does not fit into `memory_bytes` of a device (more
     than 1.1 times that); return a warning if it is close (above 95 %), else None. Unknown memory
     (None) is never refused.
     """
-    parts = need(case, plan)
-    if memory_bytes is None or parts.total <= CLOSE * memory_bytes:
+    parts = predict_minimum(case, plan)
+    if memory_bytes is None or parts.total <= WARNED_SHARE * memory_bytes:
         return None
-    how = _advice(case)
-    said = (
+    advice = _format_advice(case)
+    message = (
         f"{case.name} in {case.question.precision.name} takes {parts.total / GIB:.1f} GiB a device"
-        f" by its shapes ({listed(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
+        f" by its shapes ({format_parts(parts)}) and one has {memory_bytes / GIB:.1f} GiB"
     )
-    if parts.total > CERTAIN * memory_bytes:
-        raise RequestError(f"{said}; choose {how}, or --size smoke")
-    return f"{said}; it may not fit: {how} need less"
+    if parts.total > REFUSED_FACTOR * memory_bytes:
+        raise RequestError(f"{message}; choose {advice}, or --size smoke")
+    return f"{message}; it may not fit: {advice} need less"
 
 
-def _advice(case: Case) -> str:
+def _format_advice(case: Case) -> str:
     """Return, as text, settings that need less memory, without those already set."""
-    wide = BYTES[case.question.precision.weights] > BYTES["bf16"]
+    wide = DTYPE_BYTES[case.question.precision.weights] > DTYPE_BYTES["bf16"]
     steps: tuple[tuple[str, bool], ...]
     if case.question.kind_row.trains:
         steps = (

@@ -9,46 +9,48 @@ from typing import Literal
 
 from steelyard.models.shapes import GlmModel
 
-WIDE = 4  # bytes of what is fp32 in any precision
+FP32_BYTES = 4  # bytes of what is fp32 in any precision
 
 
 @dataclass(frozen=True)
-class GlmSaved:
+class SavedGlmActivation:
     """Activations that a layer saves for its backward: how many numbers per token. `fp32` ones are
     4 bytes in any precision; `only_kernel` ones are saved with that attention kernel only.
     """
 
     name: str
     numbers: Callable[[GlmModel], int]
-    wide: bool = False
-    only: str | None = None
+    fp32: bool = False
+    only_kernel: str | None = None
 
 
 SAVED = (
-    GlmSaved("residual stream into attention", lambda m: m.hidden),
-    GlmSaved("its mean and scale", lambda m: 2, wide=True),
-    GlmSaved("input of query_key_value", lambda m: m.hidden),
-    GlmSaved("queries, keys and values", lambda m: 3 * m.hidden),
-    GlmSaved("copies of the contexts' keys and values", lambda m: 2 * m.hidden, only="flash"),
-    GlmSaved("output of attention", lambda m: m.hidden),
-    GlmSaved("log-sum-exp of attention", lambda m: m.heads, wide=True),
-    GlmSaved("residual stream into the MLP", lambda m: m.hidden),
-    GlmSaved("its mean and scale", lambda m: 2, wide=True),
-    GlmSaved("input of dense_h_to_4h", lambda m: m.hidden),
-    GlmSaved("input of GELU", lambda m: m.ffn),
-    GlmSaved("input of dense_4h_to_h", lambda m: m.ffn),
+    SavedGlmActivation("residual stream into attention", lambda m: m.hidden),
+    SavedGlmActivation("its mean and scale", lambda m: 2, fp32=True),
+    SavedGlmActivation("input of query_key_value", lambda m: m.hidden),
+    SavedGlmActivation("queries, keys and values", lambda m: 3 * m.hidden),
+    SavedGlmActivation(
+        "copies of the contexts' keys and values", lambda m: 2 * m.hidden, only_kernel="flash"
+    ),
+    SavedGlmActivation("output of attention", lambda m: m.hidden),
+    SavedGlmActivation("log-sum-exp of attention", lambda m: m.heads, fp32=True),
+    SavedGlmActivation("residual stream into the MLP", lambda m: m.hidden),
+    SavedGlmActivation("its mean and scale", lambda m: 2, fp32=True),
+    SavedGlmActivation("input of dense_h_to_4h", lambda m: m.hidden),
+    SavedGlmActivation("input of GELU", lambda m: m.ffn),
+    SavedGlmActivation("input of dense_4h_to_h", lambda m: m.ffn),
 )
 
 
-def layer_bytes(model: GlmModel, size: int, attention: str) -> int:
+def count_glm_layer_bytes(model: GlmModel, size: int, attention: str) -> int:
     """Return the bytes per token that one layer saves for its backward with an attention kernel,
     numbers having `size` bytes.
     """
-    kept = [part for part in SAVED if part.only in (None, attention)]
-    return sum(part.numbers(model) * (WIDE if part.wide else size) for part in kept)
+    saved = [part for part in SAVED if part.only_kernel in (None, attention)]
+    return sum(part.numbers(model) * (FP32_BYTES if part.fp32 else size) for part in saved)
 
 
-def glm_bytes(
+def count_glm_bytes(
     model: GlmModel,
     size: int,
     recompute: Literal["none", "full"] = "none",
@@ -57,14 +59,16 @@ def glm_bytes(
     """Return the bytes per token of a micro-batch that all layers save; with recomputation `full`
     two hidden states for each layer, and one layer's activations.
     """
-    one = layer_bytes(model, size, attention)
+    layer = count_glm_layer_bytes(model, size, attention)
     return (
-        model.layers * one if recompute == "none" else model.layers * 2 * model.hidden * size + one
+        model.layers * layer
+        if recompute == "none"
+        else model.layers * 2 * model.hidden * size + layer
     )
 
 
-def logit_bytes(model: GlmModel, size: int) -> int:
+def count_glm_logit_bytes(model: GlmModel, size: int) -> int:
     """Return the bytes per token of a span at the logits: three hidden states, the last norm's mean
     and scale, and the logits, which become their own gradient.
     """
-    return 3 * model.hidden * size + 2 * WIDE + model.vocab * size
+    return 3 * model.hidden * size + 2 * FP32_BYTES + model.vocab * size

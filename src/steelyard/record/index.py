@@ -7,7 +7,7 @@ and times, or else by its SHA-256, and only by the version of the package that m
 that another user owns or can write is not used; one that is damaged, truncated or no index at all
 is replaced.
 
-In the flow: cli/compare.py (history) -> `summarize_records` -> metrics/history.py.
+In the flow: cli/compare.py (history) -> `summarize_records` -> metrics/rate_history.py.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ from pydantic import Field, ValidationError
 
 from steelyard import files
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
-NAME = "records.json"
-MAGIC = b'{"steelyard_index":'
+INDEX_NAME = "records.json"
+INDEX_MAGIC = b'{"steelyard_index":'
 MAX_BYTES = 64 << 20  # about 80,000 records
 MAX_ENTRY_BYTES = 1 << 20
 
@@ -33,7 +33,7 @@ Text = Annotated[str, Field(max_length=4096)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 
 
-class Entry(Frozen):
+class RecordSummary(FrozenModel):
     """What `history` needs of a record. `wrong` says why a file is not a record that verifies; then
     all other fields have their defaults.
 
@@ -73,38 +73,38 @@ class Entry(Frozen):
     quality_value: Number | None = None
 
 
-class Row(Frozen):
+class IndexRow(FrozenModel):
     """The summary of a record, with size, times and SHA-256 of the file that it was made from."""
 
     size: int
     mtime_ns: int
     ctime_ns: int
     sha256: str
-    entry: Entry
+    entry: RecordSummary
 
     @property
-    def times(self) -> tuple[int, int, int]:
+    def size_and_times(self) -> tuple[int, int, int]:
         """Return size, mtime and ctime in ns of the file, as `_stat_file` does."""
         return self.size, self.mtime_ns, self.ctime_ns
 
 
-class Index(Frozen):
+class RecordIndex(FrozenModel):
     """The content of the index file. Keys of `rows` are absolute paths, percent-encoded because a
     path need not be UTF-8; `version` is a hash of the package that made the summaries.
     """
 
     steelyard_index: Literal[2] = 2
     version: str = Field(description="of the package that made the entries")
-    rows: dict[str, Row]
+    rows: dict[str, IndexRow]
 
 
-Rows = dict[str, Row]
-Summarize = Callable[[Path], Entry]
+IndexRows = dict[str, IndexRow]
+Summarizer = Callable[[Path], RecordSummary]
 
 
-def entries(
-    paths: Iterable[Path], file: Path | None, version: str, summarize: Summarize
-) -> tuple[dict[Path, Entry], list[str]]:
+def summarize_records(
+    paths: Iterable[Path], index_file: Path | None, version: str, summarize: Summarizer
+) -> tuple[dict[Path, RecordSummary], list[str]]:
     """Return the summary of every record file by its path, and a list of warnings about the index.
 
     `summarize` makes a summary and is called only for files that are new or changed since the index
@@ -113,34 +113,40 @@ def entries(
     index never raise: they become warnings. `version` is the hash of this package; an index with
     another version counts as empty.
     """
-    if file is None:
+    if index_file is None:
         return {path: summarize(path) for path in paths}, []
     paths = list(paths)
     folders = {path.absolute().parent for path in paths}
-    before, notes = _read(file, version)
-    rows, own, out = dict(before), set(), {}
+    stored_rows, warnings = _read_index(index_file, version)
+    rows, used, summaries = dict(stored_rows), set(), {}
     for path in paths:
-        name = quote(os.fsencode(path.absolute()))
-        row, out[path] = _look_up(path, rows.pop(name, None), summarize)
+        row_key = quote(os.fsencode(path.absolute()))
+        row, summaries[path] = _look_up(path, rows.pop(row_key, None), summarize)
         if row is not None:
-            rows[name] = row
-            own.add(name)
-    rows = {name: row for name, row in rows.items() if name in own or not _is_gone(name, folders)}
-    if rows != before or notes:
-        notes += _write(file, version, rows, own)
-    return out, notes
+            rows[row_key] = row
+            used.add(row_key)
+    rows = {
+        row_key: row
+        for row_key, row in rows.items()
+        if row_key in used or not _is_gone(row_key, folders)
+    }
+    if rows != stored_rows or warnings:
+        warnings += _write_index(index_file, version, rows, used)
+    return summaries, warnings
 
 
-def _is_gone(name: str, folders: set[Path]) -> bool:
+def _is_gone(row_key: str, folders: set[Path]) -> bool:
     """Return whether a file, given by its percent-encoded path, lies directly in one of these
     folders and no longer exists. False for other folders, which are not touched: they may be on a
     dead mount.
     """
-    path = Path(os.fsdecode(unquote_to_bytes(name)))
+    path = Path(os.fsdecode(unquote_to_bytes(row_key)))
     return path.parent in folders and not os.path.lexists(path)
 
 
-def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row | None, Entry]:
+def _look_up(
+    path: Path, known: IndexRow | None, summarize: Summarizer
+) -> tuple[IndexRow | None, RecordSummary]:
     """Return the index row of a record file and its summary, from `known` if the file is the same,
     else made by `summarize`.
 
@@ -149,28 +155,32 @@ def _look_up(path: Path, known: Row | None, summarize: Summarize) -> tuple[Row |
     more than `MAX_ENTRY_BYTES`.
     """
     try:
-        times = _times(path)
-        if known is not None and times == known.times:
+        times = _stat_file(path)
+        if known is not None and times == known.size_and_times:
             return known, known.entry
         with files.open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        same = known is not None and (known.size, known.sha256) == (times[0], digest)
-        entry = known.entry if same and known is not None else summarize(path)
-        row = Row(size=times[0], mtime_ns=times[1], ctime_ns=times[2], sha256=digest, entry=entry)
+        is_same = known is not None and (known.size, known.sha256) == (times[0], digest)
+        summary = known.entry if is_same and known is not None else summarize(path)
+        row = IndexRow(
+            size=times[0], mtime_ns=times[1], ctime_ns=times[2], sha256=digest, entry=summary
+        )
         return (
-            row if _times(path) == times and len(row.model_dump_json()) <= MAX_ENTRY_BYTES else None
-        ), entry
+            row
+            if _stat_file(path) == times and len(row.model_dump_json()) <= MAX_ENTRY_BYTES
+            else None
+        ), summary
     except (OSError, ValueError):  # ValueError: a text that JSON cannot hold
         return None, summarize(path)
 
 
-def _times(path: Path) -> tuple[int, int, int]:
+def _stat_file(path: Path) -> tuple[int, int, int]:
     """Return size in bytes, mtime and ctime in ns of a file."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _read(file: Path, version: str) -> tuple[Rows, list[str]]:
+def _read_index(file: Path, version: str) -> tuple[IndexRows, list[str]]:
     """Read the rows of an index file, and return them with a list of warnings.
 
     There are no rows and no warning if the file does not exist or is of another `version`; no rows
@@ -180,18 +190,18 @@ def _read(file: Path, version: str) -> tuple[Rows, list[str]]:
     if not os.path.lexists(file):
         return {}, []
     try:
-        wrong = _strange(file)
-        if wrong is None:
-            found = Index.model_validate_json(files.read(file, MAX_BYTES, unpack=False))
-            return (found.rows if found.version == version else {}), []
+        problem = _find_index_problem(file)
+        if problem is None:
+            index = RecordIndex.model_validate_json(files.read_file(file, MAX_BYTES, unpack=False))
+            return (index.rows if index.version == version else {}), []
     except ValidationError:
-        wrong = "it is damaged"
+        problem = "it is damaged"
     except (OSError, files.TooLargeError) as error:
-        wrong = getattr(error, "strerror", None) or f"it is {error}"
-    return {}, [f"index {str(file)!r} is not used ({wrong}) and is made anew"]
+        problem = getattr(error, "strerror", None) or f"it is {error}"
+    return {}, [f"index {str(file)!r} is not used ({problem}) and is made anew"]
 
 
-def _strange(file: Path) -> str | None:
+def _find_index_problem(file: Path) -> str | None:
     """Return why a file must not be read as an index (not a regular file, owned or writable by
     another user, no index), or None if it may be. Raise OSError if it cannot be looked at.
     """
@@ -200,18 +210,18 @@ def _strange(file: Path) -> str | None:
         return "it is no plain file"
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         return "another user owns it, or can write it"
-    return None if _ours(file) else "it is no index of steelyard"
+    return None if _is_index(file) else "it is no index of steelyard"
 
 
-def _ours(file: Path) -> bool:
+def _is_index(file: Path) -> bool:
     """Return whether a file begins with the bytes of an index; the rest is not checked. Raise
     OSError if it cannot be read.
     """
     with files.open_regular(file) as opened:
-        return opened.read(len(MAGIC)) == MAGIC
+        return opened.read(len(INDEX_MAGIC)) == INDEX_MAGIC
 
 
-def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
+def _write_index(file: Path, version: str, rows: IndexRows, used: set[str]) -> list[str]:
     """Replace the index file atomically, with mode 0600, and return warnings: none if all went
     well.
 
@@ -219,25 +229,25 @@ def _write(file: Path, version: str, rows: Rows, own: set[str]) -> list[str]:
     these are too large as well, or the file cannot be written, nothing is, and a warning says so.
     """
 
-    def dump(opened: BinaryIO) -> None:
+    def dump(open_file: BinaryIO) -> None:
         """Make the open file private to the user and write the content to it."""
-        os.fchmod(opened.fileno(), 0o600)
-        opened.write(content)
+        os.fchmod(open_file.fileno(), 0o600)
+        open_file.write(content)
 
-    for kept in (rows, {name: row for name, row in rows.items() if name in own}):
-        content = Index(version=version, rows=kept).model_dump_json().encode()
+    for written_rows in (rows, {name: row for name, row in rows.items() if name in used}):
+        content = RecordIndex(version=version, rows=written_rows).model_dump_json().encode()
         if len(content) <= MAX_BYTES:
             break
     else:
-        return [f"no index is kept: {len(own)} records take more than {MAX_BYTES} bytes"]
+        return [f"no index is kept: {len(used)} records take more than {MAX_BYTES} bytes"]
     try:
-        files.write(file, dump, durable=False)
+        files.write_file(file, dump, durable=False)
     except OSError as error:
         return [f"no index is kept: {str(file)!r} cannot be written: {error.strerror}"]
     return []
 
 
-def named(file: Path) -> Path:
+def check_index_path(file: Path) -> Path:
     """Return the path that a user gave as `--index`, if an index may be written there.
 
     Raise RequestError if the file exists and is a link, not a steelyard index, or another user's
@@ -245,7 +255,7 @@ def named(file: Path) -> Path:
     """
     try:
         if os.path.lexists(file) and (
-            file.is_symlink() or not _ours(file) or file.stat().st_uid != os.geteuid()
+            file.is_symlink() or not _is_index(file) or file.stat().st_uid != os.geteuid()
         ):
             raise RequestError(
                 f"--index {str(file)!r} exists and is not a steelyard index; name another file"

@@ -14,56 +14,64 @@ from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from steelyard import files, tasks, words
 from steelyard.accelerators.events import ClockName
-from steelyard.case.case import Reference, Tune
+from steelyard.case.case import PublishedReference, Tune
 from steelyard.case.question import Question
-from steelyard.case.resolve import auto_tunes
-from steelyard.data.division import COUNTED
+from steelyard.case.resolve import find_auto_tunes
+from steelyard.data.division import COUNT_NAMES
 from steelyard.errors import LostError, RequestError
 from steelyard.plan.degrees import Plan
-from steelyard.record import sealed
-from steelyard.record.facts import (
+from steelyard.record import record_file
+from steelyard.record.profile_facts import Profile
+from steelyard.record.record_file import SCHEMA_VERSION, to_canonical_bytes
+from steelyard.record.run_facts import (
     EngineDetails,
     Environment,
     HostFacts,
     RankFacts,
     Restart,
-    Series,
     StepDown,
-    Weights,
+    TelemetrySeries,
+    WeightsFacts,
 )
-from steelyard.record.profile import Profile
-from steelyard.record.sealed import SCHEMA, canonical_bytes
-from steelyard.schema import Frozen, GrownTable, OpenTable, first_problem
-from steelyard.tasks.task import DataFacts, GroupName, RowId, Selected, Task
+from steelyard.schema import ExtensibleModel, FrozenModel, GrownModel, describe_first_problem
+from steelyard.tasks.task import DataFacts, GroupName, RowId, Selection, Task
 from steelyard.words import Message
 
 # prefix of the temporary folder for a record that could not be written where it belongs
-KEPT = "steelyard-kept-"
+RESCUE_PREFIX = "steelyard-kept-"
 Status = Literal["valid", "invalid", "failed"]
 # bounds far beyond any run, so that no formula overflows
 Seconds = Annotated[float, Field(ge=-1e9, le=1e9)]
 Number = Annotated[float, Field(ge=-1e300, le=1e300)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
-RAW = "samples"  # the key of the raw measurements
+RAW_KEY = "samples"  # the key of the raw measurements
 LATER_HASHES = ("bytes",)  # hashes that older records lack
 # fields that are left out of the file if they are empty: older records do not have them
-LEFT_OUT = ("formulas", "wording", "clock", "drawn", "profile", "checkpoints", "stepped_down")
+OMITTED_IF_EMPTY = (
+    "formulas",
+    "wording",
+    "clock",
+    "drawn",
+    "profile",
+    "checkpoints",
+    "stepped_down",
+)
 # Version of the metric formulas. A record is verified with the version that it states; 1 if it
 # states none.
-FORMULAS = 4
+FORMULAS_VERSION = 4
 # How texts are stored: 3 as codes and values; 2, and 1 (if none is stated), as the English
 # sentences of their time.
-WORDING = 3
+WORDING_VERSION = 3
 
 
-class Reason(Frozen):
+class Reason(FrozenModel):
     """Why a run is invalid or failed. Codes are listed in docs/metrics.md."""
 
     code: str
     text: str | Message = Field(description="a message; of a failed run, what was reported then")
 
 
-class Sample(Frozen):
+class Sample(FrozenModel):
     """One measured step of a pass on one rank.
 
     Seconds count from the start of the pass: `start_s`, `end_s` and the durations in `phases` on
@@ -84,15 +92,15 @@ class Sample(Frozen):
     values: dict[str, Number | None] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _counted(self) -> Self:
+    def _check_counts(self) -> Self:
         """Raise ValueError if the step has counts but lacks one that every step must have."""
-        missing = [name for name in COUNTED if self.counts and name not in self.counts]
+        missing = [name for name in COUNT_NAMES if self.counts and name not in self.counts]
         if missing:
             raise ValueError(f"the Work of step {self.step} does not count {', '.join(missing)}")
         return self
 
 
-class Window(Frozen):
+class PassFacts(FrozenModel):
     """One pass on one rank, from its first mark until the device was idle again. `start_s` counts
     from the start of the run; `allocated_bytes` and `reserved_bytes` are peaks of the framework's
     allocator, None if it has none.
@@ -110,7 +118,7 @@ class Window(Frozen):
     cpu_s: Seconds | None = Field(None, description="CPU time of the rank's process")
 
 
-class GateFacts(OpenTable):
+class GateFacts(ExtensibleModel):
     """The quality gate of the case for `metric`, in its unit. Scoring: at most `within` from
     `target`, and at most `agree_within` between the infer and val passes. Training: `below` the
     metric of that name and, if it is set, below `target`; or a value to `reach`.
@@ -124,11 +132,11 @@ class GateFacts(OpenTable):
     reach: float | None = None
 
 
-class Published(Reference, OpenTable):
+class PublishedFacts(PublishedReference, ExtensibleModel):
     """A published row of the case, with keys that a later version may add."""
 
 
-class CaseFacts(Frozen):
+class CaseFacts(FrozenModel):
     """The case of a run. `question` is the dict that was hashed for `key`; `Record.question` is the
     same with its types. `origins` says where each setting came from (case file, command line,
     automatic); `max_interval` is the widest relative confidence interval that is valid.
@@ -142,11 +150,11 @@ class CaseFacts(Frozen):
     question: dict[str, Any]
     gate: GateFacts | None
     max_interval: float | None
-    reference: list[Published]
+    reference: list[PublishedFacts]
     origins: dict[str, str]
 
 
-class EngineFacts(Frozen):
+class EngineFacts(FrozenModel):
     """The engine of a run, and what it chose by itself."""
 
     name: str
@@ -156,7 +164,7 @@ class EngineFacts(Frozen):
     )
 
 
-class Scope(GrownTable):
+class Scope(GrownModel):
     """How much of the question was run: all (`full`) or a `window` of it by number of samples or
     steps, or by names. `subjects` and `rows` are the parts of the data that a user named, each
     sorted.
@@ -179,12 +187,12 @@ class Scope(GrownTable):
     )
 
     @property
-    def selected(self) -> Selected:
+    def selected(self) -> Selection:
         """Return the selection of data in the form that a task's reader takes."""
-        return Selected(self.subjects, self.rows, self.sample)
+        return Selection(self.subjects, self.rows, self.sample)
 
 
-class Check(Frozen):
+class Check(FrozenModel):
     """A check of a finished run, whether it passed, and a sentence or message with the details."""
 
     name: str
@@ -192,7 +200,7 @@ class Check(Frozen):
     detail: str | Message
 
 
-class Quality(Frozen):
+class Quality(FrozenModel):
     """The quality metric of a run and the gate for it. `value` is None if it is not known;
     `evaluated` is whether it was compared with the gate, and `note` says why not.
     """
@@ -204,7 +212,7 @@ class Quality(Frozen):
     note: str | Message | None
 
 
-class Value(Frozen):
+class Value(FrozenModel):
     """A derived metric with its unit and 95 % confidence interval. A `value` of None has its reason
     in `note`.
     """
@@ -215,10 +223,10 @@ class Value(Frozen):
     note: str | Message | None = None
 
 
-Noted = TypeVar("Noted", Quality, Value)
+NotedModel = TypeVar("NotedModel", Quality, Value)
 
 
-class Failure(Frozen):
+class FailureFacts(FrozenModel):
     """Where and how a failed run failed: the rank and host that caused it, its exit code (None if
     it did not exit), its error, and the end of its stderr.
     """
@@ -233,13 +241,13 @@ class Failure(Frozen):
     )
 
 
-class Nothing(Frozen):
+class NoDataFacts(FrozenModel):
     """Stands in for the facts on the data in the record of a run that ended before it read any. It
     has no fields.
     """
 
 
-class Record(Frozen):
+class Record(FrozenModel):
     """One run, as it is stored: question, environment, raw samples, checks, metrics and status.
 
     `metrics`, `checks`, `quality` and `status` are derived from the rest, and `steelyard verify`
@@ -247,7 +255,7 @@ class Record(Frozen):
     seconds; `hashes` are set by `seal_record`.
     """
 
-    schema_version: int = Field(SCHEMA, alias="schema")
+    schema_version: int = Field(SCHEMA_VERSION, alias="schema")
     kind: Literal["run"] = "run"
     formulas: Literal[2, 3, 4] | None = Field(
         None,
@@ -275,9 +283,9 @@ class Record(Frozen):
     engine: EngineFacts
     environment: Environment
     site: dict[str, str]
-    weights: Weights
-    data: SerializeAsAny[DataFacts | Nothing]
-    passes: list[Window]
+    weights: WeightsFacts
+    data: SerializeAsAny[DataFacts | NoDataFacts]
+    passes: list[PassFacts]
     budget: dict[str, Seconds]
     hosts: list[HostFacts] = Field(default_factory=list)
     ranks: list[RankFacts]
@@ -300,7 +308,7 @@ class Record(Frozen):
         default_factory=list,
         description="of `--explain`: a stage each; left out where none was asked",
     )
-    telemetry: list[Series]
+    telemetry: list[TelemetrySeries]
     outputs: dict[str, Any] = Field(
         description="what the task keeps of the answers; its own schema says what"
     )
@@ -308,7 +316,7 @@ class Record(Frozen):
     quality: Quality
     metrics: dict[str, Value]
     restarts: list[Restart] = Field(default_factory=list)
-    failure: Failure | None = None
+    failure: FailureFacts | None = None
     checkpoints: str | None = Field(
         None, description="folder, from where the record lies; left out where there is none"
     )
@@ -331,19 +339,19 @@ class Record(Frozen):
     @property
     def task(self) -> Task:
         """Return the task's row. Raise RequestError if its package is not installed."""
-        return tasks.row(str(self.case.question.get("task")))
+        return tasks.find_task(str(self.case.question.get("task")))
 
     @property
-    def answers(self) -> Frozen | None:
+    def answers(self) -> FrozenModel | None:
         """Return the outputs as the model that their task defines, or None if the run ended before
         there were any. Raise pydantic's ValidationError if they do not fit.
         """
         return self.task.outputs.model_validate(self.outputs) if self.outputs else None
 
     @property
-    def auto(self) -> tuple[str, ...]:
+    def auto_tunes(self) -> tuple[str, ...]:
         """Return the names of the tune settings that were chosen automatically for the devices."""
-        return auto_tunes(self.case.origins)
+        return find_auto_tunes(self.case.origins)
 
     @property
     def fingerprint(self) -> str:
@@ -351,69 +359,75 @@ class Record(Frozen):
         return self.data.fingerprint if isinstance(self.data, DataFacts) else "unknown"
 
 
-def seal(record: Record) -> Record:
+def seal_record(record: Record) -> Record:
     """Return a copy of a record with its hashes set."""
-    return record.model_copy(update={"hashes": sealed.hashes(to_table(record), RAW)})
+    return record.model_copy(
+        update={"hashes": record_file.compute_hashes(record_to_json(record), RAW_KEY)}
+    )
 
 
-def to_table(record: Record) -> dict[str, Any]:
+def record_to_json(record: Record) -> dict[str, Any]:
     """Return a record as JSON data, keys in the order of the fields; fields that older records do
     not have are left out if they are empty.
     """
-    table = record.model_dump(mode="json", by_alias=True)
-    for name in LEFT_OUT:
-        if not table[name]:
-            del table[name]
-    return table
+    data = record.model_dump(mode="json", by_alias=True)
+    for name in OMITTED_IF_EMPTY:
+        if not data[name]:
+            del data[name]
+    return data
 
 
-def printed(record: Record) -> dict[str, Any]:
+def record_to_english_json(record: Record) -> dict[str, Any]:
     """Return a record as the JSON data that `--json` prints: with English sentences instead of
     messages.
     """
-    return to_table(in_english(record))
+    return record_to_json(render_record_in_english(record))
 
 
-def in_english(record: Record) -> Record:
+def render_record_in_english(record: Record) -> Record:
     """Return a copy of a record with an English sentence in the place of each message; sentences
     stay as they are.
     """
     texts = {
         "reasons": [
-            one.model_copy(update={"text": words.text(one.text)}) for one in record.reasons
+            item.model_copy(update={"text": words.render_text(item.text)})
+            for item in record.reasons
         ],
-        "notes": [words.text(one) for one in record.notes],
+        "notes": [words.render_text(item) for item in record.notes],
         "checks": [
-            one.model_copy(update={"detail": words.text(one.detail)}) for one in record.checks
+            item.model_copy(update={"detail": words.render_text(item.detail)})
+            for item in record.checks
         ],
-        "quality": _noted(record.quality),
-        "metrics": {name: _noted(one) for name, one in record.metrics.items()},
+        "quality": _render_note(record.quality),
+        "metrics": {name: _render_note(item) for name, item in record.metrics.items()},
     }
     return record.model_copy(update=texts)
 
 
-def _noted(one: Noted) -> Noted:
+def _render_note(noted: NotedModel) -> NotedModel:
     """Return a copy of a quality or metric with its note, if any, as an English sentence."""
-    return one.model_copy(update={"note": words.in_english(one.note)})
+    return noted.model_copy(update={"note": words.render_in_english(noted.note)})
 
 
-def file_name(record: Record, end: str = "") -> str:
+def make_record_file_name(record: Record, suffix: str = "") -> str:
     """Return the file name of a record: time, case, size, division, precision, engine and the first
     8 characters of its id, then `suffix` and `.json`.
     """
     case = record.case
     parts = (case.name, case.size, case.division, case.precision, record.engine.name, record.id[:8])
-    return f"{sealed.file_name(record.created, *parts)}{end}.json"
+    return f"{record_file.join_file_name(record.created, *parts)}{suffix}.json"
 
 
-def write(record: Record, folder: Path, end: str = "") -> Path:
+def write_record(record: Record, folder: Path, suffix: str = "") -> Path:
     """Write a record into a folder and return its path. Raise LostError if the file exists already
     or cannot be written. `suffix` goes before `.json` in its name.
     """
-    return sealed.write(to_table(record), folder / file_name(record, end))
+    return record_file.write_record_file(
+        record_to_json(record), folder / make_record_file_name(record, suffix)
+    )
 
 
-def keep(record: Record, folder: Path) -> Path:
+def write_or_rescue_record(record: Record, folder: Path) -> Path:
     """Write a finished record into a folder and return its path; rescue it if that fails.
 
     If the folder cannot take it, the record is written to a new folder for temporary files, and
@@ -421,48 +435,50 @@ def keep(record: Record, folder: Path) -> Path:
     the command to print.
     """
     try:
-        return write(record, folder)
+        return write_record(record, folder)
     except LostError as error:
-        why = (
+        problem = (
             f"the record cannot be written to {str(folder)!r}:"
             f" {getattr(error.__cause__, 'strerror', error)}"
         )
         try:
-            beside = Path(tempfile.mkdtemp(prefix=KEPT)) / file_name(record)
-            files.write(beside, canonical_bytes(to_table(record)))
-        except OSError as other:
-            left = canonical_bytes(to_table(record)).decode()
+            rescue_path = Path(tempfile.mkdtemp(prefix=RESCUE_PREFIX)) / make_record_file_name(
+                record
+            )
+            files.write_file(rescue_path, to_canonical_bytes(record_to_json(record)))
+        except OSError as second_error:
+            unsaved = to_canonical_bytes(record_to_json(record)).decode()
             text = (
-                f"{why}; nor can {tempfile.gettempdir()!r}: {other.strerror}; it stands above, as"
+                f"{problem}; nor can {tempfile.gettempdir()!r}: {second_error.strerror}; it stands above, as"
                 " JSON"
             )
-            raise LostError(text, left) from other
-        raise LostError(f"{why}; it is saved as {beside}") from error
+            raise LostError(text, unsaved) from second_error
+        raise LostError(f"{problem}; it is saved as {rescue_path}") from error
 
 
-def read(path: Path) -> Record:
+def read_record(path: Path) -> Record:
     """Read and validate a record, its question and its outputs included. Raise RequestError with
     one line if the file cannot be read or is not a record of this schema; hashes are not checked.
     """
-    record = sealed.read(path, Record, "record")
-    for what in ("question", "answers"):
+    record = record_file.read_record_file(path, Record, "record")
+    for attribute in ("question", "answers"):
         try:
-            getattr(record, what)
+            getattr(record, attribute)
         except ValidationError as error:
             raise RequestError(
-                f"{path}: not a record: its {what}: {first_problem(error)}"
+                f"{path}: not a record: its {attribute}: {describe_first_problem(error)}"
             ) from error
     return record
 
 
-def integrity(path: Path) -> list[str]:
+def find_record_damage(path: Path) -> list[str]:
     """Compare a record's bytes and hashes with what was written, and return a sentence for each
     difference: an empty list if there is none. Raise RequestError if the file cannot be read or
     parsed.
     """
-    return sealed.integrity(path, Record, RAW, LATER_HASHES)
+    return record_file.find_file_damage(path, Record, RAW_KEY, LATER_HASHES)
 
 
-def schema() -> dict[str, Any]:
+def make_record_schema() -> dict[str, Any]:
     """Return the JSON Schema of a record, as record.schema.json ships it."""
-    return sealed.schema(Record, "Steelyard record")
+    return record_file.make_json_schema(Record, "Steelyard record")

@@ -21,19 +21,19 @@ from steelyard.errors import RequestError
 # separates signatures of records from signatures of the same bytes for another purpose
 NAMESPACE = "steelyard-record"
 PROGRAM = "ssh-keygen"
-ENDING = ".sig"
+SIGNATURE_SUFFIX = ".sig"
 TIMEOUT_S = 60.0  # a security key waits for a touch
-MOST_BYTES = 64 << 10  # of a signature, and of each output of ssh-keygen
-TRIAL = b"steelyard: can this key sign\n"
-_GOOD = re.compile(
+MAX_BYTES = 64 << 10  # of a signature, and of each output of ssh-keygen
+TRIAL_TEXT = b"steelyard: can this key sign\n"
+_GOOD_SIGNATURE = re.compile(
     rb'^Good "[^"]*" signature (?:for .* )?with (\S+) key (SHA256:\S+)\s*$', re.MULTILINE
 )
 # ssh-keygen's message about a malformed line in the file of signers
-_BROKEN = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")
+_BROKEN_SIGNERS = re.compile(r":\d+: (?:missing key|invalid key|bad options|.*invalid)")
 
-_ASKING = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # could open a dialog
+_ASKPASS_VARIABLES = ("SSH_ASKPASS", "DISPLAY", "WAYLAND_DISPLAY")  # could open a dialog
 
-State = Literal["known", "unknown", "bad", "none", "unchecked"]
+SignatureState = Literal["known", "unknown", "bad", "none", "unchecked"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Signature:
     `detail` says why, where there is a reason.
     """
 
-    state: State
+    state: SignatureState
     name: str | None = None
     key_type: str | None = None
     fingerprint: str | None = None
@@ -54,25 +54,25 @@ class Signature:
     def __str__(self) -> str:
         """Return the state as an English phrase, with name, key and detail."""
         key = f"({self.key_type} {self.fingerprint})"
-        why = f": {self.detail}" if self.detail else ""
-        texts: dict[State, str] = {
+        reason = f": {self.detail}" if self.detail else ""
+        texts: dict[SignatureState, str] = {
             "known": f"signed by {self.name} {key}",
-            "unknown": f"signed by an unknown key {key}{why}",
-            "bad": f"the signature does not fit the record{why}",
+            "unknown": f"signed by an unknown key {key}{reason}",
+            "bad": f"the signature does not fit the record{reason}",
             "none": "not signed",
-            "unchecked": f"the signature was not checked{why}",
+            "unchecked": f"the signature was not checked{reason}",
         }
         return texts[self.state]
 
 
-def beside(record: Path) -> Path:
+def locate_signature(record: Path) -> Path:
     """Return the path of a record's signature: the record's with `.sig` appended. It need not
     exist.
     """
-    return record.with_name(record.name + ENDING)
+    return record.with_name(record.name + SIGNATURE_SUFFIX)
 
 
-def sign(record: Path, key: Path) -> Path:
+def sign_record(record: Path, key: Path) -> Path:
     """Sign the bytes of a record with a private key, or one that ssh-agent holds for it, write the
     signature beside the record, and return its path.
 
@@ -80,29 +80,29 @@ def sign(record: Path, key: Path) -> Path:
     passphrase, ssh-keygen fails or is missing, or the file cannot be written; OSError if the record
     cannot be read.
     """
-    path = beside(record)
+    path = locate_signature(record)
     if path.exists():
         raise RequestError(f"{path}: already exists; remove it to sign the record again")
     with files.open_regular(record) as file:
-        made = _made(file, key)
+        signature = _make_signature(file, key)
     try:
-        files.write(path, made, new=True)
+        files.write_file(path, signature, new=True)
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror}") from error
     return path
 
 
-def try_key(key: Path) -> None:
+def try_signing_key(key: Path) -> None:
     """Sign a test text, so that a key that cannot sign is found before a run and not after it.
     Nothing is written; raise RequestError as `sign_record` does.
     """
     with tempfile.TemporaryFile() as trial:
-        trial.write(TRIAL)
+        trial.write(TRIAL_TEXT)
         trial.seek(0)
-        _made(trial, key)
+        _make_signature(trial, key)
 
 
-def check(record: Path, signers: Path | None = None) -> Signature:
+def check_signature(record: Path, signers: Path | None = None) -> Signature:
     """Check a record's signature: whether it fits the record and, with `signers`, whose it is.
     Nothing is raised for a bad or missing signature: the returned state says so.
 
@@ -110,59 +110,69 @@ def check(record: Path, signers: Path | None = None) -> Signature:
     cannot be read or is malformed, or if it is given and ssh-keygen is missing.
     """
     if signers is not None:
-        _readable(signers)
-    path = beside(record)
+        _check_signers_readable(signers)
+    path = locate_signature(record)
     if not path.exists():
         return Signature("none")
-    if not path.is_file() or path.stat().st_size > MOST_BYTES:
-        return Signature("bad", detail=f"{path.name} is no file of at most {MOST_BYTES} bytes")
+    if not path.is_file() or path.stat().st_size > MAX_BYTES:
+        return Signature("bad", detail=f"{path.name} is no file of at most {MAX_BYTES} bytes")
     if shutil.which(PROGRAM) is None:
         if signers is not None:
-            raise RequestError(_MISSING)
+            raise RequestError(_PROGRAM_MISSING)
         return Signature("unchecked", detail=f"{PROGRAM} is not installed; it comes with OpenSSH")
-    done = _asked(record, "check-novalidate", "-s", str(path))
-    good = _GOOD.search(done.out)
-    if done.code != 0 or good is None:
+    result = _run_on_record(record, "check-novalidate", "-s", str(path))
+    match = _GOOD_SIGNATURE.search(result.out)
+    if result.code != 0 or match is None:
         return Signature(
-            "bad", detail=done.said.removeprefix("Signature verification failed: ") or None
+            "bad", detail=result.complaint.removeprefix("Signature verification failed: ") or None
         )
-    found = Signature(
-        "unknown", None, good[1].decode("ascii", "replace"), good[2].decode("ascii", "replace")
+    signature = Signature(
+        "unknown", None, match[1].decode("ascii", "replace"), match[2].decode("ascii", "replace")
     )
-    return found if signers is None else _named(record, path, signers, found)
+    return signature if signers is None else _identify_signer(record, path, signers, signature)
 
 
-def _named(record: Path, path: Path, signers: Path, found: Signature) -> Signature:
+def _identify_signer(
+    record: Path, signature_path: Path, signers: Path, signature: Signature
+) -> Signature:
     """Look up a fitting signature's key in the file of signers, and return the signature with state
     `known` and the signer's name.
 
     It stays `unknown`, with the reason in `detail`, if the key is not in the file, or is only there
     for another purpose or time. Raise RequestError if the file is malformed.
     """
-    asked = _run(["-Y", "find-principals", "-s", str(path), "-f", str(signers)], subprocess.DEVNULL)
-    if _BROKEN.search(asked.said):
+    search = _run_keygen(
+        ["-Y", "find-principals", "-s", str(signature_path), "-f", str(signers)], subprocess.DEVNULL
+    )
+    if _BROKEN_SIGNERS.search(search.complaint):
         raise RequestError(
-            f"--signers {str(signers)!r}: {asked.said}; each line is NAME KEYTYPE KEY, see"
+            f"--signers {str(signers)!r}: {search.complaint}; each line is NAME KEYTYPE KEY, see"
             " ssh-keygen(1)"
         )
-    names = asked.out.decode("utf-8", "replace").split("\n") if asked.code == 0 else []
-    why = None if asked.said.startswith("No principal") else asked.said
+    names = search.out.decode("utf-8", "replace").split("\n") if search.code == 0 else []
+    reason = None if search.complaint.startswith("No principal") else search.complaint
     for name in filter(None, (name.strip() for name in names)):
-        done = _asked(record, "verify", "-s", str(path), "-f", str(signers), "-I", name)
-        good = _GOOD.search(done.out)
+        result = _run_on_record(
+            record, "verify", "-s", str(signature_path), "-f", str(signers), "-I", name
+        )
+        match = _GOOD_SIGNATURE.search(result.out)
         if (
-            done.code == 0
-            and good is not None
-            and good[2].decode("ascii", "replace") == found.fingerprint
+            result.code == 0
+            and match is not None
+            and match[2].decode("ascii", "replace") == signature.fingerprint
         ):
-            return Signature("known", name, found.key_type, found.fingerprint)
-        why = done.said
+            return Signature("known", name, signature.key_type, signature.fingerprint)
+        reason = result.complaint
     return Signature(
-        "unknown", None, found.key_type, found.fingerprint, why or f"not in {signers.name}"
+        "unknown",
+        None,
+        signature.key_type,
+        signature.fingerprint,
+        reason or f"not in {signers.name}",
     )
 
 
-def _readable(signers: Path) -> None:
+def _check_signers_readable(signers: Path) -> None:
     """Raise RequestError if the file of signers is not a readable regular file."""
     try:
         with files.open_regular(signers) as file:
@@ -174,7 +184,7 @@ def _readable(signers: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Done:
+class _KeygenResult:
     """Exit code and output of ssh-keygen, each stream cut to `MAX_BYTES`."""
 
     code: int
@@ -182,20 +192,20 @@ class _Done:
     err: bytes
 
     @property
-    def said(self) -> str:
+    def complaint(self) -> str:
         """Return the first line of its stderr that is a complaint, or an empty string."""
         lines = [line.strip() for line in self.err.decode("utf-8", "replace").splitlines()]
-        kept = [line for line in lines if line and line != "Signing data on standard input"]
-        return kept[0].removeprefix("Enter passphrase: ") if kept else ""
+        complaints = [line for line in lines if line and line != "Signing data on standard input"]
+        return complaints[0].removeprefix("Enter passphrase: ") if complaints else ""
 
 
-_MISSING = (
+_PROGRAM_MISSING = (
     f"{PROGRAM} is not installed; signatures are made and checked with it, and it comes with"
     " OpenSSH 8.2 or later"
 )
 
 
-def _made(file: BinaryIO, key: Path) -> bytes:
+def _make_signature(file: BinaryIO, key: Path) -> bytes:
     """Return an OpenSSH signature of a file's content, from its position on, made with a private
     key.
 
@@ -207,38 +217,40 @@ def _made(file: BinaryIO, key: Path) -> bytes:
             f"key {str(key)!r}: no such file; make one with: {PROGRAM} -t ed25519 -f KEY"
         )
     if shutil.which(PROGRAM) is None:
-        raise RequestError(_MISSING)
-    done = _run(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file)
-    if done.code == 0 and done.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
-        return done.out
-    if "passphrase" in done.said:
+        raise RequestError(_PROGRAM_MISSING)
+    result = _run_keygen(["-Y", "sign", "-n", NAMESPACE, "-f", str(key)], file)
+    if result.code == 0 and result.out.startswith(b"-----BEGIN SSH SIGNATURE-----"):
+        return result.out
+    if "passphrase" in result.complaint:
         raise RequestError(
             f"key {str(key)!r} has a passphrase; add it to ssh-agent with ssh-add {key}, then sign"
             " again"
         )
     raise RequestError(
-        f"key {str(key)!r} cannot sign: {done.said or f'{PROGRAM} ended with {done.code}'}"
+        f"key {str(key)!r} cannot sign: {result.complaint or f'{PROGRAM} ended with {result.code}'}"
     )
 
 
-def _asked(record: Path, verb: str, *arguments: str) -> _Done:
+def _run_on_record(record: Path, verb: str, *arguments: str) -> _KeygenResult:
     """Run `ssh-keygen -Y VERB` in the namespace of records, with the record on its stdin."""
     with files.open_regular(record) as file:
-        return _run(["-Y", verb, "-n", NAMESPACE, *arguments], file)
+        return _run_keygen(["-Y", verb, "-n", NAMESPACE, *arguments], file)
 
 
-def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
+def _run_keygen(arguments: list[str], stdin: BinaryIO | int) -> _KeygenResult:
     """Run ssh-keygen and return its exit code and output. It has no terminal and no askpass
     program, so that it never waits for a passphrase.
 
     Raise RequestError if it cannot be started, or takes longer than `TIMEOUT_S` (a security key
     waits for a touch).
     """
-    environment = {name: value for name, value in os.environ.items() if name not in _ASKING}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _ASKPASS_VARIABLES
+    }
     environment |= {"SSH_ASKPASS_REQUIRE": "never", "LC_ALL": "C"}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [PROGRAM, *arguments],
                 stdin=stdin,
                 stdout=out,
@@ -257,4 +269,4 @@ def _run(arguments: list[str], stdin: BinaryIO | int) -> _Done:
             raise RequestError(f"{PROGRAM} cannot be started: {error.strerror}") from error
         out.seek(0)
         err.seek(0)
-        return _Done(done.returncode, out.read(MOST_BYTES), err.read(MOST_BYTES))
+        return _KeygenResult(process.returncode, out.read(MAX_BYTES), err.read(MAX_BYTES))

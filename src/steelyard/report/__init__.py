@@ -11,27 +11,34 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from steelyard.errors import RequestError
+from steelyard.record.ceilings_record import SpecRecord
 from steelyard.record.record import Record
-from steelyard.record.spec import SpecRecord
 from steelyard.report import flagperf
-from steelyard.report.as_html import html
-from steelyard.report.as_md import md
-from steelyard.report.as_text import text
-from steelyard.report.build import page
-from steelyard.report.compare import page as comparison
+from steelyard.report.as_html import render_html
+from steelyard.report.as_md import render_markdown
+from steelyard.report.as_text import render_text
+from steelyard.report.ceilings_page import build_ceilings_page
+from steelyard.report.comparison_page import build_comparison_page
 from steelyard.report.document import Lang, Page
 from steelyard.report.flagperf import CasePage
 from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
-from steelyard.report.history import page as history
-from steelyard.report.spec import page as spec_page
-from steelyard.report.summary import brief, table
-from steelyard.report.waterfall import after_run as explain_runs
-from steelyard.report.waterfall import page as explain
+from steelyard.report.history_page import build_history_page
+from steelyard.report.report_page import build_report_page
+from steelyard.report.summary import build_brief_page, build_summary_page
+from steelyard.report.waterfall_page import build_short_waterfall_page, build_waterfall_page
 from steelyard.words import LANGS
 
 Kind = TypeVar("Kind")
-repeats, engines, scaling = REPEATS.page, ENGINES.page, SCALING.page
-FORMATS: dict[str, Callable[[Page], str]] = {"text": text, "md": md, "html": html}
+build_repeats_page, build_engines_page, build_scaling_page = (
+    REPEATS.build_page,
+    ENGINES.build_page,
+    SCALING.build_page,
+)
+FORMATS: dict[str, Callable[[Page], str]] = {
+    "text": render_text,
+    "md": render_markdown,
+    "html": render_html,
+}
 
 __all__ = [
     "FORMATS",
@@ -39,23 +46,23 @@ __all__ = [
     "CasePage",
     "Lang",
     "Page",
-    "as_format",
-    "brief",
-    "comparison",
-    "engines",
-    "explain",
-    "explain_runs",
+    "build_brief_page",
+    "build_comparison_page",
+    "build_engines_page",
+    "build_history_page",
+    "build_repeats_page",
+    "build_report_page",
+    "build_scaling_page",
+    "build_short_waterfall_page",
+    "build_summary_page",
+    "build_waterfall_page",
     "flagperf_pages",
-    "history",
-    "html",
-    "md",
-    "page",
+    "format_page",
     "render",
-    "render_spec",
-    "repeats",
-    "scaling",
-    "table",
-    "text",
+    "render_ceilings",
+    "render_html",
+    "render_markdown",
+    "render_text",
 ]
 
 
@@ -63,7 +70,7 @@ def render(
     records: list[Record],
     format: str,
     lang: str,
-    made: Callable[[list[Record], Lang], Page] = page,
+    build: Callable[[list[Record], Lang], Page] = build_report_page,
     columns: int | None = None,
 ) -> str:
     """Build a page from records and return it as a string in one of FORMATS (`text`, `md`, `html`).
@@ -72,10 +79,10 @@ def render(
     plain text must fit; the other formats ignore it. Raises RequestError if `records` is empty or
     the format or language is unknown.
     """
-    return as_format(made(_some(records), _spoken(lang)), format, columns)
+    return format_page(build(_check_not_empty(records), _check_language(lang)), format, columns)
 
 
-def render_spec(
+def render_ceilings(
     records: list[SpecRecord], format: str, lang: str, columns: int | None = None
 ) -> str:
     """Return the page of spec records (measured ceilings of machines) as a string in one of
@@ -84,10 +91,12 @@ def render_spec(
     `columns` is the terminal width for plain text. Raises RequestError if `records` is empty or the
     format or language is unknown.
     """
-    return as_format(spec_page(_some(records), _spoken(lang)), format, columns)
+    return format_page(
+        build_ceilings_page(_check_not_empty(records), _check_language(lang)), format, columns
+    )
 
 
-def as_format(page: Page, format: str, columns: int | None = None) -> str:
+def format_page(page: Page, format: str, columns: int | None = None) -> str:
     """Render a page as a string in one of FORMATS; raise RequestError for an unknown format.
 
     `columns` is the terminal width that plain text must fit; None means no limit. Other formats
@@ -95,7 +104,7 @@ def as_format(page: Page, format: str, columns: int | None = None) -> str:
     """
     if format not in FORMATS:
         raise RequestError(f"format {format!r} is not known; allowed: {', '.join(FORMATS)}")
-    return text(page, columns) if format == "text" else FORMATS[format](page)
+    return render_text(page, columns) if format == "text" else FORMATS[format](page)
 
 
 def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
@@ -105,18 +114,18 @@ def flagperf_pages(records: list[Record], lang: str) -> list[CasePage]:
     Raises RequestError if `records` is empty, the language is unknown, or FlagPerf has no page for
     a record's task.
     """
-    return flagperf.pages(_some(records), _spoken(lang))
+    return flagperf.build_flagperf_pages(_check_not_empty(records), _check_language(lang))
 
 
-def _spoken(lang: str) -> Lang:
+def _check_language(lang: str) -> Lang:
     """Return `lang` as a `Lang`, or raise RequestError if it is not in LANGS."""
-    found = next((one for one in LANGS if one == lang), None)
-    if found is None:
+    known = next((language for language in LANGS if language == lang), None)
+    if known is None:
         raise RequestError(f"language {lang!r} is not known; allowed: {', '.join(LANGS)}")
-    return found
+    return known
 
 
-def _some(records: list[Kind]) -> list[Kind]:
+def _check_not_empty(records: list[Kind]) -> list[Kind]:
     """Return the same list, or raise RequestError if it is empty."""
     if not records:
         raise RequestError("no records; give the path of at least one")

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from steelyard import tasks
-from steelyard.metrics.table import in_order, of_task
-from steelyard.metrics.table import row as metric_row
+from steelyard.metrics.metric_table import find_metric as metric_row
+from steelyard.metrics.metric_table import list_task_metrics, sort_metric_names
 from steelyard.record.record import Record
-from steelyard.report.plain import clean
-from steelyard.report.runs import identity
+from steelyard.report.numbered_runs import record_identity
+from steelyard.report.plain_text import clean_line
 
-Field = str | int | float | list[str] | tuple[str, ...] | dict[str, Any] | None
+CsvValue = str | int | float | list[str] | tuple[str, ...] | dict[str, Any] | None
 # A spreadsheet takes a cell that begins with one of these, also in full width, for a formula.
-FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
-ENDS = ("low", "high")
+FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")
+INTERVAL_ENDS = ("low", "high")
 
 
 # The columns that identify a record, in order; keys of `record_identity`.
@@ -76,35 +76,37 @@ class MetricColumn:
         """Return the titles of the three columns: name, name_low and name_high, each with the unit
         in parentheses if it has one.
         """
-        beside = f" ({self.unit})" if self.unit else ""
-        return [f"{self.name}{end}{beside}" for end in ("", *(f"_{end}" for end in ENDS))]
+        unit_text = f" ({self.unit})" if self.unit else ""
+        return [
+            f"{self.name}{end}{unit_text}" for end in ("", *(f"_{end}" for end in INTERVAL_ENDS))
+        ]
 
-    def cells(self, record: Record) -> list[Field]:
+    def cells(self, record: Record) -> list[CsvValue]:
         """Return the value and both ends of its interval; None for each that the record does not
         have in this unit.
         """
-        found = record.metrics.get(self.name)
-        if found is None or found.unit != self.unit:
-            return [None] * (1 + len(ENDS))
-        return [found.value, *(found.interval or [None] * len(ENDS))]
+        metric = record.metrics.get(self.name)
+        if metric is None or metric.unit != self.unit:
+            return [None] * (1 + len(INTERVAL_ENDS))
+        return [metric.value, *(metric.interval or [None] * len(INTERVAL_ENDS))]
 
 
-def columns(records: list[Record]) -> list[MetricColumn]:
+def list_metric_columns(records: list[Record]) -> list[MetricColumn]:
     """Return a column for every metric that any task can have and any other that these records
     hold, in the order of the metric table.
 
     A metric that records have in several units gets one column per unit; one that no record has
     gets its base unit.
     """
-    told = {name for record in records for name in record.metrics}
-    known = {
+    recorded = {name for record in records for name in record.metrics}
+    defined = {
         metric.name
-        for task in tasks.table().values()
-        for metric in of_task(task)
+        for task in tasks.load_tasks().values()
+        for metric in list_task_metrics(task)
         if metric.formula is not None
     }
     out = []
-    for name in in_order(known | told):
+    for name in sort_metric_names(defined | recorded):
         units = dict.fromkeys(
             record.metrics[name].unit for record in records if name in record.metrics
         )
@@ -112,28 +114,28 @@ def columns(records: list[Record]) -> list[MetricColumn]:
     return out
 
 
-def table(records: list[Record]) -> str:
+def render_csv(records: list[Record]) -> str:
     """Return the whole CSV file as a string: a header line, then one line per record, with CRLF
     line ends.
     """
-    metrics = columns(records)
+    metrics = list_metric_columns(records)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\r\n")
     writer.writerow(
         [
-            safe(title)
+            format_csv_cell(title)
             for title in (*IDENTITY, *(title for column in metrics for title in column.titles))
         ]
     )
     for record in records:
-        known = identity(record)
-        cells: list[Field] = [known[name] for name in IDENTITY]
+        fields = record_identity(record)
+        cells: list[CsvValue] = [fields[name] for name in IDENTITY]
         cells += [cell for column in metrics for cell in column.cells(record)]
-        writer.writerow([safe(cell) for cell in cells])
+        writer.writerow([format_csv_cell(cell) for cell in cells])
     return out.getvalue()
 
 
-def safe(cell: Field) -> str:
+def format_csv_cell(cell: CsvValue) -> str:
     """Format a CSV cell on one line: None as an empty cell, a number with all its digits, a dict or
     bool as JSON, a list as its distinct texts joined by `; `.
 
@@ -142,10 +144,10 @@ def safe(cell: Field) -> str:
     if cell is None:
         return ""
     if isinstance(cell, bool | dict):
-        return safe(json.dumps(cell, ensure_ascii=False, sort_keys=True))
+        return format_csv_cell(json.dumps(cell, ensure_ascii=False, sort_keys=True))
     if isinstance(cell, list | tuple):
-        return safe("; ".join(dict.fromkeys(cell)))
+        return format_csv_cell("; ".join(dict.fromkeys(cell)))
     if not isinstance(cell, str):
         return repr(cell)
-    text = clean(cell)
-    return f"'{text}" if text.startswith(FORMULA) else text
+    text = clean_line(cell)
+    return f"'{text}" if text.startswith(FORMULA_STARTS) else text

@@ -13,13 +13,13 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from steelyard.report import plot
-from steelyard.report.document import Block, Fold, Page
-from steelyard.report.plain import lines
-from steelyard.words import Words
+from steelyard.report import chart_geometry
+from steelyard.report.document import Fold, Page, PageElement
+from steelyard.report.plain_text import clean_lines
+from steelyard.words import PageWords
 
 
-def html(page: Page) -> str:
+def render_html(page: Page) -> str:
     """Return the page as a complete HTML document; the script is included only if the page has a
     collapsible part at its top level.
     """
@@ -27,14 +27,23 @@ def html(page: Page) -> str:
         loader=PackageLoader("steelyard.report"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_visible,
+        finalize=_clean_value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"kind_of": _kind, "plot": plot, "say": Words(page.lang)}
-    folded = any(isinstance(block, Fold) for block in page.blocks)  # only they need the script
-    style, script = _own("style.css"), _own("page.js") if folded else ""
-    allowed = {"style": _hash(style), "script": _hash(script)}
+    environment.globals |= {
+        "kind_of": _element_kind,
+        "plot": chart_geometry,
+        "say": PageWords(page.lang),
+    }
+    has_folds = any(
+        isinstance(element, Fold) for element in page.elements
+    )  # only they need the script
+    style, script = (
+        _read_template_file("style.css"),
+        _read_template_file("page.js") if has_folds else "",
+    )
+    allowed = {"style": _policy_hash(style), "script": _policy_hash(script)}
     return environment.get_template("page.html").render(
         page=page,
         style=Markup(style),  # noqa: S704
@@ -43,25 +52,25 @@ def html(page: Page) -> str:
     )
 
 
-def _own(name: str) -> str:
+def _read_template_file(name: str) -> str:
     """Return the text of a file in the package's templates folder."""
     return resources.files("steelyard.report").joinpath("templates", name).read_text("utf-8")
 
 
-def _hash(text: str) -> str:
+def _policy_hash(text: str) -> str:
     """Return the SHA-256 of a style or script as a content security policy writes it: `sha256-` and
     base64.
     """
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _kind(block: Block) -> str:
+def _element_kind(element: PageElement) -> str:
     """Return an element's class name in lower case, by which the template chooses its macro."""
-    return type(block).__name__.lower()
+    return type(element).__name__.lower()
 
 
-def _visible(value: Any) -> Any:
+def _clean_value(value: Any) -> Any:
     """Remove control characters and terminal escapes from a string that a template prints; return
     markup and other values unchanged.
     """
-    return lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return clean_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -7,45 +7,51 @@ columns of low priority are left out and named below.
 from dataclasses import dataclass
 
 from steelyard.report.document import (
-    Bars,
-    Block,
+    BarChart,
     Cell,
     Code,
-    Column,
     Contents,
     Facts,
     Figures,
     Fold,
     Heading,
-    Lines,
+    LineChart,
     Page,
+    PageElement,
     Paragraph,
-    Stack,
+    StackedBar,
     Table,
-    walk,
+    TableColumn,
+    walk_elements,
 )
-from steelyard.report.plain import clean, lines, pad, width, wrap
-from steelyard.words import Words
+from steelyard.report.plain_text import (
+    clean_line,
+    clean_lines,
+    display_width,
+    pad_to_width,
+    wrap_text,
+)
+from steelyard.words import PageWords
 
 GAP = "  "
 MAX_CELL = 44  # terminal columns; longer text is wrapped, numbers never are
-UNLIMITED = 10 * MAX_CELL
-LEAST = 8  # terminal columns that a text keeps at least when its words are broken
+MAX_NUMBER_WIDTH = 10 * MAX_CELL
+MIN_BROKEN = 8  # terminal columns that a text keeps at least when its words are broken
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedTable:
     """The part of a table that fits the terminal: the columns that are shown, the width limit of
     each in terminal columns, the cells of each row for these columns, and the columns left out.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     limits: tuple[int, ...]
     rows: tuple[tuple[Cell, ...], ...]
-    left_out: tuple[Column, ...]
+    left_out: tuple[TableColumn, ...]
 
 
-def fit(table: Table, columns: int | None) -> Fitted:
+def fit_columns(table: Table, columns: int | None) -> FittedTable:
     """Choose the columns of a table that fit into `columns` terminal columns, and how wide each may
     be; None means no limit, and all columns are shown.
 
@@ -53,207 +59,226 @@ def fit(table: Table, columns: int | None) -> Fitted:
     is wrapped between words. If that is not enough, columns of priority 2 go, from the right, and
     at last words are broken. A column of priority 1 is always shown.
     """
-    places = list(range(len(table.columns)))
-    needed = [_needed(table, place) for place in places]
+    shown = list(range(len(table.columns)))
+    widths = [_measure_column(table, index) for index in shown]
     if columns is not None:
-        _drop(3, places, table, [one.most for one in needed], columns)
-        _drop(2, places, table, [one.least for one in needed], columns)
-    limits = _limits([needed[place] for place in places], columns)
-    return Fitted(
-        tuple(table.columns[place] for place in places),
+        _drop_columns(
+            3, shown, table, [column_widths.unwrapped for column_widths in widths], columns
+        )
+        _drop_columns(2, shown, table, [column_widths.wrapped for column_widths in widths], columns)
+    limits = _width_limits([widths[index] for index in shown], columns)
+    return FittedTable(
+        tuple(table.columns[index] for index in shown),
         tuple(limits),
-        tuple(tuple(row.cells[place] for place in places) for row in table.rows),
-        tuple(column for place, column in enumerate(table.columns) if place not in places),
+        tuple(tuple(row.cells[index] for index in shown) for row in table.rows),
+        tuple(column for index, column in enumerate(table.columns) if index not in shown),
     )
 
 
-def _drop(priority: int, places: list[int], table: Table, widths: list[int], columns: int) -> None:
+def _drop_columns(
+    priority: int, shown: list[int], table: Table, widths: list[int], columns: int
+) -> None:
     """Remove indexes of columns of this priority from `shown`, in place and from the right, until
     the widths of the remaining ones fit.
     """
-    for place in [place for place in reversed(places) if table.columns[place].priority == priority]:
-        if _total([widths[one] for one in places]) <= columns:
+    for index in [index for index in reversed(shown) if table.columns[index].priority == priority]:
+        if _total_width([widths[shown_index] for shown_index in shown]) <= columns:
             return
-        places.remove(place)
+        shown.remove(index)
 
 
 @dataclass(frozen=True)
-class _Needed:
+class _ColumnWidths:
     """Widths of a column in terminal columns: without wrapping, wrapped between words, and with
     words broken.
     """
 
-    most: int
-    least: int
+    unwrapped: int
+    wrapped: int
     broken: int
 
 
-def _needed(table: Table, place: int) -> _Needed:
+def _measure_column(table: Table, index: int) -> _ColumnWidths:
     """Measure how wide a column must be. Numbers (right-aligned cells) are never wrapped, only
     their head is.
     """
-    column = table.columns[place]
+    column = table.columns[index]
     texts = [
         column.title,
         column.sub,
-        *(part for row in table.rows for part in (row.cells[place].text, row.cells[place].sub)),
+        *(part for row in table.rows for part in (row.cells[index].text, row.cells[index].sub)),
     ]
-    cleaned = [clean(text) for text in texts]
-    whole = max(map(width, cleaned))
+    cleaned = [clean_line(text) for text in texts]
+    whole = max(map(display_width, cleaned))
     if column.align == "right":
         # Only the head of a column of numbers may be wrapped.
-        words = max((width(word) for text in cleaned[:2] for word in text.split()), default=0)
-        numbers = max([words, *map(width, cleaned[2:])])
-        return _Needed(min(whole, UNLIMITED), numbers, numbers)
-    most = min(whole, MAX_CELL)
-    word = max((width(word) for text in cleaned for word in text.split()), default=0)
-    return _Needed(most, min(most, word), min(most, LEAST))
+        words = max(
+            (display_width(word) for text in cleaned[:2] for word in text.split()), default=0
+        )
+        numbers = max([words, *map(display_width, cleaned[2:])])
+        return _ColumnWidths(min(whole, MAX_NUMBER_WIDTH), numbers, numbers)
+    unwrapped = min(whole, MAX_CELL)
+    word = max((display_width(word) for text in cleaned for word in text.split()), default=0)
+    return _ColumnWidths(unwrapped, min(unwrapped, word), min(unwrapped, MIN_BROKEN))
 
 
-def _total(widths: list[int]) -> int:
+def _total_width(widths: list[int]) -> int:
     """Return the width of a table whose columns are this wide, with the gaps between them."""
     return sum(widths) + len(GAP) * max(0, len(widths) - 1)
 
 
-def _limits(needed: list[_Needed], columns: int | None) -> list[int]:
+def _width_limits(widths: list[_ColumnWidths], columns: int | None) -> list[int]:
     """Return the width limit of each column: unwrapped, and while that is too wide in total, the
     widest that can shrink loses one terminal column at a time.
 
     First no column shrinks below its longest word; only if that is not enough are words broken. The
     result may still be too wide.
     """
-    limits = [one.most for one in needed]
+    limits = [column_widths.unwrapped for column_widths in widths]
     if columns is None:
         return limits
-    for floor in ([one.least for one in needed], [one.broken for one in needed]):
-        while _total(limits) > columns:
-            able = [place for place, limit in enumerate(limits) if limit > floor[place]]
-            if not able:
+    for floor in (
+        [column_widths.wrapped for column_widths in widths],
+        [column_widths.broken for column_widths in widths],
+    ):
+        while _total_width(limits) > columns:
+            shrinkable = [index for index, limit in enumerate(limits) if limit > floor[index]]
+            if not shrinkable:
                 break
-            limits[max(able, key=lambda place: limits[place])] -= 1
+            limits[max(shrinkable, key=lambda index: limits[index])] -= 1
     return limits
 
 
-LINE = 100  # terminal columns, where the width of the terminal is unknown
+DEFAULT_WIDTH = 100  # terminal columns, where the width of the terminal is unknown
 MIN_TEXT = 20  # terminal columns for a fact's text beside a label of any length
 _RULES = {1: "=", 2: "-", 3: "~"}
 
 
-def text(page: Page, columns: int | None = None) -> str:
+def render_text(page: Page, columns: int | None = None) -> str:
     """Return the page as plain text with lines of at most `columns` terminal columns, ending with a
     newline.
 
     Without a limit text is wrapped at 100 columns, and tables are as wide as they need. Charts are
     left out.
     """
-    return _Text(columns, Words(page.lang)).page(page)
+    return _TextRenderer(columns, PageWords(page.lang)).render(page)
 
 
-class _Text:
+class _TextRenderer:
     """Renders the elements of a page as text for one line width and language."""
 
-    def __init__(self, columns: int | None, say: Words) -> None:
+    def __init__(self, columns: int | None, say: PageWords) -> None:
         """Keep the width: `columns` for tables and headings (None is no limit), and 100 for other
         text where there is no limit.
         """
-        self._columns, self._line, self._say = columns, columns or LINE, say
+        self._columns, self._line_width, self._say = columns, columns or DEFAULT_WIDTH, say
 
-    def page(self, page: Page) -> str:
+    def render(self, page: Page) -> str:
         """Return all elements, separated by empty lines, and the footer."""
-        parts = [part for part in map(self._block, walk(page.blocks)) if part]
+        parts = [part for part in map(self._render_element, walk_elements(page.elements)) if part]
         if page.footer:
-            parts.append(self._wrapped(page.footer))
+            parts.append(self._wrap(page.footer))
         return "\n\n".join(parts) + "\n"
 
-    def _wrapped(self, said: str, indent: str = "") -> str:
+    def _wrap(self, content: str, indent: str = "") -> str:
         """Return the text wrapped to the line width; lines after the first begin with `indent`."""
-        first, *more = wrap(clean(said), self._line - width(indent))
+        first, *more = wrap_text(clean_line(content), self._line_width - display_width(indent))
         return "\n".join([first, *(indent + line for line in more)])
 
-    def _block(self, block: Block) -> str:
+    def _render_element(self, element: PageElement) -> str:
         """Return an element as text; an empty string for charts, contents and folds."""
-        match block:
+        match element:
             case Heading(level, title):
-                return self._heading(level, clean(title))
+                return self._render_heading(level, clean_line(title))
             case Paragraph(said, _):
-                return self._wrapped(said)
+                return self._wrap(said)
             case Facts():
-                return self._facts(block)
+                return self._render_facts(element)
             case Code(said):
                 return "\n".join(
-                    f"    {line}".rstrip() for line in lines(said).strip("\n").split("\n")
+                    f"    {line}".rstrip() for line in clean_lines(said).strip("\n").split("\n")
                 )
             case Figures():
-                return self._wrapped(f"[{block.status}] {block.text}", "  ")
+                return self._wrap(f"[{element.status}] {element.text}", "  ")
             case Table():
-                return self._table(block)
-            case Lines() | Stack() | Bars() | Contents() | Fold():  # walk_elements opens folds
+                return self._render_table(element)
+            case (
+                LineChart() | StackedBar() | BarChart() | Contents() | Fold()
+            ):  # walk_elements opens folds
                 return ""
 
-    def _heading(self, level: int, title: str) -> str:
+    def _render_heading(self, level: int, title: str) -> str:
         """Return the title, underlined for levels 1 to 3; it is wrapped only if there is a limit of
         columns.
         """
-        said = wrap(title, self._columns) if self._columns else [title]
+        title_lines = wrap_text(title, self._columns) if self._columns else [title]
         return "\n".join(
-            [*said, _RULES[level] * max(map(width, said))] if level in _RULES else said
+            [*title_lines, _RULES[level] * max(map(display_width, title_lines))]
+            if level in _RULES
+            else title_lines
         )
 
-    def _facts(self, block: Facts) -> str:
+    def _render_facts(self, facts: Facts) -> str:
         """Return a bullet list with the values aligned in one column and wrapped; fails on an empty
         list.
         """
-        labels = [clean(item.label) for item in block.items]
-        indent = min(MAX_CELL, self._line // 2, max(width(label) for label in labels) + 5)
+        labels = [clean_line(item.label) for item in facts.items]
+        indent = min(
+            MAX_CELL, self._line_width // 2, max(display_width(label) for label in labels) + 5
+        )
         out = []
-        for label, item in zip(labels, block.items, strict=True):
-            room = max(MIN_TEXT, self._line - max(indent, width(label) + 4))
-            first, *more = wrap(clean(item.text), room)
-            out.append(f"- {pad(label + ':', indent - 3)} {first}")
+        for label, item in zip(labels, facts.items, strict=True):
+            room = max(MIN_TEXT, self._line_width - max(indent, display_width(label) + 4))
+            first, *more = wrap_text(clean_line(item.text), room)
+            out.append(f"- {pad_to_width(label + ':', indent - 3)} {first}")
             out += [" " * indent + line for line in more]
         return "\n".join(out)
 
-    def _table(self, table: Table) -> str:
+    def _render_table(self, table: Table) -> str:
         """Return a table with its rule, rows, footnotes, and a line that names the columns that did
         not fit.
         """
-        fitted = fit(table, self._columns)
-        shown, left_out = fitted.columns, [clean(c.title) for c in fitted.left_out]
+        fitted = fit_columns(table, self._columns)
+        shown, left_out = fitted.columns, [clean_line(c.title) for c in fitted.left_out]
         head = [
-            _lines_of(Cell(c.title, c.sub), limit)
+            _wrap_cell(Cell(c.title, c.sub), limit)
             for c, limit in zip(shown, fitted.limits, strict=True)
         ]
         body = [
-            [_lines_of(cell, limit) for cell, limit in zip(row, fitted.limits, strict=True)]
+            [_wrap_cell(cell, limit) for cell, limit in zip(row, fitted.limits, strict=True)]
             for row in fitted.rows
         ]
         widths = [
-            max(width(line) for row in (head, *body) for line in row[place])
-            for place in range(len(shown))
+            max(display_width(line) for row in (head, *body) for line in row[index])
+            for index in range(len(shown))
         ]
         rule = GAP.join("-" * columns for columns in widths)
-        grid = [*_grid(head, widths, fitted), rule]
+        grid = [*_row_lines(head, widths, fitted), rule]
         for row in body:
-            grid += _grid(row, widths, fitted)
+            grid += _row_lines(row, widths, fitted)
         notes = (
             [self._say("terminal.left_out", self._say("comma").join(left_out))] if left_out else []
         )
-        limit = self._columns or max(LINE, min(width(rule), 2 * LINE))
+        limit = self._columns or max(DEFAULT_WIDTH, min(display_width(rule), 2 * DEFAULT_WIDTH))
         return "\n".join(
             [
                 *grid,
-                *(line for note in (*table.footnotes, *notes) for line in wrap(clean(note), limit)),
+                *(
+                    line
+                    for note in (*table.footnotes, *notes)
+                    for line in wrap_text(clean_line(note), limit)
+                ),
             ]
         )
 
 
-def _lines_of(cell: Cell, limit: int) -> list[str]:
+def _wrap_cell(cell: Cell, limit: int) -> list[str]:
     """Return the wrapped lines of a cell: its text, then its second line if it has one."""
-    said = wrap(clean(cell.text), limit)
-    return [*said, *wrap(clean(cell.sub), limit)] if cell.sub else said
+    text_lines = wrap_text(clean_line(cell.text), limit)
+    return [*text_lines, *wrap_text(clean_line(cell.sub), limit)] if cell.sub else text_lines
 
 
-def _grid(row: list[list[str]], widths: list[int], fitted: Fitted) -> list[str]:
+def _row_lines(row: list[list[str]], widths: list[int], fitted: FittedTable) -> list[str]:
     """Return the text lines of one table row from the wrapped lines of each cell, padded to the
     widths and aligned as the columns say.
     """
@@ -263,7 +288,8 @@ def _grid(row: list[list[str]], widths: list[int], fitted: Fitted) -> list[str]:
         texts = (cell[line] if line < len(cell) else "" for cell in row)
         out.append(
             GAP.join(
-                pad(t, w, c.align) for t, w, c in zip(texts, widths, fitted.columns, strict=True)
+                pad_to_width(t, w, c.align)
+                for t, w, c in zip(texts, widths, fitted.columns, strict=True)
             ).rstrip()
         )
     return out

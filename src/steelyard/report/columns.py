@@ -12,7 +12,7 @@ from steelyard.tasks.kind import Kind
 
 
 @dataclass(frozen=True)
-class Field:
+class TableField:
     """A column of the table of all values: a setting of the run (no metrics), or metrics whose
     numbers are joined by a slash.
 
@@ -29,70 +29,70 @@ class Field:
     instead: tuple[str, ...] = ()
 
 
-_MFU = Field(
+_MFU = TableField(
     "mfu",
     ("mfu",),
     strong=True,
     instead=("mfu_nominal", "mfu_palm", "mfu_padded", "mfu_one_sequence"),
 )
-_MEM = Field("mem", ("mem", "mem_total"), title="column.mem")
+_MEM = TableField("mem", ("mem", "mem_total"), title="column.mem")
 
 
-def _metric(name: str, strong: bool = False, optional: bool = False) -> Field:
+def _metric_field(name: str, strong: bool = False, optional: bool = False) -> TableField:
     """Return the column of one metric, titled by its name."""
-    return Field(name, (name,), strong=strong, optional=optional)
+    return TableField(name, (name,), strong=strong, optional=optional)
 
 
-_ENERGY = (_metric("energy", optional=True), _metric("tokens_per_joule", optional=True))
+_ENERGY = (_metric_field("energy", optional=True), _metric_field("tokens_per_joule", optional=True))
 
 _SCORE_FIELDS = (
-    Field("tool", title="column.tool.score"),
-    Field("precision"),
-    Field("division"),
-    Field("config", optional=True),
-    Field("parallel", optional=True),
-    _metric("e2e_time"),
-    _metric("p_val_whole"),
-    _metric("p_val_core"),
-    _metric("p_infer_whole"),
-    _metric("p_infer_core", strong=True),
-    Field(
+    TableField("tool", title="column.tool.score"),
+    TableField("precision"),
+    TableField("division"),
+    TableField("config", optional=True),
+    TableField("parallel", optional=True),
+    _metric_field("e2e_time"),
+    _metric_field("p_val_whole"),
+    _metric_field("p_val_core"),
+    _metric_field("p_infer_whole"),
+    _metric_field("p_infer_core", strong=True),
+    TableField(
         "padded",
         ("p_infer_whole_padded", "p_infer_core_padded"),
         title="column.padded",
         optional=True,
     ),
     _MFU,
-    Field("loss", ("loss", "loss_val"), title="column.loss", optional=True),
-    Field("acc", ("acc", "acc_val"), title="column.acc", optional=True),
+    TableField("loss", ("loss", "loss_val"), title="column.loss", optional=True),
+    TableField("acc", ("acc", "acc_val"), title="column.acc", optional=True),
     _MEM,
     *_ENERGY,
 )
 
 _TRAIN_FIELDS = (
-    Field("tool", title="column.tool.train"),
-    Field("precision"),
-    Field("division", optional=True),
-    Field("config"),
-    Field("parallel"),
-    Field("fix_hp"),
-    _metric("e2e_time"),
-    _metric("p_whole"),
-    _metric("p_train"),
-    _metric("p_core", strong=True),
-    Field(
+    TableField("tool", title="column.tool.train"),
+    TableField("precision"),
+    TableField("division", optional=True),
+    TableField("config"),
+    TableField("parallel"),
+    TableField("fix_hp"),
+    _metric_field("e2e_time"),
+    _metric_field("p_whole"),
+    _metric_field("p_train"),
+    _metric_field("p_core", strong=True),
+    TableField(
         "tokens_per_device_s",
         ("tokens_per_device_s",),
         optional=True,
         instead=("tokens_per_device_s_padded",),
     ),
     _MFU,
-    _metric("loss", optional=True),
-    Field("held_out", ("loss_before", "loss_after"), title="column.held_out", optional=True),
-    Field("acc", ("acc",), title="column.acc.train", optional=True),
+    _metric_field("loss", optional=True),
+    TableField("held_out", ("loss_before", "loss_after"), title="column.held_out", optional=True),
+    TableField("acc", ("acc",), title="column.acc.train", optional=True),
     _MEM,
-    _metric("mem_predicted", optional=True),
-    Field("mem_stages", optional=True),
+    _metric_field("mem_predicted", optional=True),
+    TableField("mem_stages", optional=True),
     *_ENERGY,
 )
 
@@ -105,7 +105,7 @@ class TableLayout:
     has such a pair for runs with another headline pass, by pass.
     """
 
-    fields: tuple[Field, ...]
+    fields: tuple[TableField, ...]
     whole: str
     core: str
     other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -117,9 +117,9 @@ SCORE = TableLayout(
 TRAIN = TableLayout(_TRAIN_FIELDS, "p_whole", "p_core")
 
 
-def layout(kind: Kind) -> TableLayout:
+def load_table_layout(kind: Kind) -> TableLayout:
     """Import and return the table layout that a kind of work names; ImportError or AttributeError
     if there is none.
     """
-    found: TableLayout = plugins.load(kind.columns)
-    return found
+    table_layout: TableLayout = plugins.load_reference(kind.columns)
+    return table_layout

@@ -16,7 +16,7 @@ Lang = words.Lang
 Row = TypeVar("Row")
 Align = Literal["left", "right"]
 Tone = Literal["plain", "strong", "muted", "good", "bad", "lead"]
-Point = tuple[float, float | None]
+ChartPoint = tuple[float, float | None]
 RowKind = Literal["measured", "published", "total"]
 Priority = Literal[1, 2, 3]  # of a column: 1 is always shown, 3 is the first to be dropped
 
@@ -64,7 +64,7 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """The head of a table column.
 
     `sub` is a second, quieter line such as the unit; `priority` 1 is always shown, 2 and 3 are
@@ -114,17 +114,17 @@ class Table:
     stays visible while the others scroll.
     """
 
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     rows: tuple[TableRow, ...]
     footnotes: tuple[str, ...] = ()
     pinned: bool = False
 
 
-EMPTY = Cell(UNKNOWN)
+UNKNOWN_CELL = Cell(UNKNOWN)
 
 
 @dataclass(frozen=True)
-class ColumnOf(Generic[Row]):
+class ColumnSpec(Generic[Row]):
     """A column head together with the function that makes the cell of a row, to be passed to
     `build_table`.
 
@@ -134,7 +134,7 @@ class ColumnOf(Generic[Row]):
     """
 
     title: str
-    cell: Callable[[Row], Cell | str]
+    make_cell: Callable[[Row], Cell | str]
     sub: str = ""
     right: bool = False
     strong: bool = False
@@ -142,19 +142,19 @@ class ColumnOf(Generic[Row]):
     optional: bool = False
 
     @property
-    def head(self) -> Column:
+    def head(self) -> TableColumn:
         """Return the head of the column, without the function for its cells."""
         align: Align = "right" if self.right else "left"
-        return Column(self.title, self.sub, align, self.strong, self.priority)
+        return TableColumn(self.title, self.sub, align, self.strong, self.priority)
 
 
-def table(
-    columns: Iterable[ColumnOf[Row]],
+def build_table(
+    columns: Iterable[ColumnSpec[Row]],
     rows: Iterable[Row],
     footnotes: Iterable[str] = (),
-    last: Iterable[Row] = (),
+    last_rows: Iterable[Row] = (),
     last_kind: RowKind = "total",
-    tone: Callable[[Row], Tone] = lambda row: "plain",
+    row_tone: Callable[[Row], Tone] = lambda row: "plain",
 ) -> Table:
     """Build a table: the cells of `rows`, then those of `last_rows` as rows of kind `last_kind`.
 
@@ -162,21 +162,24 @@ def table(
     strong for totals and plain otherwise. Optional columns without any known cell are left out.
     """
     last_tone: Tone = "strong" if last_kind == "total" else "plain"
-    every: list[tuple[Row, Tone, RowKind]] = [(row, tone(row), "measured") for row in rows]
-    every += [(row, last_tone, last_kind) for row in last]
-    cells = {one: [_cell(one.cell(row), its_tone) for row, its_tone, _ in every] for one in columns}
-    empty = {one for one in cells if all(cell.text == UNKNOWN for cell in cells[one])}
-    shown = [one for one in cells if not (one.optional and one in empty)]
-    made = [
-        TableRow(tuple(cells[one][place] for one in shown), kind)
-        for place, (_, _, kind) in enumerate(every)
+    all_rows: list[tuple[Row, Tone, RowKind]] = [(row, row_tone(row), "measured") for row in rows]
+    all_rows += [(row, last_tone, last_kind) for row in last_rows]
+    cells = {
+        column: [_as_cell(column.make_cell(row), cell_tone) for row, cell_tone, _ in all_rows]
+        for column in columns
+    }
+    empty = {column for column in cells if all(cell.text == UNKNOWN for cell in cells[column])}
+    shown = [column for column in cells if not (column.optional and column in empty)]
+    table_rows = [
+        TableRow(tuple(cells[column][row_index] for column in shown), kind)
+        for row_index, (_, _, kind) in enumerate(all_rows)
     ]
-    return Table(tuple(one.head for one in shown), tuple(made), tuple(footnotes))
+    return Table(tuple(column.head for column in shown), tuple(table_rows), tuple(footnotes))
 
 
-def _cell(made: Cell | str, tone: Tone) -> Cell:
+def _as_cell(value: Cell | str, tone: Tone) -> Cell:
     """Return a cell as it is, and a string as a cell in this tone."""
-    return Cell(made, tone=tone) if isinstance(made, str) else made
+    return Cell(value, tone=tone) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class Figures:
     @property
     def text(self) -> str:
         """Return the title and all numbers on one line, as text and Markdown show them."""
-        numbers = (f"{one.label} {one.value} {one.unit}".rstrip() for one in self.items)
+        numbers = (f"{figure.label} {figure.value} {figure.unit}".rstrip() for figure in self.items)
         return f"{self.title}: {', '.join(numbers)}"
 
 
@@ -209,11 +212,11 @@ class Curve:
     """A named line of a chart; a y of None is a gap in it."""
 
     name: str
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
 
 
 @dataclass(frozen=True)
-class Lines:
+class LineChart:
     """A line chart, drawn by HTML only. `level` is a horizontal line with a label of its own."""
 
     title: str
@@ -225,7 +228,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Share:
+class BarPart:
     """A part of a stacked bar: `share` is its part of the whole (0 to 1), `text` the formatted
     number.
     """
@@ -236,17 +239,17 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Stack:
+class StackedBar:
     """A single horizontal bar that shows the parts of a whole, drawn by HTML only; a table beside
     it has the numbers.
     """
 
     title: str
-    parts: tuple[Share, ...]
+    parts: tuple[BarPart, ...]
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     """A bar of a bar chart; a value of None is not drawn.
 
     `shown` is the formatted number beside it, `interval` the 95 % interval drawn as a whisker,
@@ -260,7 +263,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceLine:
     """A value from elsewhere, such as a published one, drawn as a line across a panel. `mark` is
     its short label, `text` its line in the legend.
     """
@@ -279,8 +282,8 @@ class Panel:
 
     title: str
     unit: str
-    bars: tuple[Bar, ...]
-    references: tuple[Reference, ...]
+    bars: tuple[ChartBar, ...]
+    references: tuple[ReferenceLine, ...]
     low: float
     high: float
     note: str = ""
@@ -299,7 +302,7 @@ class BarRow:
 
 
 @dataclass(frozen=True)
-class Bars:
+class BarChart:
     """A bar chart with one row per group of repeated runs and one panel per metric, drawn by HTML
     only; a table beside it has the numbers.
     """
@@ -326,12 +329,22 @@ class Fold:
     heading: Heading
     note: str  # its state, coloured by `tone`
     tone: Tone
-    blocks: tuple["Block", ...]
+    elements: tuple["PageElement", ...]
     sub: str = ""  # what tells it from other folds, in a quieter style
 
 
-Block = (
-    Heading | Paragraph | Facts | Code | Table | Figures | Lines | Stack | Bars | Contents | Fold
+PageElement = (
+    Heading
+    | Paragraph
+    | Facts
+    | Code
+    | Table
+    | Figures
+    | LineChart
+    | StackedBar
+    | BarChart
+    | Contents
+    | Fold
 )
 
 
@@ -341,18 +354,18 @@ class Page:
 
     title: str
     lang: Lang
-    blocks: tuple[Block, ...]
+    elements: tuple[PageElement, ...]
     footer: str = ""
 
 
-def walk(blocks: Iterable[Block]) -> Iterator[Block]:
+def walk_elements(elements: Iterable[PageElement]) -> Iterator[PageElement]:
     """Yield every element in reading order; a fold becomes its heading, a muted paragraph with its
     `sub` and `note` if it has any, and its elements.
     """
-    for block in blocks:
-        if isinstance(block, Fold):
-            line = " · ".join(part for part in (block.sub, block.note) if part)
-            head = (block.heading, Paragraph(line, "muted")) if line else (block.heading,)
-            yield from (*head, *walk(block.blocks))
+    for element in elements:
+        if isinstance(element, Fold):
+            line = " · ".join(part for part in (element.sub, element.note) if part)
+            head = (element.heading, Paragraph(line, "muted")) if line else (element.heading,)
+            yield from (*head, *walk_elements(element.elements))
         else:
-            yield block
+            yield element

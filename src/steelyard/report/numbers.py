@@ -12,7 +12,7 @@ _SMALLEST_PLAIN = 1e-4
 _MAX_DEPTH = 8  # an untrusted record may be nested without end
 
 
-def number(value: float) -> str:
+def format_significant(value: float) -> str:
     """Format a number with four significant digits, and never fewer than all digits before the
     point: 0.01235, 12.35, 123,457.
 
@@ -28,7 +28,7 @@ def number(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Format a share (1.0 is 100 %) as a percentage with one decimal; with two, or at most three,
     below 1 % and where rounding would make it 0 or 100.
     """
@@ -41,84 +41,94 @@ def percent(value: float) -> str:
     return text
 
 
-def seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Format a time with fewer decimals the longer it is: three from 0.001 s, two from 0.1 s, one
     from 100 s, none from 1,000 s; shorter ones with four significant digits.
     """
     size = abs(value)
     decimals = next(
-        (places for least, places in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3)) if size >= least),
+        (
+            digits
+            for minimum_s, digits in ((1000, 0), (100, 1), (0.1, 2), (0.001, 3))
+            if size >= minimum_s
+        ),
         None,
     )
-    return number(value) if decimals is None else f"{value:,.{decimals}f}"
+    return format_significant(value) if decimals is None else f"{value:,.{decimals}f}"
 
 
-_FORMS: dict[str, Callable[[float], str]] = {
-    "number": number,
-    "percent": percent,
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "number": format_significant,
+    "percent": format_percent,
     "gib": lambda value: f"{value:,.1f}",
-    "seconds": seconds,
+    "seconds": format_seconds,
     "decimals": lambda value: f"{value:,.4f}",  # as FlagPerf publishes losses
 }
 
 
-def formed(form: str, value: Any, scale: float = 1.0) -> str:
+def format_number(form: str, value: Any, scale: float = 1.0) -> str:
     """Format `value / scale` in one of the number formats (number, percent, gib, seconds,
     decimals); UNKNOWN for what is no finite number.
     """
-    known = real(value)
-    return UNKNOWN if known is None else _FORMS[form](known / scale)
+    number = finite_or_none(value)
+    return UNKNOWN if number is None else _FORMATS[form](number / scale)
 
 
-def ends(interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0) -> str:
+def format_interval(
+    interval: tuple[float, float] | None, form: str = "number", scale: float = 1.0
+) -> str:
     """Format both ends of an interval with a dash between them; an empty string for None."""
-    return "" if interval is None else " – ".join(formed(form, end, scale) for end in interval)
+    return (
+        "" if interval is None else " – ".join(format_number(form, end, scale) for end in interval)
+    )
 
 
-def bare(form: str, value: Any) -> str:
+def format_without_separators(form: str, value: Any) -> str:
     """Format a number without thousands separators, as FlagPerf's pages do; UNKNOWN for what is no
     finite number.
     """
-    return formed(form, value).replace(",", "")
+    return format_number(form, value).replace(",", "")
 
 
-def joined(texts: list[str]) -> str:
+def join_by_slash(texts: list[str]) -> str:
     """Join the formatted numbers of one cell by slashes; an unknown one is `-`, and the whole is
     UNKNOWN where none is known.
     """
-    known = ("-" if text == UNKNOWN else text for text in texts)
-    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(known)
+    shown = ("-" if text == UNKNOWN else text for text in texts)
+    return UNKNOWN if set(texts) == {UNKNOWN} else "/".join(shown)
 
 
-def real(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """Return a finite int or float as a float; None for anything else, also for booleans and for
     integers too large for a float.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        known = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return known if math.isfinite(known) else None
+    return number if math.isfinite(number) else None
 
 
-def gib_of_bytes(value: Any) -> str:
+def format_bytes_in_gib(value: Any) -> str:
     """Format a number of bytes in GiB with one decimal and the unit; UNKNOWN for what is no finite
     number.
     """
-    text = formed("gib", value, 2**30)
+    text = format_number("gib", value, 2**30)
     return text if text == UNKNOWN else f"{text} GiB"
 
 
-def counted(value: Any) -> str:
+def format_count(value: Any) -> str:
     """Format an integer with thousands separators; anything else as `format_setting` does."""
     return (
-        f"{value:,d}" if isinstance(value, int) and not isinstance(value, bool) else spelled(value)
+        f"{value:,d}"
+        if isinstance(value, int) and not isinstance(value, bool)
+        else format_setting(value)
     )
 
 
-def spelled(value: Any, depth: int = 0) -> str:
+def format_setting(value: Any, depth: int = 0) -> str:
     """Format a setting as its author would type it: no thousands separators, `true` and `false`,
     lists and dicts by their items.
 
@@ -135,10 +145,12 @@ def spelled(value: Any, depth: int = 0) -> str:
         return "…"
     if isinstance(value, dict):
         listed = ", ".join(
-            f"{key}={spelled(item, depth + 1)}" for key, item in value.items() if item is not None
+            f"{key}={format_setting(item, depth + 1)}"
+            for key, item in value.items()
+            if item is not None
         )
         return f"{{{listed}}}" if depth else listed
     if isinstance(value, list | tuple):
-        listed = ", ".join(spelled(item, depth + 1) for item in value)
+        listed = ", ".join(format_setting(item, depth + 1) for item in value)
         return f"[{listed}]" if depth else listed
     return str(value)

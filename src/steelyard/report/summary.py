@@ -8,63 +8,88 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from steelyard import words
-from steelyard.case.resolve import changed_question
-from steelyard.metrics import shipped
+from steelyard.case.resolve import list_changed_keys
+from steelyard.metrics import shipped_cases
+from steelyard.metrics.estimates import choose_quality_metric, estimate_rate, list_device_names
+from steelyard.metrics.passes import find_headline_pass
 from steelyard.metrics.rates import work_unit
 from steelyard.metrics.result import work_name
-from steelyard.metrics.runs import kinds, quality, rate
-from steelyard.metrics.shipped import later, modified
-from steelyard.metrics.spans import headline
+from steelyard.metrics.shipped_cases import list_later_fields, list_modified_parts
 from steelyard.record.record import Record
-from steelyard.report.columns import layout
-from steelyard.report.derived import DerivedTexts
+from steelyard.report.columns import load_table_layout
+from steelyard.report.derived_texts import DerivedTexts
 from steelyard.report.document import (
-    Block,
     Cell,
-    Column,
-    ColumnOf,
+    ColumnSpec,
     Heading,
     Lang,
     Page,
+    PageElement,
     Paragraph,
+    TableColumn,
     TableRow,
 )
-from steelyard.report.document import table as make_table
-from steelyard.report.numbers import UNKNOWN, formed
-from steelyard.report.runs import STATUS_TONE, by_case, scope, shown, status, with_unit
-from steelyard.words import Words
+from steelyard.report.document import build_table as make_table
+from steelyard.report.numbered_runs import (
+    STATUS_TONE,
+    format_metric,
+    format_metric_with_unit,
+    format_scope,
+    format_status,
+    group_by_case,
+)
+from steelyard.report.numbers import UNKNOWN, format_number
+from steelyard.words import PageWords
 
-UNCHECKED = "*"
-Columns = list[ColumnOf[Record]]
+UNEVALUATED_MARK = "*"
+RecordColumns = list[ColumnSpec[Record]]
 
 
-def table(records: list[Record], lang: Lang = "en", points: list[str] | None = None) -> Page:
+def build_summary_page(
+    records: list[Record], lang: Lang = "en", points: list[str] | None = None
+) -> Page:
     """Build the table that the command line prints after runs. After a sweep `points` names each
     record's point, the first cell of its row.
     """
-    say = Words(lang)
-    several = _several(records)
-    case = ColumnOf[Record](
-        say("case"), lambda one: _marked(one, one.case.name) if several else one.case.name
+    say = PageWords(lang)
+    several_divisions = _has_several_divisions(records)
+    case = ColumnSpec[Record](
+        say("case"),
+        lambda record: (
+            _append_division(record, record.case.name) if several_divisions else record.case.name
+        ),
     )
-    found = [*_found(records, say), *_times(records, say)]
-    first = (say("point"), points) if points else None
-    return Page("", lang, tuple(_blocks(records, [case, *_asked(records, say)], found, first, say)))
+    result_columns = [*_result_columns(records, say), *_time_columns(records, say)]
+    row_names = (say("point"), points) if points else None
+    return Page(
+        "",
+        lang,
+        tuple(
+            _summary_elements(
+                records, [case, *_question_columns(records, say)], result_columns, row_names, say
+            )
+        ),
+    )
 
 
-def brief(records: list[Record], lang: Lang = "en") -> Page:
+def build_brief_page(records: list[Record], lang: Lang = "en") -> Page:
     """Build a short page: for each case a heading and a table of its runs with headline numbers,
     then how to see more.
     """
-    say = Words(lang)
-    device = ColumnOf[Record](say("terminal.device"), lambda one: ", ".join(kinds(one)) or UNKNOWN)
-    out: list[Block] = []
-    for case, runs in by_case(records).items():
+    say = PageWords(lang)
+    device = ColumnSpec[Record](
+        say("terminal.device"), lambda record: ", ".join(list_device_names(record)) or UNKNOWN
+    )
+    out: list[PageElement] = []
+    for case, runs in group_by_case(records).items():
         members = [run.record for run in runs]
-        asked = [device, *_asked(members, say, brief=True)]
-        found = [*_found(members, say), _energy(members)]
-        first = (say("terminal.run"), [run.label for run in runs])
-        out += [Heading(2, " · ".join(case)), *_blocks(members, asked, found, first, say)]
+        question_columns = [device, *_question_columns(members, say, brief=True)]
+        result_columns = [*_result_columns(members, say), _energy_column(members)]
+        row_names = (say("terminal.run"), [run.label for run in runs])
+        out += [
+            Heading(2, " · ".join(case)),
+            *_summary_elements(members, question_columns, result_columns, row_names, say),
+        ]
     return Page(
         "",
         lang,
@@ -76,7 +101,7 @@ def brief(records: list[Record], lang: Lang = "en") -> Page:
     )
 
 
-def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
+def _question_columns(records: list[Record], say: PageWords, brief: bool = False) -> RecordColumns:
     """Return the columns of what was asked: size, division, engine, plan, precision and scope,
     without those that say nothing for these records.
 
@@ -84,38 +109,45 @@ def _asked(records: list[Record], say: Words, brief: bool = False) -> Columns:
     on a brief page the precision. A brief page has the size in its heading and always a column of
     plans.
     """
-    many = brief or any(record.plan.world > 1 for record in records)
-    part = any(record.scope.kind == "window" or record.restarts for record in records)
-    several = _several(records)
-    marked = brief and several
-    columns: tuple[tuple[bool, ColumnOf[Record]], ...] = (
-        (not brief, ColumnOf(say("size"), lambda one: one.case.size, priority=3)),
-        (not several, ColumnOf(say("division"), lambda one: one.case.division)),
-        (True, ColumnOf(say("engine"), lambda one: one.engine.name)),
-        (many, ColumnOf(say("terminal.plan"), _plan)),
+    with_plan = brief or any(record.plan.world > 1 for record in records)
+    with_scope = any(record.scope.kind == "window" or record.restarts for record in records)
+    several_divisions = _has_several_divisions(records)
+    mark_division = brief and several_divisions
+    columns: tuple[tuple[bool, ColumnSpec[Record]], ...] = (
+        (not brief, ColumnSpec(say("size"), lambda item: item.case.size, priority=3)),
+        (not several_divisions, ColumnSpec(say("division"), lambda item: item.case.division)),
+        (True, ColumnSpec(say("engine"), lambda item: item.engine.name)),
+        (with_plan, ColumnSpec(say("terminal.plan"), _format_plan)),
         (
             True,
-            ColumnOf(
+            ColumnSpec(
                 say("precision"),
-                lambda one: _marked(one, one.case.precision) if marked else one.case.precision,
+                lambda item: (
+                    _append_division(item, item.case.precision)
+                    if mark_division
+                    else item.case.precision
+                ),
             ),
         ),
-        (part, ColumnOf(say("terminal.scope"), lambda one: scope(one, say), priority=3)),
+        (
+            with_scope,
+            ColumnSpec(say("terminal.scope"), lambda item: format_scope(item, say), priority=3),
+        ),
     )
-    return [column for wanted, column in columns if wanted]
+    return [column for is_shown, column in columns if is_shown]
 
 
-def _several(records: list[Record]) -> bool:
+def _has_several_divisions(records: list[Record]) -> bool:
     """Return whether the records are of more than one division."""
     return len({record.case.division for record in records}) > 1
 
 
-def _marked(record: Record, text: str) -> str:
+def _append_division(record: Record, text: str) -> str:
     """Return the text, followed by the run's division unless that is closed."""
     return text if record.case.division == "closed" else f"{text} {record.case.division}"
 
 
-def _found(records: list[Record], say: Words) -> Columns:
+def _result_columns(records: list[Record], say: PageWords) -> RecordColumns:
     """Return the columns of the results: status, rate of all devices, half of its interval, MFU and
     quality.
 
@@ -124,161 +156,206 @@ def _found(records: list[Record], say: Words) -> Columns:
     """
     units = {work_unit(record) for record in records}
     unit = units.pop() if len(units) == 1 else ""
-    metrics = {quality([record]) for record in records}
+    metrics = {choose_quality_metric([record]) for record in records}
     metric = metrics.pop() if len(metrics) == 1 else ""
-    title = say.known(metric, metric) if metric else say("terminal.quality")
+    title = say.get_or_fallback(metric, metric) if metric else say("terminal.quality")
     return [
-        ColumnOf(say("status"), lambda record: _status(record, say)),
-        ColumnOf(say("terminal.rate"), lambda record: _rate(record, unit), unit, right=True),
-        ColumnOf("±", _half, right=True, priority=2, optional=True),
-        ColumnOf(
-            "MFU", lambda record: shown("mfu", record.metrics.get("mfu")), right=True, optional=True
+        ColumnSpec(say("status"), lambda record: _status_cell(record, say)),
+        ColumnSpec(
+            say("terminal.rate"), lambda record: _format_rate(record, unit), unit, right=True
         ),
-        ColumnOf(title, lambda record: _quality(record, metric), right=True),
+        ColumnSpec("±", _format_half_interval, right=True, priority=2, optional=True),
+        ColumnSpec(
+            "MFU",
+            lambda record: format_metric("mfu", record.metrics.get("mfu")),
+            right=True,
+            optional=True,
+        ),
+        ColumnSpec(title, lambda record: _format_quality(record, metric), right=True),
     ]
 
 
-def _times(records: list[Record], say: Words) -> Columns:
+def _time_columns(records: list[Record], say: PageWords) -> RecordColumns:
     """Return the columns of both headline rates, memory and end-to-end time, each number with its
     unit; optional and of lowest priority.
     """
 
-    def column(name: Callable[[Record], str]) -> ColumnOf[Record]:
+    def make_column(metric_name: Callable[[Record], str]) -> ColumnSpec[Record]:
         """Return the column of the metric that `metric_name` names for each record; the title joins
         the different names by a slash.
         """
-        title = "/".join(dict.fromkeys(map(name, records)))
-        return ColumnOf(
-            say.known(title, title),
-            lambda record: with_unit(name(record), record.metrics.get(name(record))),
+        title = "/".join(dict.fromkeys(map(metric_name, records)))
+        return ColumnSpec(
+            say.get_or_fallback(title, title),
+            lambda record: format_metric_with_unit(
+                metric_name(record), record.metrics.get(metric_name(record))
+            ),
             right=True,
             priority=3,
             optional=True,
         )
 
-    rates = (lambda record: _rates(record)[0]), (lambda record: _rates(record)[1])
-    return [*map(column, rates), column(lambda _: "mem"), column(lambda _: "e2e_time")]
+    rate_names = (
+        (lambda record: _headline_rate_names(record)[0]),
+        (lambda record: _headline_rate_names(record)[1]),
+    )
+    return [
+        *map(make_column, rate_names),
+        make_column(lambda _: "mem"),
+        make_column(lambda _: "e2e_time"),
+    ]
 
 
-def _rates(record: Record) -> tuple[str, str]:
+def _headline_rate_names(record: Record) -> tuple[str, str]:
     """Return the names of the two headline rate metrics, over wall time and over compute time, of
     the pass that this run has.
     """
-    plan = layout(record.task.kind_row)
-    return plan.other.get(headline(record) or "", (plan.whole, plan.core))
+    table_layout = load_table_layout(record.task.kind_row)
+    return table_layout.other.get(
+        find_headline_pass(record) or "", (table_layout.whole, table_layout.core)
+    )
 
 
-def _energy(records: list[Record]) -> ColumnOf[Record]:
+def _energy_column(records: list[Record]) -> ColumnSpec[Record]:
     """Return the column of energy per token or per sample, in J; the unit is the title if all
     records share it, else it is in each cell.
     """
     names = {"tokens": "energy_per_token", "samples": "energy_per_sample"}
-    per = {
-        one.unit
+    units = {
+        metric.unit
         for record in records
-        if (one := record.metrics.get(names[work_name(record)])) is not None
+        if (metric := record.metrics.get(names[work_name(record)])) is not None
     }
-    title = per.pop() if len(per) == 1 else "J"
+    title = units.pop() if len(units) == 1 else "J"
 
-    def cell(record: Record) -> str:
+    def format_energy(record: Record) -> str:
         """Return a record's energy per token or sample; with its unit if the title has none."""
         name = names[work_name(record)]
-        found = record.metrics.get(name)
-        return shown(name, found) if title != "J" else with_unit(name, found)
+        metric = record.metrics.get(name)
+        return (
+            format_metric(name, metric) if title != "J" else format_metric_with_unit(name, metric)
+        )
 
-    return ColumnOf(title, cell, right=True, priority=2, optional=True)
+    return ColumnSpec(title, format_energy, right=True, priority=2, optional=True)
 
 
-def _blocks(
+def _summary_elements(
     records: list[Record],
-    asked: Columns,
-    found: Columns,
-    first: tuple[str, list[str]] | None,
-    say: Words,
-) -> list[Block]:
+    question_columns: RecordColumns,
+    result_columns: RecordColumns,
+    row_names: tuple[str, list[str]] | None,
+    say: PageWords,
+) -> list[PageElement]:
     """Return the table, and above it a paragraph with the question columns whose cells are equal in
     all rows.
 
     `row_names` is the title and the cells of an extra first column, or None. Footnotes explain
     qualities that were not evaluated, and why no run has an MFU.
     """
-    shared = [one for one in asked if len({one.cell(record) for record in records}) == 1]
-    named = {say("size"), say("terminal.plan")}  # their cells need the title beside them
-    titles = (f"{one.title} " if one.title in named else "" for one in shared)
-    alike = [f"{title}{one.cell(records[0])}" for title, one in zip(titles, shared, strict=True)]
-    unchecked = any(_quality(record, "any").endswith(UNCHECKED) for record in records)
-    notes = [say("terminal.unchecked")] if unchecked else []
-    without_mfu = all(shown("mfu", record.metrics.get("mfu")) == UNKNOWN for record in records)
-    notes += _no_mfu(records, say) if without_mfu else []
-    notes += [words.text(one, say.lang) for one in shipped.counted_types(records)]
-    made = make_table([*(one for one in asked if one not in shared), *found], records, notes)
-    if first is not None:
-        named_rows = zip(first[1], made.rows, strict=True)
+    shared_columns = [
+        item
+        for item in question_columns
+        if len({item.make_cell(record) for record in records}) == 1
+    ]
+    labelled_titles = {say("size"), say("terminal.plan")}  # their cells need the title beside them
+    titles = (f"{item.title} " if item.title in labelled_titles else "" for item in shared_columns)
+    shared_texts = [
+        f"{title}{item.make_cell(records[0])}"
+        for title, item in zip(titles, shared_columns, strict=True)
+    ]
+    any_unevaluated = any(
+        _format_quality(record, "any").endswith(UNEVALUATED_MARK) for record in records
+    )
+    notes = [say("terminal.unchecked")] if any_unevaluated else []
+    without_mfu = all(
+        format_metric("mfu", record.metrics.get("mfu")) == UNKNOWN for record in records
+    )
+    notes += _missing_mfu_note(records, say) if without_mfu else []
+    notes += [
+        words.render_text(item, say.lang)
+        for item in shipped_cases.make_counted_flops_notes(records)
+    ]
+    summary_table = make_table(
+        [*(item for item in question_columns if item not in shared_columns), *result_columns],
+        records,
+        notes,
+    )
+    if row_names is not None:
+        named_rows = zip(row_names[1], summary_table.rows, strict=True)
         rows = [TableRow((Cell(name), *row.cells)) for name, row in named_rows]
-        made = replace(made, columns=(Column(first[0]), *made.columns), rows=tuple(rows))
-    return [*([Paragraph(" · ".join(alike))] if alike else []), made]
+        summary_table = replace(
+            summary_table,
+            columns=(TableColumn(row_names[0]), *summary_table.columns),
+            rows=tuple(rows),
+        )
+    return [*([Paragraph(" · ".join(shared_texts))] if shared_texts else []), summary_table]
 
 
-def _no_mfu(records: list[Record], say: Words) -> list[str]:
+def _missing_mfu_note(records: list[Record], say: PageWords) -> list[str]:
     """Return a note in a list why no run has an MFU, if all have the same reason; else empty."""
-    found = {DerivedTexts(record, say).metric_note("mfu") for record in records}
-    return [say("terminal.no_mfu", note) for note in found if note] if len(found) == 1 else []
+    mfu_notes = {DerivedTexts(record, say).metric_note("mfu") for record in records}
+    return (
+        [say("terminal.no_mfu", note) for note in mfu_notes if note] if len(mfu_notes) == 1 else []
+    )
 
 
-def _plan(record: Record) -> str:
+def _format_plan(record: Record) -> str:
     """Return nodes x devices, degrees above 1, and the sharding stage of training on several
     devices, such as `1x8 TP2DP4 SH1`.
     """
     plan = record.plan
     sharding = record.tune.sharding if record.task.kind_row.trains and plan.world > 1 else 0
     degrees = {"TP": plan.tp, "PP": plan.pp, "DP": plan.dp}
-    told = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
-    return " ".join(filter(None, (plan.config, told, f"SH{sharding}" if sharding else "")))
+    degrees_text = "".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+    return " ".join(filter(None, (plan.config, degrees_text, f"SH{sharding}" if sharding else "")))
 
 
-def _status(record: Record, say: Words) -> Cell:
+def _status_cell(record: Record, say: PageWords) -> Cell:
     """Return status and reason codes, and whether the question was changed, the case modified, or
     of an earlier version.
     """
     remarks = {
-        "changed": changed_question(record.case.origins),
-        "modified": modified(record),
-        "earlier": later(record),
+        "changed": list_changed_keys(record.case.origins),
+        "modified": list_modified_parts(record),
+        "earlier": list_later_fields(record),
     }
-    parts = [status(record, say), *(say(word) for word, holds in remarks.items() if holds)]
+    parts = [
+        format_status(record, say),
+        *(say(word) for word, differences in remarks.items() if differences),
+    ]
     return Cell(say("comma").join(parts), tone=STATUS_TONE[record.status])
 
 
-def _rate(record: Record, common: str) -> str:
+def _format_rate(record: Record, common_unit: str) -> str:
     """Format the rate of all devices together, as `compare` counts it; with the unit if
     `common_unit` is empty; UNKNOWN if there is none.
     """
-    found = rate(record)
-    if found is None:
+    estimate = estimate_rate(record)
+    if estimate is None:
         return UNKNOWN
-    value = formed("number", found.value)
-    return value if common else f"{value} {work_unit(record)}"
+    value = format_number("number", estimate.value)
+    return value if common_unit else f"{value} {work_unit(record)}"
 
 
-def _half(record: Record) -> str:
+def _format_half_interval(record: Record) -> str:
     """Return half the width of the rate's 95 % interval as a percentage of the rate; UNKNOWN if
     there is no interval.
     """
-    found = rate(record)
-    if found is None or found.interval is None:
+    estimate = estimate_rate(record)
+    if estimate is None or estimate.interval is None:
         return UNKNOWN
-    low, high = found.interval
-    return formed("percent", (high - low) / 2 / found.value)
+    low, high = estimate.interval
+    return format_number("percent", (high - low) / 2 / estimate.value)
 
 
-def _quality(record: Record, common: str) -> str:
+def _format_quality(record: Record, common_metric: str) -> str:
     """Format the quality; with a short name (`loss` for a loss on held-out data too) if
     `common_metric` is empty. A `*` marks one that was not evaluated.
     """
-    name = quality([record])
-    text = shown(name, record.metrics.get(name))
+    name = choose_quality_metric([record])
+    text = format_metric(name, record.metrics.get(name))
     if text == UNKNOWN:
         return text
-    unchecked = name == record.quality.metric and not record.quality.evaluated
-    named = text if common else f"{name.partition('_')[0]} {text}"
-    return named + UNCHECKED if unchecked else named
+    unevaluated = name == record.quality.metric and not record.quality.evaluated
+    labelled = text if common_metric else f"{name.partition('_')[0]} {text}"
+    return labelled + UNEVALUATED_MARK if unevaluated else labelled

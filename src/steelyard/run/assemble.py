@@ -12,55 +12,55 @@ from typing import Any
 
 from steelyard.accelerators.events import Clock
 from steelyard.case.case import Case
-from steelyard.case.resolve import Resolved
-from steelyard.metrics import table, validity
+from steelyard.case.resolve import ResolvedCase
+from steelyard.metrics import metric_table, validity
 from steelyard.plan.degrees import Plan
 from steelyard.record import record
-from steelyard.record.facts import (
-    Environment,
-    HostFacts,
-    RankFacts,
-    Restart,
-    Series,
-    Software,
-    StepDown,
-    Weights,
-)
 from steelyard.record.record import (
-    FORMULAS,
-    WORDING,
+    FORMULAS_VERSION,
+    WORDING_VERSION,
     CaseFacts,
     EngineFacts,
     GateFacts,
-    Nothing,
-    Published,
+    NoDataFacts,
+    PassFacts,
+    PublishedFacts,
     Quality,
     Reason,
     Record,
     Scope,
-    Window,
 )
-from steelyard.record.record import Failure as FailureFacts
-from steelyard.run.boundary import RankFile
+from steelyard.record.record import FailureFacts as FailureFacts
+from steelyard.record.run_facts import (
+    Environment,
+    HostFacts,
+    RankFacts,
+    Restart,
+    Software,
+    StepDown,
+    TelemetrySeries,
+    WeightsFacts,
+)
+from steelyard.run.checked_request import ResumePoint
 from steelyard.run.clock import now
 from steelyard.run.failure import Failure, RankResults
-from steelyard.run.ready import Resume
+from steelyard.run.worker_files import RankFile
 from steelyard.tasks.task import Task
 
 
 @dataclass(frozen=True)
-class Times:
+class RunTimes:
     """When the stages of a run began, in seconds on the parent's monotonic clock."""
 
     origin_s: float
-    spawned_s: float  # when the node agents were started
-    started_s: float  # when the workers were started
+    agents_started_s: float  # when the node agents were started
+    workers_started_s: float  # when the workers were started
     ended_s: float
-    again_s: float | None = None  # start of a second attempt; None: there was none
+    second_attempt_s: float | None = None  # start of a second attempt; None: there was none
 
 
-def draft(
-    resolved: Resolved,
+def make_draft(
+    resolved: ResolvedCase,
     engine: EngineFacts,
     *,
     id: str,
@@ -69,7 +69,7 @@ def draft(
     site: dict[str, str],
     plan: Plan,
     scope: Scope,
-    telemetry: list[Series],
+    telemetry: list[TelemetrySeries],
     hosts: Sequence[HostFacts] = (),
     restarts: Sequence[Restart] = (),
     checkpoints: str | None = None,
@@ -80,8 +80,8 @@ def draft(
     """
     case = resolved.case
     return Record(
-        formulas=FORMULAS,
-        wording=WORDING,
+        formulas=FORMULAS_VERSION,
+        wording=WORDING_VERSION,
         id=id,
         created=created,
         status="failed",
@@ -89,14 +89,14 @@ def draft(
         notes=[],
         case=CaseFacts(
             name=case.name,
-            key=case.key("unknown"),
+            key=case.compute_key("unknown"),
             size=case.size,
             division=case.question.division,
             precision=case.question.precision.name,
             question=case.question.model_dump(mode="json"),
             gate=None if case.gate is None else GateFacts(**case.gate.model_dump(mode="json")),
             max_interval=case.max_interval,
-            reference=[Published(**row.model_dump(mode="json")) for row in case.reference],
+            reference=[PublishedFacts(**row.model_dump(mode="json")) for row in case.reference],
             origins=resolved.origins,
         ),
         scope=scope,
@@ -105,8 +105,8 @@ def draft(
         engine=engine,
         environment=environment,
         site=site,
-        weights=Weights(source=None),
-        data=Nothing(),
+        weights=WeightsFacts(source=None),
+        data=NoDataFacts(),
         passes=[],
         budget={},
         hosts=list(hosts),
@@ -116,7 +116,7 @@ def draft(
         outputs={},
         checks=[],
         quality=Quality(
-            metric=case.question.row.quality, value=None, gate=None, evaluated=False, note=None
+            metric=case.question.task_row.quality, value=None, gate=None, evaluated=False, note=None
         ),
         metrics={},
         restarts=list(restarts),
@@ -125,13 +125,13 @@ def draft(
     )
 
 
-def assemble(
+def assemble_record(
     draft: Record,
     case: Case,
-    times: Times,
+    times: RunTimes,
     results: RankResults,
     failure: Failure | None,
-    resume: Resume | None = None,
+    resume: ResumePoint | None = None,
     clock: Clock = now,
 ) -> Record:
     """Return the finished, sealed record: the draft with what the ranks left, metrics, checks and
@@ -141,45 +141,49 @@ def assemble(
     step for a run that continued from a checkpoint. `clock` is read once, for the end of the
     budget.
     """
-    ranks, first = results.ranks, results.rank_files.get(0)
-    hosts = {rank: host for host in draft.hosts for rank in host.ranks}
-    told: dict[str, Any] = {
-        "environment": with_versions(draft.environment, first),
+    rank_files, first = results.ordered_rank_files, results.rank_files.get(0)
+    hosts = {rank_file: host for host in draft.hosts for rank_file in host.ranks}
+    updates: dict[str, Any] = {
+        "environment": add_library_versions(draft.environment, first),
         "passes": [
-            _on_our_clock(window, hosts.get(window.rank))
-            for rank in ranks
-            for window in rank.windows
+            _to_parent_clock(window, hosts.get(window.rank))
+            for rank_file in rank_files
+            for window in rank_file.windows
         ],
-        "ranks": [_rank(rank, hosts.get(rank.rank)) for rank in ranks],
-        "samples": [sample for rank in ranks for sample in rank.samples],
-        "profile": [rank.profile for rank in ranks if rank.profile is not None],
-        "outputs": _outputs(case.question.row, ranks, first, resume),
+        "ranks": [
+            _make_rank_facts(rank_file, hosts.get(rank_file.rank)) for rank_file in rank_files
+        ],
+        "samples": [sample for rank_file in rank_files for sample in rank_file.samples],
+        "profile": [rank_file.profile for rank_file in rank_files if rank_file.profile is not None],
+        "outputs": _merge_outputs(case.question.task_row, rank_files, first, resume),
     }
     if first is not None:
-        told |= {name: getattr(first, name) for name in ("weights", "clock", "drawn")}
-        told["engine"] = draft.engine.model_copy(update={"details": first.details})
+        updates |= {name: getattr(first, name) for name in ("weights", "clock", "drawn")}
+        updates["engine"] = draft.engine.model_copy(update={"details": first.details})
     if first is not None and first.data is not None:
-        told |= {
+        updates |= {
             "data": first.data,
-            "case": draft.case.model_copy(update={"key": case.key(first.data.fingerprint)}),
+            "case": draft.case.model_copy(update={"key": case.compute_key(first.data.fingerprint)}),
         }
     if failure is not None:
         host = None if failure.rank is None else hosts.get(failure.rank)
-        told["failure"] = failure_facts(failure, results, None if host is None else host.name)
-    told["budget"] = _budget(times, first, clock())
-    return finish(draft.model_copy(update=told), failure)
+        updates["failure"] = make_failure_facts(
+            failure, results, None if host is None else host.name
+        )
+    updates["budget"] = _make_budget(times, first, clock())
+    return finish_record(draft.model_copy(update=updates), failure)
 
 
-def finish(draft: Record, failure: Failure | None) -> Record:
+def finish_record(draft: Record, failure: Failure | None) -> Record:
     """Derive metrics, checks, reasons, notes, quality and status of a draft, and return it sealed
     with its hashes; `failure` becomes the first reason and makes the status `failed`.
     """
-    values = table.derive(draft)
-    checks, reasons, notes, quality = validity.judge(draft, values)
+    values = metric_table.derive_metrics(draft)
+    checks, reasons, notes, quality = validity.judge_record(draft, values)
     if failure is not None:
         reasons = [Reason(code=failure.code, text=failure.text), *reasons]
     status = "failed" if failure is not None else "invalid" if reasons else "valid"
-    changed = {
+    updates = {
         "metrics": values,
         "checks": checks,
         "reasons": reasons,
@@ -187,54 +191,76 @@ def finish(draft: Record, failure: Failure | None) -> Record:
         "quality": quality,
         "status": status,
     }
-    return record.seal(draft.model_copy(update=changed))
+    return record.seal_record(draft.model_copy(update=updates))
 
 
-def _rank(rank: RankFile, host: HostFacts | None) -> RankFacts:
+def _make_rank_facts(rank_file: RankFile, host: HostFacts | None) -> RankFacts:
     """Return what the record states of a rank, with the name of its host if that is known."""
-    told = rank.facts()
-    return told if host is None else RankFacts(host=host.name, **told.model_dump())
+    facts = rank_file.to_rank_facts()
+    return facts if host is None else RankFacts(host=host.name, **facts.model_dump())
 
 
-def _on_our_clock(window: Window, host: HostFacts | None) -> Window:
+def _to_parent_clock(window: PassFacts, host: HostFacts | None) -> PassFacts:
     """Return the window of a pass with its start corrected for the drift of the host's clock;
     unchanged without a host.
     """
     return (
         window
         if host is None
-        else window.model_copy(update={"start_s": host.on_the_parents_clock(window.start_s)})
+        else window.model_copy(update={"start_s": host.to_parent_clock(window.start_s)})
     )
 
 
-def with_versions(told: Environment, first: RankFile | None) -> Environment:
+def add_library_versions(environment: Environment, first_rank_file: RankFile | None) -> Environment:
     """Return the environment with the library versions that only the framework in rank 0 knows;
     unchanged without its rank file.
     """
-    software = Software(**{**told.software.model_dump(), **(first.versions if first else {})})
-    return told.model_copy(update={"software": software})
+    software = Software(
+        **{
+            **environment.software.model_dump(),
+            **(first_rank_file.versions if first_rank_file else {}),
+        }
+    )
+    return environment.model_copy(update={"software": software})
 
 
-def _outputs(
-    task: Task, ranks: list[RankFile], first: RankFile | None, resume: Resume | None
+def _merge_outputs(
+    task: Task,
+    rank_files: list[RankFile],
+    first_rank_file: RankFile | None,
+    resume: ResumePoint | None,
 ) -> dict[str, Any]:
     """Return the task's outputs as JSON values: the common part of rank 0 merged with each pass's
     answers of all ranks and, for a resumed run, the answers from before the first step.
 
     Empty without outputs of rank 0. Answers of the checkpoint that do not fit are ignored.
     """
-    if first is None or not first.common:
+    if first_rank_file is None or not first_rank_file.common:
         return {}
-    out = task.outputs.model_validate(first.common)
-    if resume is not None and resume.before:
+    outputs = task.outputs.model_validate(first_rank_file.common)
+    if resume is not None and resume.before_answers:
         with suppress(TypeError, ValueError):  # answers that do not fit are ignored
-            out = task.merge(out, "before", [task.check(answers, out) for answers in resume.before])
-    for name in first.outputs:
-        out = task.merge(out, name, [rank.outputs[name] for rank in ranks if name in rank.outputs])
-    return out.model_dump(mode="json")
+            outputs = task.merge(
+                outputs,
+                "before",
+                [task.check(answers, outputs) for answers in resume.before_answers],
+            )
+    for pass_name in first_rank_file.outputs:
+        outputs = task.merge(
+            outputs,
+            pass_name,
+            [
+                rank_file.outputs[pass_name]
+                for rank_file in rank_files
+                if pass_name in rank_file.outputs
+            ],
+        )
+    return outputs.model_dump(mode="json")
 
 
-def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, float]:
+def _make_budget(
+    times: RunTimes, first_rank_file: RankFile | None, sealed_s: float
+) -> dict[str, float]:
     """Return wall seconds by part, from the start of the run to its record at `sealed_s`; the parts
     add up to all of it.
 
@@ -242,27 +268,33 @@ def _budget(times: Times, first: RankFile | None, sealed_s: float) -> dict[str, 
     own parts leave of their time, such as interpreter start and shutdown. `first_attempt`: the
     whole first attempt, if it ran out of memory; the other parts are then those of the second.
     """
-    parts = first.budget if first else {}
-    begun_s = times.origin_s if times.again_s is None else times.again_s
+    parts = first_rank_file.budget if first_rank_file else {}
+    attempt_start_s = times.origin_s if times.second_attempt_s is None else times.second_attempt_s
     return {
-        **({} if times.again_s is None else {"first_attempt": begun_s - times.origin_s}),
-        "start": times.spawned_s - begun_s,
-        "agents": times.started_s - times.spawned_s,
-        "launch": times.ended_s - times.started_s - sum(parts.values()),
+        **(
+            {}
+            if times.second_attempt_s is None
+            else {"first_attempt": attempt_start_s - times.origin_s}
+        ),
+        "start": times.agents_started_s - attempt_start_s,
+        "agents": times.workers_started_s - times.agents_started_s,
+        "launch": times.ended_s - times.workers_started_s - sum(parts.values()),
         **parts,
         "record": sealed_s - times.ended_s,
     }
 
 
-def failure_facts(failure: Failure, results: RankResults, host: str | None = None) -> FailureFacts:
+def make_failure_facts(
+    failure: Failure, results: RankResults, host: str | None = None
+) -> FailureFacts:
     """Return what a record states of a failure: its text, host, exit code, stacks, and the end of
     stderr of the rank that caused it.
     """
     return FailureFacts(
         rank=failure.rank,
         host=host,
-        exit_code=results.exit_code(failure.rank),
+        exit_code=results.get_exit_code(failure.rank),
         error=failure.text,
-        stderr_tail=results.tail(failure.rank),
+        stderr_tail=results.get_stderr_tail(failure.rank),
         stacks=results.stacks,
     )

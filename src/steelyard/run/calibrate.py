@@ -9,12 +9,12 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from steelyard.accelerators.events import Clock, clock_of
+from steelyard.accelerators.events import Clock, get_clock_name
 from steelyard.engine.framework import Framework
 from steelyard.plan.matmuls import Matmul
-from steelyard.record.facts import MatmulRate
-from steelyard.run.clock import busy, now
-from steelyard.run.measure import mean_time_s
+from steelyard.record.run_facts import MatmulRate
+from steelyard.run.clock import now, read_cpu_time_s
+from steelyard.run.measure import measure_mean_time_s
 
 SQUARE_S = 0.3
 SHAPES_S = 0.4  # seconds for all shapes, divided by their share of the FLOPs
@@ -27,15 +27,15 @@ AFTER_S = 0.05  # seconds after the passes: a short run must not get noticeably 
 STRETCHES = 8  # most parts of a timing whose CPU time is read
 STRETCH_CALLS = 3  # fewest calls in a part: a thread that ends late would distort a single call
 
-ShapesOf = Callable[[int], tuple[Matmul, ...]]  # n → shapes of a batch 1/n in size
+ShapesForSmallerBatch = Callable[[int], tuple[Matmul, ...]]  # n → shapes of a batch 1/n in size
 
 
-def calibrate(
+def calibrate_matmuls(
     framework: Framework,
     precision: str,
-    shapes_of: ShapesOf,
+    shapes_of: ShapesForSmallerBatch,
     clock: Clock = now,
-    used: Clock = busy,
+    cpu_clock: Clock = read_cpu_time_s,
 ) -> dict[str, Any]:
     """Time matmuls and return fields for the rank file: `matmul_flops_per_s` of a large square
     matmul and `matmuls`, the rate of each of the case's shapes.
@@ -46,37 +46,41 @@ def calibrate(
     shapes of a batch that is n times smaller than the case's; `cpu_clock` reads CPU time in
     seconds.
     """
-    found = framework.matmul(precision)
-    if found is None:
+    square = framework.prepare_square_matmul(precision)
+    if square is None:
         return {}
-    work, flops = found
-    calls, marks, reads = 0, [], _works_in_cpu_time(framework)
+    work, flops = square
+    calls, marks, marks_cpu_time = 0, [], _is_host_cpu(framework)
 
-    def counted() -> None:
+    def work_and_mark() -> None:
         """Run the square matmul once and, on a CPU device, append the CPU time to the marks after
         every `STRETCH_CALLS` calls.
         """
         nonlocal calls
         calls += 1
         work()
-        if reads and calls % STRETCH_CALLS == 0:
-            marks.append(used())
+        if marks_cpu_time and calls % STRETCH_CALLS == 0:
+            marks.append(cpu_clock())
 
     work()  # a library's initialization is not timed
-    begin = used()
-    rate = flops / mean_time_s(counted, framework, SQUARE_S, clock)
-    used_s = used() - begin
-    out: dict[str, Any] = {
+    begin = cpu_clock()
+    rate = flops / measure_mean_time_s(work_and_mark, framework, SQUARE_S, clock)
+    used_s = cpu_clock() - begin
+    measured: dict[str, Any] = {
         "matmul_flops_per_s": rate,
-        "matmuls": _shapes(framework, precision, shapes_of, rate, clock),
+        "matmuls": _time_shapes(framework, precision, shapes_of, rate, clock),
     }
-    out |= {"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {}
-    rates = _stretches([begin, *marks], STRETCH_CALLS * flops)
-    return out | ({"matmul_cpu_rates": {"before": rates}} if rates else {})
+    measured |= {"matmul_flops_per_cpu_s": flops * calls / used_s} if used_s else {}
+    rates = _compute_rates([begin, *marks], STRETCH_CALLS * flops)
+    return measured | ({"matmul_cpu_rates": {"before": rates}} if rates else {})
 
 
-def calibrate_after(
-    framework: Framework, precision: str, rate: float, clock: Clock = now, used: Clock = busy
+def recalibrate_square_matmul(
+    framework: Framework,
+    precision: str,
+    rate: float,
+    clock: Clock = now,
+    cpu_clock: Clock = read_cpu_time_s,
 ) -> list[float]:
     """Time the square matmul again after the passes and return its rates over CPU time, in FLOP/s,
     one per short timing.
@@ -84,30 +88,30 @@ def calibrate_after(
     As many timings as fit into `AFTER_S` are made, at least one; `rate` is the FLOP/s measured
     before the passes. Empty if the device is not the host's own CPU.
     """
-    found = framework.matmul(precision) if _works_in_cpu_time(framework) else None
-    if found is None:
+    square = framework.prepare_square_matmul(precision) if _is_host_cpu(framework) else None
+    if square is None:
         return []
-    work, flops = found
+    work, flops = square
     calls = max(1, min(STRETCH_CALLS, int(AFTER_S * rate / flops)))
     begin, marks = clock(), []
     if calls > 1:
         work()  # warm up: the operands are not in the caches
-    marks.append(used())
+    marks.append(cpu_clock())
     while len(marks) < 2 or clock() - begin + calls * flops / rate <= AFTER_S:
         for _ in range(calls):
             work()
-        marks.append(used())
-    return _stretches(marks, calls * flops)
+        marks.append(cpu_clock())
+    return _compute_rates(marks, calls * flops)
 
 
-def _works_in_cpu_time(framework: Framework) -> bool:
+def _is_host_cpu(framework: Framework) -> bool:
     """Return whether the host's cores do the work, which shows in events that are readings of the
     host's clock.
     """
-    return clock_of(framework.event()) == "host"
+    return get_clock_name(framework.event()) == "host"
 
 
-def _stretches(marks: list[float], flops: int) -> list[float]:
+def _compute_rates(marks: list[float], flops: int) -> list[float]:
     """Return the rates in FLOP/s between readings of CPU time with `flops` FLOPs between any two,
     joined to at most `STRETCHES` parts; parts without CPU time are left out.
     """
@@ -118,8 +122,12 @@ def _stretches(marks: list[float], flops: int) -> list[float]:
     return [flops * calls / time_s for calls, time_s in times if time_s > 0]
 
 
-def _shapes(
-    framework: Framework, precision: str, shapes_of: ShapesOf, rate: float, clock: Clock
+def _time_shapes(
+    framework: Framework,
+    precision: str,
+    shapes_of: ShapesForSmallerBatch,
+    rate: float,
+    clock: Clock,
 ) -> list[MatmulRate]:
     """Return the rate of each matmul shape of the case, timed for a share of `SHAPES_S` by its
     FLOPs.
@@ -127,30 +135,32 @@ def _shapes(
     Empty if the framework cannot compute one of the shapes, or one takes no measurable time: a mean
     over some of them would be that of another model.
     """
-    shapes = _within(shapes_of, rate)
-    whole = sum(one.count * one.flops for one in shapes)
-    out: list[MatmulRate] = []
-    for one in shapes:
-        made = framework.product(precision, one)
-        if made is None:
+    shapes = _choose_shapes(shapes_of, rate)
+    total_flops = sum(shape.count * shape.flops for shape in shapes)
+    rates: list[MatmulRate] = []
+    for shape in shapes:
+        product = framework.prepare_matmul(precision, shape)
+        if product is None:
             return []
-        work, flops = made
+        work, flops = product
         work()
-        time_s = mean_time_s(work, framework, SHAPES_S * one.count * one.flops / whole, clock)
+        time_s = measure_mean_time_s(
+            work, framework, SHAPES_S * shape.count * shape.flops / total_flops, clock
+        )
         if time_s <= 0:  # too short for the clock
             return []
-        out.append(MatmulRate(**one.model_dump(), flops_per_s=flops / time_s))
-    return out
+        rates.append(MatmulRate(**shape.model_dump(), flops_per_s=flops / time_s))
+    return rates
 
 
-def _within(shapes_of: ShapesOf, rate: float) -> tuple[Matmul, ...]:
+def _choose_shapes(shapes_of: ShapesForSmallerBatch, rate: float) -> tuple[Matmul, ...]:
     """Return the matmul shapes of the whole batch or, if `CALLS` calls of each would take longer
     than `MOST_S` at this rate, of a half, a quarter and so on until they fit.
     """
-    smaller, shapes = 1, shapes_of(1)
-    while CALLS * sum(one.flops for one in shapes) / rate > MOST_S:
-        smaller *= 2
-        fewer = shapes_of(smaller)
+    divisor, shapes = 1, shapes_of(1)
+    while CALLS * sum(shape.flops for shape in shapes) / rate > MOST_S:
+        divisor *= 2
+        fewer = shapes_of(divisor)
         if fewer == shapes:  # one token
             break
         shapes = fewer

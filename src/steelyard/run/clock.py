@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 # Clocks that advance at the same rate as the monotonic one, by the kernel's names.
-OTHERS = {"raw": "CLOCK_MONOTONIC_RAW", "boottime": "CLOCK_BOOTTIME"}
+OTHER_CLOCKS = {"raw": "CLOCK_MONOTONIC_RAW", "boottime": "CLOCK_BOOTTIME"}
 # read as text from the kernel: a library that replaces libc's clocks cannot change it
 UPTIME = Path("/proc/uptime")
 TRIES = 8
@@ -24,34 +24,34 @@ def now() -> float:
     return time.monotonic()
 
 
-def busy() -> float:
+def read_cpu_time_s() -> float:
     """Return the CPU seconds that all threads of this process have used so far."""
     return time.process_time()
 
 
-def every() -> dict[str, float]:
+def read_all_clocks() -> dict[str, float]:
     """Return the readings of all clocks of this host in seconds, by name (`monotonic`, `raw`,
     `boottime`, `uptime`; those that exist).
 
     They are read eight times, and the quickest try is returned: in that one the readings are
     closest together.
     """
-    return min((_read() for _ in range(TRIES)), key=lambda one: one[0])[1]
+    return min((_read_clocks_once() for _ in range(TRIES)), key=lambda reading: reading[0])[1]
 
 
-def _read() -> tuple[float, dict[str, float]]:
+def _read_clocks_once() -> tuple[float, dict[str, float]]:
     """Read every clock once, and return how many seconds that took, and the readings by name."""
     begin = now()
-    out = {"monotonic": begin}
-    for name, number in OTHERS.items():
-        if hasattr(time, number):
-            out[name] = time.clock_gettime(getattr(time, number))
+    readings = {"monotonic": begin}
+    for name, constant in OTHER_CLOCKS.items():
+        if hasattr(time, constant):
+            readings[name] = time.clock_gettime(getattr(time, constant))
     with suppress(OSError, ValueError, IndexError):  # a system without it
-        out["uptime"] = float(UPTIME.read_text().split()[0])
-    return now() - begin, out
+        readings["uptime"] = float(UPTIME.read_text().split()[0])
+    return now() - begin, readings
 
 
-def today() -> str:
+def read_utc_time() -> str:
     """Return the current UTC date and time in ISO 8601 with milliseconds, as records state it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -62,21 +62,21 @@ def sleep(seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class Reading:
+class PingReading:
     """One ping and its answer: when it was sent and answered on this host's clock, and what the
     other host's clock showed in between (`remote_s`).
     """
 
     sent_s: float
     heard_s: float
-    there_s: float
+    remote_s: float
 
     @property
     def offset_s(self) -> float:
         """Seconds that the other clock is ahead of ours, if the ping and its answer took equally
         long.
         """
-        return self.there_s - (self.sent_s + self.heard_s) / 2
+        return self.remote_s - (self.sent_s + self.heard_s) / 2
 
     @property
     def uncertainty_s(self) -> float:
@@ -92,51 +92,51 @@ class HostClock:
     """
 
     def __init__(self) -> None:
-        self._readings: list[Reading] = []
+        self._readings: list[PingReading] = []
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: PingReading) -> None:
         """Append the reading of one ping."""
         self._readings.append(reading)
 
-    def early(self) -> Reading | None:
+    def find_early_reading(self) -> PingReading | None:
         """Return the reading with the least uncertainty among the first `PINGS`, or None without
         any.
         """
-        return min(self._readings[:PINGS], key=lambda one: one.uncertainty_s, default=None)
+        return min(self._readings[:PINGS], key=lambda reading: reading.uncertainty_s, default=None)
 
-    def late(self) -> Reading | None:
+    def find_late_reading(self) -> PingReading | None:
         """Return the reading with the least uncertainty among the last `PINGS`, or None without
         any.
         """
-        return min(self._readings[-PINGS:], key=lambda one: one.uncertainty_s, default=None)
+        return min(self._readings[-PINGS:], key=lambda reading: reading.uncertainty_s, default=None)
 
     @property
     def offset_s(self) -> float:
         """Seconds that the host's clock was ahead of ours at the start of the run; 0 without
         readings, or if it may be our own clock.
         """
-        first = self.early()
-        return 0.0 if first is None or self.same else first.offset_s
+        first = self.find_early_reading()
+        return 0.0 if first is None or self.is_same_clock else first.offset_s
 
     @property
     def uncertainty_s(self) -> float | None:
         """Uncertainty of `offset_s` in seconds, or None without readings."""
-        first = self.early()
+        first = self.find_early_reading()
         return None if first is None else first.uncertainty_s
 
     @property
-    def same(self) -> bool:
+    def is_same_clock(self) -> bool:
         """Whether it may be our own clock: the offset of every reading is within its uncertainty.
         True without readings.
         """
-        return all(abs(one.offset_s) <= one.uncertainty_s for one in self._readings)
+        return all(abs(reading.offset_s) <= reading.uncertainty_s for reading in self._readings)
 
-    def drift(self) -> float:
+    def estimate_drift(self) -> float:
         """Return the seconds that the host's clock gains on ours per second, or 0 if the change is
         within the uncertainty of the readings.
         """
-        first, last = self.early(), self.late()
-        if first is None or last is None or self.same:
+        first, last = self.find_early_reading(), self.find_late_reading()
+        if first is None or last is None or self.is_same_clock:
             return 0.0
         gained = last.offset_s - first.offset_s
         passed = last.heard_s - first.heard_s

@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from steelyard.run import messages
-from steelyard.run.clock import HostClock, Reading, now
+from steelyard.run.clock import HostClock, PingReading, now
 from steelyard.run.messages import (
     HEARTBEAT_S,
     TO_PARENT,
-    Bye,
-    Hello,
-    Message,
+    ByeMessage,
+    HelloMessage,
     MessageError,
-    Ping,
-    Pong,
-    Reached,
-    UnknownError,
+    PingMessage,
+    PongMessage,
+    ProtocolMessage,
+    ReachedMessage,
+    UnknownMessageError,
 )
 
 TAIL_LINES = 40
@@ -50,14 +50,14 @@ class Connection:
         """
         self.name, self.token, self.mark = name, token, mark
         self.clock = HostClock()
-        self.hello: Hello | None = None
-        self.reached: Reached | None = None
-        self.bye: Bye | None = None
+        self.hello: HelloMessage | None = None
+        self.reached: ReachedMessage | None = None
+        self.bye: ByeMessage | None = None
         self.pings = self.pongs = 0
-        self.closed = False
+        self.disconnected = False
         self.heard_s = self._pinged_s = now()
         self._inbox = inbox
-        self._said: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._output_lines: deque[bytes] = deque(maxlen=TAIL_LINES)
         # In its own session, Ctrl-C on the terminal reaches only the parent, which then ends the
         # agent in order.
         self.process = subprocess.Popen(
@@ -69,12 +69,12 @@ class Connection:
         )
         self._threads = [
             threading.Thread(target=target, daemon=True)
-            for target in (self._listen, self._overhear)
+            for target in (self._read_messages, self._read_stderr)
         ]
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         """Read messages from the agent's stdout until it ends, add the clock reading of each pong,
         and put the messages into the inbox, None last.
 
@@ -84,34 +84,34 @@ class Connection:
         stream = self.process.stdout
         while stream is not None and (line := stream.readline(messages.MAX_LINE_BYTES + 1)):
             try:
-                message = messages.decode(line, TO_PARENT, self.token)
-            except UnknownError as error:
-                self._said.append(str(error).encode())
+                message = messages.decode_message(line, TO_PARENT, self.token)
+            except UnknownMessageError as error:
+                self._output_lines.append(str(error).encode())
                 break  # later messages would not be understood either
             except MessageError:
-                self._said.append(line[:LINE_BYTES])  # such as output of a login shell
+                self._output_lines.append(line[:LINE_BYTES])  # such as output of a login shell
                 continue
-            if isinstance(message, Pong):
-                self.clock.add(Reading(message.sent_s, now(), message.at_s))
+            if isinstance(message, PongMessage):
+                self.clock.add(PingReading(message.sent_s, now(), message.at_s))
             self.heard_s = now()
             self._inbox.put((self, message))
         self._inbox.put((self, None))
 
-    def _overhear(self) -> None:
+    def _read_stderr(self) -> None:
         """Keep the last `TAIL_LINES` lines that arrive on stderr."""
         stream = self.process.stderr
         while stream is not None and (line := stream.readline(LINE_BYTES)):
-            self._said.append(line)
+            self._output_lines.append(line)
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         """Return what was printed besides messages, by ssh, srun, a login shell or a failing agent:
         at most the last `TAIL_LINES` lines. Waits up to 2 s for a process that has ended.
         """
         # after the process has ended, all its output can be read
         self._threads[1].join(2.0 if self.process.poll() is not None else 0.2)
-        return b"".join(tuple(self._said)).decode("utf-8", "replace").strip()
+        return b"".join(tuple(self._output_lines)).decode("utf-8", "replace").strip()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ProtocolMessage) -> None:
         """Write a message to the agent; an agent that is gone is ignored here, because the end of
         its output shows it.
         """
@@ -119,19 +119,19 @@ class Connection:
             return
         # the end of its output shows that the agent is gone
         with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(messages.encode(message))
+            self.process.stdin.write(messages.encode_message(message))
             self.process.stdin.flush()
 
-    def ping(self, at_once: bool = False) -> None:
+    def ping(self, immediately: bool = False) -> None:
         """Send a ping if `HEARTBEAT_S` seconds have passed since the last one, or in any case with
         `immediately`.
         """
-        if at_once or now() - self._pinged_s >= HEARTBEAT_S:
+        if immediately or now() - self._pinged_s >= HEARTBEAT_S:
             self._pinged_s = now()
             self.pings += 1
-            self.send(Ping(token=self.token, sent_s=self._pinged_s))
+            self.send(PingMessage(token=self.token, sent_s=self._pinged_s))
 
-    def exit_code(self) -> int | None:
+    def wait_for_exit_code(self) -> int | None:
         """Wait up to `ENDING_S` seconds for the process to end and return its exit code, or None if
         it still runs.
         """
@@ -145,31 +145,31 @@ class Connection:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
-    def close(self) -> None:
+    def wait_and_close_streams(self) -> None:
         """Wait for the process to end, without a limit, and close its streams unless a thread still
         reads them.
         """
         self.process.wait()
         for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None and not any(one.is_alive() for one in self._threads):
+            if stream is not None and not any(thread.is_alive() for thread in self._threads):
                 stream.close()
 
 
-def close(connections: Sequence[Connection]) -> None:
+def close_connections(connections: Sequence[Connection]) -> None:
     """End the processes of all connections: close their stdin, then send SIGTERM and SIGKILL to
     those that do not end within `ENDING_S` seconds each.
 
     They are waited for together, so that many lost hosts take as long as one.
     """
-    for one in connections:
-        one.close_stdin()
-    for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+    for connection in connections:
+        connection.close_stdin()
+    for send_signal in (subprocess.Popen.terminate, subprocess.Popen.kill):
         end_s = now() + ENDING_S
-        for one in connections:
+        for connection in connections:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                one.process.wait(max(0.0, end_s - now()))
-        for one in connections:
-            if one.process.poll() is None:
-                end(one.process)
-    for one in connections:
-        one.close()
+                connection.process.wait(max(0.0, end_s - now()))
+        for connection in connections:
+            if connection.process.poll() is None:
+                send_signal(connection.process)
+    for connection in connections:
+        connection.wait_and_close_streams()

@@ -29,11 +29,11 @@ import psutil
 from pydantic import ValidationError
 
 from steelyard import __version__, accelerators, files, plugins
-from steelyard.accelerators import variables as names
-from steelyard.accelerators.cpu import model_name
-from steelyard.accelerators.row import Accelerator, Found
-from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
-from steelyard.record.facts import (
+from steelyard.accelerators import environment_variables as names
+from steelyard.accelerators.cpu import read_model_name
+from steelyard.accelerators.row import Accelerator, DetectedDevice
+from steelyard.errors import MORE_MEMORY_HINT, OUT_OF_MEMORY_LINE, RequestError
+from steelyard.record.run_facts import (
     DeviceFacts,
     Environment,
     Hardware,
@@ -41,7 +41,7 @@ from steelyard.record.facts import (
     Software,
     SourceFacts,
 )
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
 PACKAGES = (
     "accelerate",
@@ -71,23 +71,23 @@ CONTAINER_FILES = {
 # Parts of cgroup names that container runtimes use.
 CONTAINER_GROUPS = {"kubepods": "kubernetes", "docker": "docker", "libpod": "podman", "lxc": "lxc"}
 
-MOST_BYTES = 64 << 10  # most that is read of a system file
+MAX_FILE_BYTES = 64 << 10  # most that is read of a system file
 PRELOADS = ("LD_AUDIT", "LD_PRELOAD")
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 # paths that git checks for changes: only the package, not results and notes elsewhere
-SOURCES = (".", ":(exclude,glob)**/__pycache__/**")
+SOURCE_PATHS = (".", ":(exclude,glob)**/__pycache__/**")
 
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+CACHE_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 CACHE_HINT = "name a folder of yours in XDG_CACHE_HOME"
 
-LOOK_S = 60.0  # a first import over a network file system is slow
+INSPECT_S = 60.0  # a first import over a network file system is slow
 REFUSED = 65  # EX_DATAERR of sysexits.h: the last line of stderr is the whole reason
-INTERPRETER = ["-P", "-m", "steelyard.run.environment"]
+INSPECT_ARGUMENTS = ["-P", "-m", "steelyard.run.environment"]
 
 
-def of_host(
-    accelerator: Accelerator, found: list[Found], variables: Mapping[str, str]
+def describe_host(
+    accelerator: Accelerator, devices: list[DetectedDevice], variables: Mapping[str, str]
 ) -> Environment:
     """Return the hardware, software and package revision of this host, as far as known without a
     worker.
@@ -96,66 +96,71 @@ def of_host(
     listed names are recorded. Versions of the accelerators' libraries are None: a worker reports
     them.
     """
-    hardware, software = _hardware(accelerator, found), _software(found, variables)
-    return Environment(hardware=hardware, software=software, source=SourceFacts(**source()))
+    hardware, software = (
+        _describe_hardware(accelerator, devices),
+        _describe_software(devices, variables),
+    )
+    return Environment(
+        hardware=hardware, software=software, source=SourceFacts(**describe_source())
+    )
 
 
-def packages() -> dict[str, str]:
+def list_package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that a result may depend on, by name; none of
     them is imported, and those not installed are left out.
     """
-    out = {}
-    for name in sorted({*PACKAGES, *accelerators.names(lambda row: row.packages)}):
+    versions = {}
+    for name in sorted({*PACKAGES, *accelerators.collect_names(lambda row: row.packages)}):
         try:
-            out[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return out
+    return versions
 
 
 @cache
-def package_hash(package: Path = PACKAGE) -> str:
+def hash_package(package: Path = PACKAGE_FOLDER) -> str:
     """Return a hash of 16 hex digits over the .py, .toml, .json and .html files of a package
     folder, by default this package; cached. All hosts of a run must have the same.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(
         path for path in package.rglob("*") if path.suffix in (".py", ".toml", ".json", ".html")
     ):
-        found.update(f"{path.relative_to(package)}\0".encode())
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()[:16]
+        digest.update(f"{path.relative_to(package)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
-def machine(root: Path = Path("/")) -> str | None:
+def read_product_name(root: Path = Path("/")) -> str | None:
     """Return the product name that the firmware gives for this machine, or None."""
-    return system_text(root / "sys/class/dmi/id/product_name") or None
+    return read_system_file(root / "sys/class/dmi/id/product_name") or None
 
 
-def container(root: Path = Path("/")) -> str | None:
+def detect_container(root: Path = Path("/")) -> str | None:
     """Return the name of the container runtime around this process, such as `docker`, as far as
     files and cgroup names show it; else None.
     """
     for name, runtime in CONTAINER_FILES.items():
         if (root / name).exists():
             return runtime
-    groups = system_text(root / "proc/self/cgroup")
+    groups = read_system_file(root / "proc/self/cgroup")
     return next((runtime for mark, runtime in CONTAINER_GROUPS.items() if mark in groups), None)
 
 
-def source(package: Path = PACKAGE) -> dict[str, Any]:
+def describe_source(package: Path = PACKAGE_FOLDER) -> dict[str, Any]:
     """Return `version`, git `revision` and `dirty` of this package.
 
     The revision is known only where the package lies in src/ of its own git work tree, or from
     STEELYARD_REVISION; an installed copy has none, even inside another repository. `dirty` is None
     without a work tree.
     """
-    top = files.git(package, "rev-parse", "--show-toplevel")
+    top = files.run_git(package, "rev-parse", "--show-toplevel")
     revision = dirty = None
     if top is not None and Path(top) == package.resolve().parents[1]:
-        revision = files.git(package, "rev-parse", "--verify", "HEAD")
-        changes = files.git(
-            package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCES
+        revision = files.run_git(package, "rev-parse", "--verify", "HEAD")
+        changes = files.run_git(
+            package, "status", "--porcelain", "--untracked-files=all", "--", *SOURCE_PATHS
         )
         dirty = None if revision is None or changes is None else changes != ""
     # container images set it, as they have no repository
@@ -163,64 +168,70 @@ def source(package: Path = PACKAGE) -> dict[str, Any]:
     return {"version": __version__, "revision": revision, "dirty": dirty}
 
 
-def _hardware(accelerator: Accelerator, found: list[Found]) -> Hardware:
+def _describe_hardware(accelerator: Accelerator, devices: list[DetectedDevice]) -> Hardware:
     """Return this host's hardware: machine, CPU, memory, the given devices and their datasheet
     peak.
     """
     return Hardware(
-        machine=machine(),
-        cpu=model_name(),
+        machine=read_product_name(),
+        cpu=read_model_name(),
         cpu_cores=psutil.cpu_count(logical=False) or os.cpu_count(),
         memory_bytes=psutil.virtual_memory().total,
         accelerator=accelerator.name,
-        devices=[DeviceFacts(name=d.name, uuid=d.uuid, memory_bytes=d.memory_bytes) for d in found],
-        peak=_peak(accelerator, found),
+        devices=[
+            DeviceFacts(name=d.name, uuid=d.uuid, memory_bytes=d.memory_bytes) for d in devices
+        ],
+        peak=_find_shared_peak(accelerator, devices),
     )
 
 
-def _peak(accelerator: Accelerator, found: list[Found]) -> PeakFacts | None:
+def _find_shared_peak(accelerator: Accelerator, devices: list[DetectedDevice]) -> PeakFacts | None:
     """Return the datasheet row of the devices, or None if it is unknown or they do not all share
     one.
     """
-    rows = [accelerators.peak(accelerator, device) for device in found]
+    rows = [accelerators.find_peak(accelerator, device) for device in devices]
     if not rows or rows[0] is None or any(row != rows[0] for row in rows):
         return None
-    kept = {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
-    return PeakFacts(**rows[0].model_dump(mode="json", include=kept))
+    recorded = {"name", "flops_per_s", "bandwidth_bytes_per_s", "source", "note"}
+    return PeakFacts(**rows[0].model_dump(mode="json", include=recorded))
 
 
-def _software(found: list[Found], variables: Mapping[str, str]) -> Software:
+def _describe_software(devices: list[DetectedDevice], variables: Mapping[str, str]) -> Software:
     """Return this host's software: OS, driver, Python, package versions and those of the workers'
     `variables` that a record may state; library versions are None.
     """
-    allowed = accelerators.names(lambda row: row.variables).union(names.TORCH)
-    told = {name: value for name, value in sorted(variables.items()) if names.kept(name, allowed)}
+    allowed = accelerators.collect_names(lambda row: row.variables).union(names.TORCH_VARIABLES)
+    recorded = {
+        name: value for name, value in sorted(variables.items()) if names.is_recorded(name, allowed)
+    }
     return Software(
-        os=_os_name(),
+        os=_read_os_name(),
         kernel=platform.release(),
-        driver=found[0].driver if found else None,
-        container=container(),
+        driver=devices[0].driver if devices else None,
+        container=detect_container(),
         python=platform.python_version(),
-        packages=packages(),
-        variables={**told, **_preloaded(variables)},
-        **dict.fromkeys(sorted(accelerators.names(lambda row: row.libraries))),
+        packages=list_package_versions(),
+        variables={**recorded, **_list_preloads(variables)},
+        **dict.fromkeys(sorted(accelerators.collect_names(lambda row: row.libraries))),
     )
 
 
-def _preloaded(variables: Mapping[str, str]) -> dict[str, str]:
+def _list_preloads(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the libraries in LD_PRELOAD and LD_AUDIT, which can replace any function, a clock's
     too: file names joined by `:`, without their folders. Variables that are unset or empty are left
     out.
     """
-    named = {name: re.split(r"[:\s]+", variables.get(name, "").strip()) for name in PRELOADS}
+    libraries_by_name = {
+        name: re.split(r"[:\s]+", variables.get(name, "").strip()) for name in PRELOADS
+    }
     return {
-        name: ":".join(Path(one).name for one in every if one)
-        for name, every in named.items()
-        if any(every)
+        name: ":".join(Path(library).name for library in libraries if library)
+        for name, libraries in libraries_by_name.items()
+        if any(libraries)
     }
 
 
-def _os_name() -> str:
+def _read_os_name() -> str:
     """Return the name of the operating system from os-release, else the platform's name."""
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
@@ -228,18 +239,18 @@ def _os_name() -> str:
         return platform.platform()
 
 
-def system_text(path: Path) -> str:
+def read_system_file(path: Path) -> str:
     """Return the stripped text of a small system file, at most `MAX_FILE_BYTES` of it; empty if it
     is absent or unreadable.
     """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return file.read(MOST_BYTES).strip()
+            return file.read(MAX_FILE_BYTES).strip()
     except OSError:
         return ""
 
 
-def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
+def make_cache_folders(environment: Mapping[str, str]) -> dict[str, str]:
     """Create the user's private compiler cache folders and return the variables that name them, for
     the workers' environment.
 
@@ -248,22 +259,22 @@ def cache_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """
     try:
         return {
-            name: str(private_cache(environment, folder))
-            for name, folder in CACHES.items()
+            name: str(make_private_cache(environment, folder))
+            for name, folder in CACHE_FOLDERS.items()
             if not environment.get(name)
         }
     except OSError:
         return {}
 
 
-def cache_variables_within(folder: Path) -> dict[str, str]:
+def name_run_cache_folders(folder: Path) -> dict[str, str]:
     """Return the cache variables with paths inside the private folder of a run, which is removed at
     its end; no folder is created.
     """
-    return {name: str(folder / "cache" / place) for name, place in CACHES.items()}
+    return {name: str(folder / "cache" / subfolder) for name, subfolder in CACHE_FOLDERS.items()}
 
 
-def private_cache(environment: Mapping[str, str], name: str = "") -> Path:
+def make_private_cache(environment: Mapping[str, str], name: str = "") -> Path:
     """Create ~/.cache/steelyard (or below XDG_CACHE_HOME) and its subfolder `name` if missing, and
     return the subfolder.
 
@@ -274,30 +285,30 @@ def private_cache(environment: Mapping[str, str], name: str = "") -> Path:
     home = home if home.is_absolute() else Path(environment.get("HOME") or Path.home()) / ".cache"
     top = home / "steelyard"
     for folder in (top, top / name):
-        _make_private(folder)
+        _make_private_folder(folder)
     return top / name
 
 
-def _make_private(folder: Path) -> None:
+def _make_private_folder(folder: Path) -> None:
     """Create a folder with mode 0700 if it is missing; raise RequestError if it is a link, belongs
     to another user or can be written by others.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()
-    wrong = {
-        "is a link": stat.S_ISLNK(found.st_mode),
-        f"belongs to user {found.st_uid}": found.st_uid != os.geteuid(),
-        "is one that others can write": bool(found.st_mode & 0o022),
+    status = folder.lstat()
+    problems = {
+        "is a link": stat.S_ISLNK(status.st_mode),
+        f"belongs to user {status.st_uid}": status.st_uid != os.geteuid(),
+        "is one that others can write": bool(status.st_mode & 0o022),
     }
-    for what, holds in wrong.items():
+    for problem, holds in problems.items():
         if holds:
             raise RequestError(
-                f"the cache {str(folder)!r} {what}: other users could change what is in it; remove"
+                f"the cache {str(folder)!r} {problem}: other users could change what is in it; remove"
                 f" it, or {CACHE_HINT}"
             )
 
 
-class Interpreter(Frozen):
+class InterpreterFacts(FrozenModel):
     """A Python in which workers run: its version, package versions, steelyard version and the hash
     of its files (`package`), and which of the needed modules it lacks.
     """
@@ -309,92 +320,94 @@ class Interpreter(Frozen):
     lacking: list[str]
 
 
-def this_interpreter(needs: Sequence[str]) -> Interpreter:
+def describe_this_interpreter(needs: Sequence[str]) -> InterpreterFacts:
     """Describe the Python that runs this function; `needs` are the names of modules to look for."""
-    return Interpreter(
+    return InterpreterFacts(
         python=platform.python_version(),
-        packages=packages(),
+        packages=list_package_versions(),
         version=__version__,
-        package=package_hash(),
-        lacking=lacking_modules(needs),
+        package=hash_package(),
+        lacking=find_missing_modules(needs),
     )
 
 
-def lacking_modules(needs: Sequence[str]) -> list[str]:
+def find_missing_modules(needs: Sequence[str]) -> list[str]:
     """Return those of the named modules that this Python does not have; raise RequestError if one
     is installed but the package around it fails to import.
     """
-    return [name for name in needs if not plugins.installed(name)]
+    return [name for name in needs if not plugins.is_installed(name)]
 
 
-def look_at_interpreter(
+def inspect_interpreter(
     path: str, needs: Sequence[str], variables: Mapping[str, str]
-) -> Interpreter:
+) -> InterpreterFacts:
     """Start the Python at `path` in a process and return its description, if workers that need
     these modules can run in it.
 
     `variables` is its environment. Raises RequestError with one line if it does not start, fails,
     does not answer within `INSPECT_S` seconds, has another steelyard, or lacks a module.
     """
-    named = f"engine.python {path!r}"
+    label = f"engine.python {path!r}"
     install = shlex.join([path, "-m", "pip", "install", f"steelyard=={__version__}"])
     try:
-        done = subprocess.run(
-            [path, *INTERPRETER, *needs],
+        completed = subprocess.run(
+            [path, *INSPECT_ARGUMENTS, *needs],
             capture_output=True,
             text=True,
-            timeout=LOOK_S,
+            timeout=INSPECT_S,
             env=dict(variables),
             check=False,
         )
     except OSError as error:
         why = error.strerror or str(error)
         raise RequestError(
-            f"{named} cannot be started: {why}; name a Python that has steelyard and the engine"
+            f"{label} cannot be started: {why}; name a Python that has steelyard and the engine"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise RequestError(
-            f"{named} does not answer within {LOOK_S:g} s; name another Python"
+            f"{label} does not answer within {INSPECT_S:g} s; name another Python"
         ) from error
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        if done.returncode == REFUSED:
-            raise RequestError(f"{named}: {why}")
+    if completed.returncode:
+        why = (completed.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        if completed.returncode == REFUSED:
+            raise RequestError(f"{label}: {why}")
         if OUT_OF_MEMORY_LINE.match(why):
-            raise RequestError(f"{named} ran out of memory: {why}; {MORE_MEMORY}, then run again")
+            raise RequestError(
+                f"{label} ran out of memory: {why}; {MORE_MEMORY_HINT}, then run again"
+            )
         raise RequestError(
-            f"{named} ended with exit code {done.returncode}: {why}; steelyard is installed there"
+            f"{label} ended with exit code {completed.returncode}: {why}; steelyard is installed there"
             f" by: {install}"
         )
     try:
-        found = Interpreter.model_validate_json(done.stdout)
+        interpreter = InterpreterFacts.model_validate_json(completed.stdout)
     except ValidationError as error:
         raise RequestError(
-            f"{named} has another steelyard; install this one there: {install}"
+            f"{label} has another steelyard; install this one there: {install}"
         ) from error
-    _check_interpreter(found, named, install)
-    return found
+    _check_interpreter(interpreter, label, install)
+    return interpreter
 
 
-def _check_interpreter(found: Interpreter, named: str, install: str) -> None:
+def _check_interpreter(interpreter: InterpreterFacts, label: str, install: str) -> None:
     """Raise RequestError if the other Python's steelyard differs from this one in version or files,
     or if it lacks a module; `label` and `install` are the name and the install command for the
     message.
     """
-    if found.version != __version__:
+    if interpreter.version != __version__:
         raise RequestError(
-            f"{named} has steelyard {found.version}, here is {__version__}; install this version"
+            f"{label} has steelyard {interpreter.version}, here is {__version__}; install this version"
             f" there: {install}"
         )
-    if found.package != package_hash():
-        here = package_hash()
+    if interpreter.package != hash_package():
+        own_hash = hash_package()
         raise RequestError(
-            f"{named} has another steelyard {found.version} (files {found.package}, here {here});"
+            f"{label} has another steelyard {interpreter.version} (files {interpreter.package}, here {own_hash});"
             " install this one there"
         )
-    if found.lacking:
+    if interpreter.lacking:
         raise RequestError(
-            f"{named} has no {found.lacking[0]}, and the engine needs it; install it there"
+            f"{label} has no {interpreter.lacking[0]}, and the engine needs it; install it there"
         )
 
 
@@ -403,11 +416,11 @@ def main() -> None:
     a line of JSON; on RequestError print its text to stderr and exit with code 65.
     """
     try:
-        found = this_interpreter(sys.argv[1:])
+        interpreter = describe_this_interpreter(sys.argv[1:])
     except RequestError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(REFUSED)
-    os.write(1, found.model_dump_json().encode() + b"\n")
+    os.write(1, interpreter.model_dump_json().encode() + b"\n")
 
 
 if __name__ == "__main__":

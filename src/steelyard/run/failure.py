@@ -18,8 +18,8 @@ from steelyard import accelerators, files
 from steelyard.errors import OUT_OF_MEMORY_LINE
 
 if TYPE_CHECKING:
-    from steelyard.run.boundary import RankFile
     from steelyard.run.messages import WorkerEnded
+    from steelyard.run.worker_files import RankFile
 
 # A rank that lost its peer fails with one of these, or names the library for collectives of an
 # accelerator.
@@ -33,7 +33,7 @@ PEER_LOST = (
 TAIL_CHARS, WHY_CHARS = 4000, 500
 # EX_IOERR of sysexits.h: the exit code of a worker that cannot even write its rank file
 DISK_FULL = 74
-NO_SPACE = tuple(os.strerror(number) for number in files.FULL)
+NO_SPACE = tuple(os.strerror(number) for number in files.DISK_FULL_ERRNOS)
 ILLEGAL_HINT = (
     "the CPU does not run an instruction that it advertises, as some virtual machines do not run"
     " AMX; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and run again"
@@ -73,22 +73,22 @@ class RankResults:
     agent_output: str = ""  # what agents, ssh or srun printed beside messages
 
     @property
-    def ranks(self) -> "list[RankFile]":
+    def ordered_rank_files(self) -> "list[RankFile]":
         """The rank files in the order of their ranks."""
         return [self.rank_files[rank] for rank in sorted(self.rank_files)]
 
-    def tail(self, rank: int | None) -> str:
+    def get_stderr_tail(self, rank: int | None) -> str:
         """Return the end of a rank's stderr, or of all ranks' for None, at most `TAIL_CHARS`
         characters; if there is none, what the agents printed.
         """
-        own = (
+        text = (
             "\n".join(filter(None, self.stderr_tails.values()))
             if rank is None
             else self.stderr_tails.get(rank, "")
         )
-        return (own or self.agent_output)[-TAIL_CHARS:]
+        return (text or self.agent_output)[-TAIL_CHARS:]
 
-    def exit_code(self, rank: int | None) -> int | None:
+    def get_exit_code(self, rank: int | None) -> int | None:
         """Return the exit code of a rank that ended without being asked to; None for a rank that
         did not, and for `rank` None.
         """
@@ -99,12 +99,12 @@ class RankResults:
         """Return a copy without the rank files, from which no record can be made because of
         `error`; if the agents printed nothing, its traceback stands in their place.
         """
-        told = self.agent_output or "".join(traceback.format_exception(error))
-        return replace(self, rank_files={}, agent_output=told)
+        output = self.agent_output or "".join(traceback.format_exception(error))
+        return replace(self, rank_files={}, agent_output=output)
 
 
 def find_failure(
-    results: RankResults, world_size: int, name: Callable[[int], str] = "rank {}".format
+    results: RankResults, world_size: int, format_rank: Callable[[int], str] = "rank {}".format
 ) -> Failure | None:
     """Return the failure that came first, or None if every rank finished. `format_rank` formats a
     rank for the text.
@@ -120,18 +120,21 @@ def find_failure(
     5. A process died, or left no result: `killed`, `disk_full`, `out_of_memory` or
        `illegal_instruction`.
     """
-    ranks, exits = results.ranks, results.exits
+    rank_files, exits = results.ordered_rank_files, results.exits
     suspended = [ended for ended in exits.values() if ended.suspended]
     if suspended:
         rank = min(suspended, key=lambda ended: ended.time_s).rank
         return Failure(
-            "stopped", f"{name(rank)} was stopped by a signal, and nothing let it go on", rank
+            "stopped",
+            f"{format_rank(rank)} was stopped by a signal, and nothing let it go on",
+            rank,
         )
 
     reported = {
-        one.rank
-        for one in ranks
-        if one.status != "running" and not (one.status == "ended" and one.rank in exits)
+        rank_file.rank
+        for rank_file in rank_files
+        if rank_file.status != "running"
+        and not (rank_file.status == "ended" and rank_file.rank in exits)
     }
     silent = [
         rank
@@ -141,52 +144,64 @@ def find_failure(
     dead = sorted(
         (ended for ended in exits.values() if ended.rank in silent), key=lambda ended: ended.time_s
     )
-    raised = [one for one in ranks if one.status not in ("done", "running", "ended")]
-    first = min(raised, key=lambda one: one.ended_s, default=None)
-    if first is not None and not (dead and _lost_peer(str(first.error))):
-        return Failure(first.status, f"{name(first.rank)}: {first.error}", first.rank)
+    raised = [
+        rank_file
+        for rank_file in rank_files
+        if rank_file.status not in ("done", "running", "ended")
+    ]
+    first_raised = min(raised, key=lambda rank_file: rank_file.ended_s, default=None)
+    if first_raised is not None and not (dead and _is_peer_lost(str(first_raised.error))):
+        return Failure(
+            first_raised.status,
+            f"{format_rank(first_raised.rank)}: {first_raised.error}",
+            first_raised.rank,
+        )
 
     if results.unreadable:
         rank, why = min(results.unreadable.items())
-        return Failure("malformed", f"{name(rank)} left a result that cannot be read: {why}", rank)
+        return Failure(
+            "malformed", f"{format_rank(rank)} left a result that cannot be read: {why}", rank
+        )
 
-    done = {one.rank for one in ranks if one.status == "done"}
-    failed = sorted(
+    finished = {rank_file.rank for rank_file in rank_files if rank_file.status == "done"}
+    failed_exits = sorted(
         (ended for ended in exits.values() if ended.code), key=lambda ended: ended.time_s
     )
-    if len(done) == world_size and not failed:
-        return _differing_data(ranks)
-    if dead or failed:
-        ended = (dead or failed)[0]
-        return _explain_exit(ended, name(ended.rank), results.stderr_tails.get(ended.rank, ""))
-    rank = (silent or sorted(set(range(world_size)) - done) or [0])[0]
-    return Failure("killed", f"{name(rank)} left no result; exit code 0", rank)
+    if len(finished) == world_size and not failed_exits:
+        return _find_differing_data(rank_files)
+    if dead or failed_exits:
+        ended = (dead or failed_exits)[0]
+        return _explain_exit(
+            ended, format_rank(ended.rank), results.stderr_tails.get(ended.rank, "")
+        )
+    rank = (silent or sorted(set(range(world_size)) - finished) or [0])[0]
+    return Failure("killed", f"{format_rank(rank)} left no result; exit code 0", rank)
 
 
-def _lost_peer(error: str) -> bool:
+def _is_peer_lost(error: str) -> bool:
     """Return whether an error text shows that a peer was lost, which is a consequence and not the
     cause: it names a connection error or a collective library.
     """
-    libraries = accelerators.names(lambda row: filter(None, [row.collectives]))
+    libraries = accelerators.collect_names(lambda row: filter(None, [row.collectives]))
     return (
         re.search("|".join([*PEER_LOST, *map(re.escape, libraries)]), error, re.IGNORECASE)
         is not None
     )
 
 
-def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
+def _explain_exit(ended: "WorkerEnded", rank_name: str, stderr_tail: str) -> Failure:
     """Return the failure of a worker that died, from its exit code and the end of its stderr,
     without guessing who sent a signal; the first rule that holds decides its code, else it is
     `killed`.
     """
     code, by_signal = ended.code, ended.code is not None and ended.code < 0
-    full = next((text for text in NO_SPACE if text in stderr_tail), None)
+    no_space_text = next((text for text in NO_SPACE if text in stderr_tail), None)
     last_line = " ".join((stderr_tail.strip().splitlines() or [""])[-1].split())
     no_memory = OUT_OF_MEMORY_LINE.match(last_line) is not None
     how = (
-        f"{name} was ended by {signal_name(-(code or 0))}"
+        f"{rank_name} was ended by {format_signal(-(code or 0))}"
         if by_signal
-        else f"{name} left no result; exit code {code}"
+        else f"{rank_name} left no result; exit code {code}"
     )
     says = f"{how}, and its stderr says: "
     for_memory = (
@@ -196,10 +211,10 @@ def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
         (
             code == DISK_FULL,
             "disk_full",
-            f"{name} could write no result: no space is left on its disk; TMPDIR names another",
+            f"{rank_name} could write no result: no space is left on its disk; TMPDIR names another",
         ),
         (code == -signal.SIGILL, "illegal_instruction", f"{how}: {ILLEGAL_HINT}"),
-        (full is not None and not by_signal, "disk_full", f"{says}{full}"),
+        (no_space_text is not None and not by_signal, "disk_full", f"{says}{no_space_text}"),
         (
             no_memory and (not by_signal or code == -signal.SIGABRT),
             "out_of_memory",
@@ -213,22 +228,26 @@ def _explain_exit(ended: "WorkerEnded", name: str, stderr_tail: str) -> Failure:
     )
 
 
-def _differing_data(ranks: "list[RankFile]") -> Failure | None:
+def _find_differing_data(rank_files: "list[RankFile]") -> Failure | None:
     """Return the failure `data_differ` for the first rank that read other data than the lowest
     rank, as hosts with their own files may; None if all read the same.
     """
-    known = [(one.rank, one.data.fingerprint) for one in ranks if one.data is not None]
-    for rank, fingerprint in known:
-        if fingerprint != known[0][1]:
+    fingerprints = [
+        (rank_file.rank, rank_file.data.fingerprint)
+        for rank_file in rank_files
+        if rank_file.data is not None
+    ]
+    for rank, fingerprint in fingerprints:
+        if fingerprint != fingerprints[0][1]:
             text = (
-                f"rank {rank} read other data than rank {known[0][0]}; give all hosts the same"
+                f"rank {rank} read other data than rank {fingerprints[0][0]}; give all hosts the same"
                 " files"
             )
             return Failure("data_differ", text, rank)
     return None
 
 
-def no_record(failure: Failure | None, error: Exception) -> Failure:
+def explain_assembly_error(failure: Failure | None, error: Exception) -> Failure:
     """Return the failure of a run from whose rank files no record can be made because of `error`:
     `malformed`, or `failure` with its text extended if the run had failed anyway.
     """
@@ -241,7 +260,7 @@ def no_record(failure: Failure | None, error: Exception) -> Failure:
     )
 
 
-def signal_name(number: int) -> str:
+def format_signal(number: int) -> str:
     """Return the name of a signal number, such as SIGTERM, or `signal N` for an unknown one."""
-    names = {one.value: one.name for one in signal.Signals}
+    names = {known_signal.value: known_signal.name for known_signal in signal.Signals}
     return names.get(number, f"signal {number}")

@@ -17,25 +17,25 @@ from pathlib import Path
 import psutil
 
 from steelyard import __version__, accelerators
-from steelyard.accelerators.row import Accelerator, Found, Source
+from steelyard.accelerators.row import Accelerator, DetectedDevice, TelemetrySource
 from steelyard.errors import RequestError
-from steelyard.record.facts import DeviceState, Environment, HostState, Software
-from steelyard.run import environment, load, processes
-from steelyard.run.environment import Interpreter
-from steelyard.run.messages import PROTOCOL, FoundDevice, Hello, Open
+from steelyard.record.run_facts import DeviceState, Environment, HostState, Software
+from steelyard.run import cpu_load, environment, processes
+from steelyard.run.environment import InterpreterFacts
+from steelyard.run.messages import PROTOCOL, FoundDevice, HelloMessage, OpenMessage
 from steelyard.run.processes import AGENT_CLAIM
 
 LOOPBACK = "lo"
 # Variables that workers do not inherit: other launchers tell their ranks by them who they are, and
 # our workers would wait for ranks that do not exist.
-SCRUBBED = frozenset(
+SCRUBBED_NAMES = frozenset(
     (
         *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "RANK_TABLE_FILE"),
         *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME"),
         *("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"),
     )
 )
-SCRUBBED_BEGIN = (
+SCRUBBED_PREFIXES = (
     "TORCHELASTIC_",
     "SLURM_",
     "SLURMD_",
@@ -48,7 +48,7 @@ SCRUBBED_BEGIN = (
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 ROOT = Path("/")
-CPUS, NODES = "sys/devices/system/cpu", "sys/devices/system/node"
+CPU_FOLDER, NUMA_FOLDER = "sys/devices/system/cpu", "sys/devices/system/node"
 CLOCK_SOURCE = "sys/devices/system/clocksource/clocksource0/current_clocksource"
 KIB = 1024
 
@@ -61,53 +61,55 @@ class Host:
     other hosts. Anything wrong is stored as one line in `problem`, not raised.
     """
 
-    def __init__(self, asked: Open) -> None:
+    def __init__(self, open_message: OpenMessage) -> None:
         """Set the site's variables in os.environ, claim the run's name, create caches, find devices
         and, for several hosts, listen on a port; store a RequestError as text in `problem`.
         """
-        self.asked = asked
-        os.environ.update(asked.environment)
+        self.open_message = open_message
+        os.environ.update(open_message.environment)
         self.claims: list[socket.socket] = []
         # by this claim the agent is found if it is suspended
-        processes.claim(AGENT_CLAIM.format(asked.mark), self.claims)
+        processes.claim_name(AGENT_CLAIM.format(open_message.mark), self.claims)
         self.accelerator: Accelerator | None = None
-        self.found: list[Found] = []
+        self.devices: list[DetectedDevice] = []
         self.interface: str | None = None
-        self.listening: socket.socket | None = None
+        self.listener: socket.socket | None = None
         self.problem: str | None = None
-        self.caches: dict[str, str] = {}
-        self.python = sys.executable if asked.python is None else asked.python
+        self.cache_variables: dict[str, str] = {}
+        self.python = sys.executable if open_message.python is None else open_message.python
         # None: workers use the agent's own Python
-        self.interpreter: Interpreter | None = None
+        self.interpreter: InterpreterFacts | None = None
         self.lacking: list[str] = []
         try:
             processes.check_working_directory()
-            self.caches = environment.cache_variables(os.environ)
+            self.cache_variables = environment.make_cache_folders(os.environ)
             self.accelerator = (
-                accelerators.named(asked.accelerator)
-                if asked.accelerator
-                else accelerators.detect()
+                accelerators.find_accelerator(open_message.accelerator)
+                if open_message.accelerator
+                else accelerators.detect_accelerator()
             )
-            self.found = self.accelerator.find()
-            self.interface = _interface(asked)
-            self.listening = None if asked.peer is None else _listen(self.interface)
-            if asked.python is None:
-                self.lacking = environment.lacking_modules(asked.needs)
+            self.devices = self.accelerator.find()
+            self.interface = _choose_interface(open_message)
+            self.listener = (
+                None if open_message.peer is None else _listen_on_interface(self.interface)
+            )
+            if open_message.python is None:
+                self.lacking = environment.find_missing_modules(open_message.needs)
             else:
-                self.interpreter = environment.look_at_interpreter(
-                    asked.python, asked.needs, self.variables()
+                self.interpreter = environment.inspect_interpreter(
+                    open_message.python, open_message.needs, self.make_worker_environment()
                 )
         except RequestError as error:
             self.problem = str(error)
 
     @property
-    def used(self) -> list[Found]:
+    def used_devices(self) -> list[DetectedDevice]:
         """The devices that the run uses: the first of those found."""
-        return self.found[: self.asked.devices]
+        return self.devices[: self.open_message.devices]
 
-    def sources(self) -> list[Source]:
+    def make_telemetry_sources(self) -> list[TelemetrySource]:
         """Return the telemetry sources of the used devices."""
-        return [] if self.accelerator is None else self.accelerator.sources(self.used)
+        return [] if self.accelerator is None else self.accelerator.sources(self.used_devices)
 
     @property
     def severity(self) -> dict[str, str]:
@@ -116,78 +118,90 @@ class Host:
         """
         return {} if self.accelerator is None else dict(self.accelerator.severity)
 
-    def variables(self) -> dict[str, str]:
+    def make_worker_environment(self) -> dict[str, str]:
         """Return the whole environment of a worker process: inherited variables without those of
         other launchers, then those of the accelerator, the network interface and the caches, and
         last the run's own, which win.
         """
-        inherited = {name: value for name, value in os.environ.items() if not scrubbed(name)}
-        needed = accelerators.settings(lambda row: row.worker_variables)
-        needed |= (
-            self.accelerator.environment(self.asked.matmul) if self.accelerator is not None else {}
+        inherited = {name: value for name, value in os.environ.items() if not is_scrubbed(name)}
+        required = accelerators.collect_settings(lambda row: row.worker_variables)
+        required |= (
+            self.accelerator.environment(self.open_message.matmul)
+            if self.accelerator is not None
+            else {}
         )
-        listening = (
+        templates = (
             {}
             if self.interface is None
-            else accelerators.settings(lambda row: row.interface_variables)
+            else accelerators.collect_settings(lambda row: row.interface_variables)
         )
-        wanted = {name: text.format(self.interface) for name, text in listening.items()}
+        interface_values = {name: text.format(self.interface) for name, text in templates.items()}
         network = {
-            name: value for name, value in wanted.items() if name not in self.asked.environment
+            name: value
+            for name, value in interface_values.items()
+            if name not in self.open_message.environment
         }
-        return {**inherited, **needed, **network, **self.caches, **self.asked.variables}
+        return {
+            **inherited,
+            **required,
+            **network,
+            **self.cache_variables,
+            **self.open_message.variables,
+        }
 
-    def hello(self) -> Hello:
+    def make_hello(self) -> HelloMessage:
         """Return the `hello` message, which describes this host to the parent. It claims each used
         device for this run; a device that another run has claimed is marked `busy`.
         """
-        row, listening = self.accelerator or accelerators.CPU, self.listening
-        return Hello(
-            token=self.asked.token,
+        row, listener = self.accelerator or accelerators.CPU, self.listener
+        return HelloMessage(
+            token=self.open_message.token,
             protocol=PROTOCOL,
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=_identify_machine(),
             version=__version__,
-            package=environment.package_hash(),
-            folder=str(environment.PACKAGE),
+            package=environment.hash_package(),
+            folder=str(environment.PACKAGE_FOLDER),
             python=sys.executable,
             accelerator=row.name,
             divisible=row.divisible,
-            most=row.most(self.found),
-            devices=self._devices(row),
-            environment=self._environment(row),
-            state=state_of(row, self.used),
+            most=row.count_workers(self.devices),
+            devices=self._describe_devices(row),
+            environment=self._describe_environment(row),
+            state=read_host_state(row, self.used_devices),
             lacking=self.lacking,
             missing=[
                 i
-                for i, names in enumerate(self.asked.paths)
+                for i, names in enumerate(self.open_message.paths)
                 if not any(Path(name).exists() for name in names)
             ],
-            address=None if listening is None else listening.getsockname()[0],
+            address=None if listener is None else listener.getsockname()[0],
             interface=self.interface,
-            port=None if listening is None else listening.getsockname()[1],
+            port=None if listener is None else listener.getsockname()[1],
             problem=self.problem,
         )
 
-    def _environment(self, row: Accelerator) -> Environment:
+    def _describe_environment(self, row: Accelerator) -> Environment:
         """Return this host's environment; if workers run in another Python, with the version and
         packages of that one, and the agent's own Python besides.
         """
-        made = environment.of_host(row, self.used, self.variables())
+        host_environment = environment.describe_host(
+            row, self.used_devices, self.make_worker_environment()
+        )
         if self.interpreter is None:
-            return made
-        software = made.software.model_dump()
+            return host_environment
+        software = host_environment.software.model_dump()
         software |= {"python": self.interpreter.python, "packages": self.interpreter.packages}
-        return made.model_copy(
-            update={"software": Software(**software, agent_python=made.software.python)}
+        return host_environment.model_copy(
+            update={"software": Software(**software, agent_python=host_environment.software.python)}
         )
 
-    def _devices(self, row: Accelerator) -> list[FoundDevice]:
+    def _describe_devices(self, row: Accelerator) -> list[FoundDevice]:
         """Return all devices with their free memory, and claim the used ones; `busy` says who else
         has a device. Empty if an earlier problem prevented the search.
         """
         # no devices if a problem came before the search
-        free = row.free(self.found) if self.found else []
+        free = row.free(self.devices) if self.devices else []
         return [
             FoundDevice(
                 name=device.name,
@@ -195,26 +209,26 @@ class Host:
                 memory_bytes=device.memory_bytes,
                 free_bytes=bytes_,
                 busy=(
-                    processes.claim(
+                    processes.claim_name(
                         f"device/{device.uuid or f'{row.name}:{device.index}'}", self.claims
                     )
-                    if device in self.used
+                    if device in self.used_devices
                     else None
                 ),
             )
-            for device, bytes_ in zip(self.found, free, strict=True)
+            for device, bytes_ in zip(self.devices, free, strict=True)
         ]
 
 
-def scrubbed(name: str) -> bool:
+def is_scrubbed(name: str) -> bool:
     """Return whether workers do not inherit this environment variable, because it tells another
     launcher's ranks who they are.
     """
-    ignored = SCRUBBED | accelerators.names(lambda row: row.ignored_variables)
-    return name in ignored or name.startswith(SCRUBBED_BEGIN)
+    ignored = SCRUBBED_NAMES | accelerators.collect_names(lambda row: row.ignored_variables)
+    return name in ignored or name.startswith(SCRUBBED_PREFIXES)
 
 
-def _machine() -> str:
+def _identify_machine() -> str:
     """Return a text that identifies this machine, the same for two names of one: boot id, network
     namespace and host name. Containers with their own network count as hosts of their own.
     """
@@ -227,36 +241,38 @@ def _machine() -> str:
     return " ".join([*parts, socket.gethostname()])
 
 
-def _interface(asked: Open) -> str:
+def _choose_interface(open_message: OpenMessage) -> str:
     """Return the network interface over which ranks communicate: loopback on one host, else the one
     the site names, else that of the route to another host; raise RequestError if there is none.
     """
-    if asked.peer is None:
+    if open_message.peer is None:
         return LOOPBACK
-    known = psutil.net_if_addrs()
-    if asked.interface is not None:
-        if asked.interface not in known:
-            raise RequestError(f"no interface {asked.interface!r}; there are: {', '.join(known)}")
-        return asked.interface
-    ours = _route(asked.peer)
-    for name, addresses in known.items():
-        if any(one.address.partition("%")[0] == ours for one in addresses):
+    interfaces = psutil.net_if_addrs()
+    if open_message.interface is not None:
+        if open_message.interface not in interfaces:
+            raise RequestError(
+                f"no interface {open_message.interface!r}; there are: {', '.join(interfaces)}"
+            )
+        return open_message.interface
+    own_address = _find_own_address(open_message.peer)
+    for name, addresses in interfaces.items():
+        if any(candidate.address.partition("%")[0] == own_address for candidate in addresses):
             return name
     raise RequestError(
-        f"no interface has the address {ours}, which leads to {asked.peer}; name one in the site"
+        f"no interface has the address {own_address}, which leads to {open_message.peer}; name one in the site"
         " file"
     )
 
 
-def _route(peer: str) -> str:
+def _find_own_address(peer: str) -> str:
     """Return our own address on the route to a host, without sending anything; raise RequestError
     if there is no route.
     """
     try:
-        kind, *_, there = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(kind, socket.SOCK_DGRAM) as asking:
-            asking.connect(there)
-            address: str = asking.getsockname()[0]
+        kind, *_, peer_address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(peer_address)
+            address: str = probe.getsockname()[0]
             return address
     except OSError as error:
         raise RequestError(
@@ -264,30 +280,33 @@ def _route(peer: str) -> str:
         ) from error
 
 
-def _listen(interface: str) -> socket.socket:
+def _listen_on_interface(interface: str) -> socket.socket:
     """Return a socket that listens on a free port of the interface, where rank 0 will be met; raise
     RequestError if the interface has no IP address.
     """
     addresses = psutil.net_if_addrs().get(interface, [])
     for kind in FAMILIES:
-        for one in addresses:
-            if one.family == kind:
-                listening = socket.socket(kind, socket.SOCK_STREAM)
-                listening.bind((one.address, 0))
-                listening.listen(4096)
-                return listening
+        for candidate in addresses:
+            if candidate.family == kind:
+                listener = socket.socket(kind, socket.SOCK_STREAM)
+                listener.bind((candidate.address, 0))
+                listener.listen(4096)
+                return listener
     raise RequestError(f"interface {interface!r} has no address; name another in the site file")
 
 
-def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) -> HostState:
+def read_host_state(
+    accelerator: Accelerator, devices: list[DetectedDevice], root: Path = ROOT
+) -> HostState:
     """Return load, memory, swap, CPU governors, clock source, CPU quota and NUMA nodes of this
     host, and the state of the given devices; what is unknown is left out.
     """
-    memory, group = _memory(root), load.tightest_group(root)
-    told = {
-        "load_1m": _load_1m(root),
-        "cores": _count(environment.system_text(root / CPUS / "online")) or os.cpu_count(),
-        "allowed": len(load.affinity()),
+    memory, group = _read_meminfo(root), cpu_load.find_tightest_cgroup(root)
+    fields = {
+        "load_1m": _read_load_average(root),
+        "cores": _count_listed(environment.read_system_file(root / CPU_FOLDER / "online"))
+        or os.cpu_count(),
+        "allowed": len(cpu_load.read_allowed_cores()),
         "quota": None if group is None else group.quota,
         "memory_bytes": memory.get("MemTotal"),
         "available_bytes": memory.get("MemAvailable"),
@@ -297,50 +316,54 @@ def state_of(accelerator: Accelerator, found: list[Found], root: Path = ROOT) ->
             if {"SwapTotal", "SwapFree"} <= {*memory}
             else None
         ),
-        "governors": _governors(root),
-        "clock_source": environment.system_text(root / CLOCK_SOURCE) or None,
-        "numa_nodes": _count(environment.system_text(root / NODES / "online")) or None,
-        "devices": [DeviceState.model_validate(_known(one)) for one in accelerator.states(found)],
+        "governors": _read_governors(root),
+        "clock_source": environment.read_system_file(root / CLOCK_SOURCE) or None,
+        "numa_nodes": _count_listed(environment.read_system_file(root / NUMA_FOLDER / "online"))
+        or None,
+        "devices": [
+            DeviceState.model_validate(_drop_unknown(device_state))
+            for device_state in accelerator.states(devices)
+        ],
     }
-    return HostState.model_validate(_known(told))
+    return HostState.model_validate(_drop_unknown(fields))
 
 
-def _known(table: Mapping[str, object]) -> dict[str, object]:
+def _drop_unknown(fields: Mapping[str, object]) -> dict[str, object]:
     """Return the mapping without its None values."""
-    return {name: value for name, value in table.items() if value is not None}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def _memory(root: Path) -> dict[str, int]:
+def _read_meminfo(root: Path) -> dict[str, int]:
     """Return the lines of /proc/meminfo by name, in bytes; empty if it cannot be read."""
-    out = {}
-    for line in environment.system_text(root / "proc/meminfo").splitlines():
+    sizes = {}
+    for line in environment.read_system_file(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         with suppress(ValueError, IndexError):
-            out[name] = int(value.split()[0]) * KIB
-    return out
+            sizes[name] = int(value.split()[0]) * KIB
+    return sizes
 
 
-def _load_1m(root: Path) -> float | None:
+def _read_load_average(root: Path) -> float | None:
     """Return the load average of the last minute, or None if it is unknown."""
     with suppress(ValueError, IndexError):
-        found = float(environment.system_text(root / "proc/loadavg").split()[0])
-        return found if isfinite(found) else None
+        load_average = float(environment.read_system_file(root / "proc/loadavg").split()[0])
+        return load_average if isfinite(load_average) else None
     return None
 
 
-def _governors(root: Path) -> list[str] | None:
+def _read_governors(root: Path) -> list[str] | None:
     """Return the frequency governors of all cores, each once and sorted, or None where the kernel
     has none, as in most virtual machines.
     """
-    policies = sorted((root / CPUS / "cpufreq").glob("policy*/scaling_governor"))
+    policies = sorted((root / CPU_FOLDER / "cpufreq").glob("policy*/scaling_governor"))
     names = {
-        environment.system_text(path)
-        for path in policies or (root / CPUS).glob("cpu[0-9]*/cpufreq/scaling_governor")
+        environment.read_system_file(path)
+        for path in policies or (root / CPU_FOLDER).glob("cpu[0-9]*/cpufreq/scaling_governor")
     }
     return sorted(name for name in names if name) or None
 
 
-def _count(ranges: str) -> int:
+def _count_listed(ranges: str) -> int:
     """Return how many numbers a kernel list such as `0-3,8` has (here 5); an empty text gives 0,
     and counting ends at the first part that is no number.
     """

@@ -23,11 +23,11 @@ from steelyard.run import processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.site import Site
 
-NODE = ["-P", "-m", "steelyard.run.node"]  # -P: do not import from the current folder
-LOCAL = "localhost"
+AGENT_ARGUMENTS = ["-P", "-m", "steelyard.run.node"]  # -P: do not import from the current folder
+LOCAL_HOST = "localhost"
 
 # No passwords and no prompts, only keys and the user's ssh agent. Host keys are always checked.
-SSH = [
+SSH_OPTIONS = [
     "-T",
     "-o",
     "BatchMode=yes",
@@ -39,15 +39,22 @@ SSH = [
     "ConnectTimeout=10",
 ]
 # One srun per node: a single one over several nodes mixes their long lines.
-SRUN = ["--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--unbuffered", "--quiet"]
+SRUN_OPTIONS = [
+    "--nodes=1",
+    "--ntasks=1",
+    "--overlap",
+    "--cpu-bind=none",
+    "--unbuffered",
+    "--quiet",
+]
 # an allocation lasts until its stdin is closed
-HOLD = ["sh", "-c", 'echo "$SLURM_JOB_ID"; exec cat']
+HOLD_COMMAND = ["sh", "-c", 'echo "$SLURM_JOB_ID"; exec cat']
 
 POLL_S = 0.1
 ANSWER_S = 60.0
 STATE_S = 5.0  # short, so that the end of a run does not wait for a busy scheduler
 GONE = "GONE"  # our word for the state of a job that Slurm does not know any more
-Waiting = Callable[[float], None]  # called with the seconds waited in the queue
+WaitCallback = Callable[[float], None]  # called with the seconds waited in the queue
 
 
 @dataclass(frozen=True)
@@ -73,69 +80,76 @@ class Launcher:
     scheduler: bool = False
 
 
-def local(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
+def make_local_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
     """Return the command line that starts an agent on this host, with this Python."""
-    return [sys.executable, *NODE]
+    return [sys.executable, *AGENT_ARGUMENTS]
 
 
-def ssh(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
+def make_ssh_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
     """Return the command line that starts an agent on a host by ssh; every word of the remote
     command is quoted, because ssh passes one line to the shell there.
     """
-    return ["ssh", *SSH, host, shlex.join(_with_prologue(site, host))]
+    return ["ssh", *SSH_OPTIONS, host, shlex.join(_make_agent_command(site, host))]
 
 
-def srun(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
+def make_srun_command(site: Site, host: str, allocation: Allocation | None = None) -> list[str]:
     """Return the command line that starts an agent on one host of a Slurm allocation."""
     job = [f"--jobid={allocation.job}"] if allocation is not None else []
-    return ["srun", *job, *SRUN, f"--nodelist={host}", *_with_prologue(site, host)]
+    return ["srun", *job, *SRUN_OPTIONS, f"--nodelist={host}", *_make_agent_command(site, host)]
 
 
-def salloc(site: Site, nodes: int) -> list[str]:
+def make_salloc_command(site: Site, nodes: int) -> list[str]:
     """Return the command line that allocates nodes with the site's Slurm settings, prints the job
     id, and holds the allocation until its stdin is closed.
     """
     slurm = site.slurm
-    told = {
+    settings = {
         "partition": slurm.partition,
         "account": slurm.account,
         "time": slurm.time,
         "gpus-per-node": slurm.gpus_per_node,
     }
-    options = [f"--{name}={value}" for name, value in told.items() if value is not None]
-    return ["salloc", f"--nodes={nodes}", "--job-name=steelyard", *options, *slurm.options, *HOLD]
+    options = [f"--{name}={value}" for name, value in settings.items() if value is not None]
+    return [
+        "salloc",
+        f"--nodes={nodes}",
+        "--job-name=steelyard",
+        *options,
+        *slurm.options,
+        *HOLD_COMMAND,
+    ]
 
 
-def _with_prologue(site: Site, host: str) -> list[str]:
+def _make_agent_command(site: Site, host: str) -> list[str]:
     """Return the agent's command line on a host: with the site's Python there, and run by `sh`
     after the site's prologue lines if it has any.
     """
-    command = [site.python_on(host), *NODE]
-    prologue = site.prologue_on(host)
+    command = [site.choose_python(host), *AGENT_ARGUMENTS]
+    prologue = site.choose_prologue(host)
     return command if prologue is None else ["sh", "-c", f'{prologue}\nexec "$@"', "sh", *command]
 
 
-def table() -> dict[str, Launcher]:
+def load_launchers() -> dict[str, Launcher]:
     """Return all launchers by name: local, ssh, slurm and those of other packages; raise
     RequestError if two have one name.
     """
     shipped = [
-        Launcher("local", local, remote=False),
-        Launcher("ssh", ssh),
-        Launcher("slurm", srun, scheduler=True),
+        Launcher("local", make_local_command, remote=False),
+        Launcher("ssh", make_ssh_command),
+        Launcher("slurm", make_srun_command, scheduler=True),
     ]
-    return plugins.table(shipped, "steelyard.launchers", Launcher, "launcher")
+    return plugins.load_rows_by_name(shipped, "steelyard.launchers", Launcher, "launcher")
 
 
-def named(name: str) -> Launcher:
+def get_launcher(name: str) -> Launcher:
     """Return the launcher of this name; raise RequestError with the known ones if there is none."""
-    rows = table()
-    if name not in rows:
-        raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(rows)}")
-    return rows[name]
+    launchers = load_launchers()
+    if name not in launchers:
+        raise RequestError(f"--launcher {name!r} is not known; known: {', '.join(launchers)}")
+    return launchers[name]
 
 
-def hosts(
+def choose_hosts(
     launcher: Launcher, site: Site, nodes: int, allocation: Allocation | None = None
 ) -> list[str]:
     """Return the names of the hosts of a run, in the order of their ranks: `localhost`, or the
@@ -150,80 +164,87 @@ def hosts(
                 f"--nodes {nodes}: launcher {launcher.name} has this host only; choose --launcher"
                 " ssh or slurm"
             )
-        return [LOCAL]
-    known = list(allocation.hosts) if allocation is not None else site.hosts
-    if len(set(known)) != len(known):
-        raise RequestError(f"site: a host is listed twice in {', '.join(known)}; name each once")
-    if nodes > len(known):
+        return [LOCAL_HOST]
+    available = list(allocation.hosts) if allocation is not None else site.hosts
+    if len(set(available)) != len(available):
+        raise RequestError(
+            f"site: a host is listed twice in {', '.join(available)}; name each once"
+        )
+    if nodes > len(available):
         where = (
             f"allocation {allocation.job} has" if allocation is not None else "the site file names"
         )
         raise RequestError(
-            f"--nodes {nodes}: {where} {len(known)} host(s); allowed: 1 to {len(known)}"
+            f"--nodes {nodes}: {where} {len(available)} host(s); allowed: 1 to {len(available)}"
         )
-    return known[:nodes]
+    return available[:nodes]
 
 
 @contextmanager
-def allocated(site: Site, nodes: int, waiting: Waiting | None = None) -> Iterator[Allocation]:
+def hold_allocation(
+    site: Site, nodes: int, show_wait: WaitCallback | None = None
+) -> Iterator[Allocation]:
     """Provide Slurm's allocation for a `with` block: the one this process runs in, or a new one,
     which is released at the end of the block or when this process dies.
 
     Waits in the queue without a limit; `show_wait` is called repeatedly with the seconds waited.
     Raises RequestError if salloc is missing, fails, or prints no job id.
     """
-    inside = current_allocation(os.environ)
-    if inside is not None:
-        yield inside
+    current = find_current_allocation(os.environ)
+    if current is not None:
+        yield current
         return
     if shutil.which("salloc") is None:
         raise RequestError(
             "--launcher slurm: there is no salloc here; run on a host that has Slurm's commands, or"
             " choose ssh"
         )
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr_file:
         process = subprocess.Popen(
-            salloc(site, nodes),
+            make_salloc_command(site, nodes),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr_file,
             start_new_session=True,
             # while it waits in the queue, salloc does not notice that stdin is closed
             preexec_fn=processes.hang_up_with_parent,
         )
         job = None
         try:
-            job = _granted(process, said, waiting)
+            job = _wait_for_job(process, stderr_file, show_wait)
             yield Allocation(
-                job, _hosts(_ask("squeue", "--noheader", f"--jobs={job}", "--format=%N"))
+                job,
+                _expand_host_names(
+                    _run_slurm_command("squeue", "--noheader", f"--jobs={job}", "--format=%N")
+                ),
             )
         finally:
             with processes.ignore_interrupts():
-                _release(process, job)
+                _release_allocation(process, job)
 
 
-def current_allocation(environment: Mapping[str, str]) -> Allocation | None:
+def find_current_allocation(environment: Mapping[str, str]) -> Allocation | None:
     """Return the Slurm allocation that these environment variables name, or None outside of one;
     raises RequestError if scontrol does not list its hosts.
     """
     job = environment.get("SLURM_JOB_ID")
     nodes = environment.get("SLURM_JOB_NODELIST")
-    return Allocation(job, _hosts(nodes)) if job and nodes else None
+    return Allocation(job, _expand_host_names(nodes)) if job and nodes else None
 
 
-def job_state(job: str) -> str | None:
+def ask_job_state(job: str) -> str | None:
     """Return Slurm's word for the state of a job, such as RUNNING; `GONE` if it no longer knows the
     job, None if it does not answer.
     """
     try:
         return (
-            _ask(
+            _run_slurm_command(
                 "squeue",
                 "--noheader",
                 "--states=all",
                 f"--jobs={job}",
                 "--format=%T",
-                within_s=STATE_S,
+                timeout_s=STATE_S,
             )
             or GONE
         )
@@ -231,21 +252,23 @@ def job_state(job: str) -> str | None:
         return GONE if "Invalid job id" in str(error) else None
 
 
-def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting | None) -> str:
+def _wait_for_job(
+    process: subprocess.Popen[bytes], stderr_file: IO[bytes], show_wait: WaitCallback | None
+) -> str:
     """Wait until salloc prints the id of the job, and return it; raise RequestError with the end of
     its stderr (the file `stderr_file`) if it ends before, or the id is no number.
     """
     if process.stdout is None:
         raise TypeError("salloc without a pipe")
     os.set_blocking(process.stdout.fileno(), False)
-    begun, line = now(), b""
+    begin_s, line = now(), b""
     while not line.endswith(b"\n"):
         line += process.stdout.read() or b""
-        if waiting is not None:
-            waiting(now() - begun)
+        if show_wait is not None:
+            show_wait(now() - begin_s)
         if process.poll() is not None and not line.endswith(b"\n"):
-            said.seek(0)
-            why = " ".join(said.read().decode("utf-8", "replace").split())[-500:]
+            stderr_file.seek(0)
+            why = " ".join(stderr_file.read().decode("utf-8", "replace").split())[-500:]
             raise RequestError(
                 f"salloc gave no hosts (exit code {process.returncode}): {why}; see [slurm] in the"
                 " site file"
@@ -260,7 +283,7 @@ def _granted(process: subprocess.Popen[bytes], said: IO[bytes], waiting: Waiting
     return job
 
 
-def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
+def _release_allocation(process: subprocess.Popen[bytes], job: str | None) -> None:
     """Release an allocation and wait until salloc has ended: close its stdin, send SIGHUP after 2
     s, SIGKILL after 10 s more. If salloc itself was killed, cancel the job by its id.
 
@@ -269,7 +292,7 @@ def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
     """
     if process.poll() is not None and job is not None:
         with suppress(RequestError):
-            _ask("scancel", job)
+            _run_slurm_command("scancel", job)
     if process.stdin is not None:
         process.stdin.close()
     try:
@@ -283,21 +306,21 @@ def _release(process: subprocess.Popen[bytes], job: str | None) -> None:
             process.wait()
 
 
-def _hosts(nodes: str) -> tuple[str, ...]:
+def _expand_host_names(node_list: str) -> tuple[str, ...]:
     """Return the host names behind Slurm's short form, such as gpu[1-4], by asking scontrol."""
-    return tuple(_ask("scontrol", "show", "hostnames", nodes).split())
+    return tuple(_run_slurm_command("scontrol", "show", "hostnames", node_list).split())
 
 
-def _ask(*command: str, within_s: float = ANSWER_S) -> str:
+def _run_slurm_command(*command: str, timeout_s: float = ANSWER_S) -> str:
     """Run a command of Slurm and return its stripped stdout; raise RequestError if it cannot be
     started, fails, or takes longer than `timeout_s` seconds.
     """
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=within_s, check=False
+        completed = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RequestError(f"{command[0]} does not answer: {error}") from error
-    if done.returncode:
-        raise RequestError(f"{command[0]}: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+    if completed.returncode:
+        raise RequestError(f"{command[0]}: {' '.join(completed.stderr.split())}")
+    return completed.stdout.strip()

@@ -12,23 +12,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, clock_of
+from steelyard.accelerators.events import Clock, ClockName, Event, Timeline, get_clock_name
 from steelyard.engine.work import Phase, Work
 from steelyard.record.record import Sample
 from steelyard.run.clock import now
 
-Count = Callable[[Work], dict[str, int]]
+CountStep = Callable[[Work], dict[str, int]]
 # what an engine yielded, the host time since the start of the pass, and the device event
 Mark = tuple[Phase | Work, float, Event]
 
 
 @dataclass(frozen=True)
-class Trace:
+class PassTrace:
     """A measured pass on this rank as a list of marks; its samples are computed after the pass,
     because that takes time too.
     """
 
-    start_at: float  # reading of the clock at the start
+    start_clock_s: float  # reading of the clock at the start
     wall_s: float
     # the wall time by device events; None if the device has no clock of its own
     device_s: float | None = None
@@ -37,8 +37,8 @@ class Trace:
     first: Event | None = None  # None: nothing was marked
     marks: list[Mark] = field(default_factory=list)
 
-    def samples(
-        self, name: str, rank: int = 0, count: Count = lambda item: item.counts
+    def make_samples(
+        self, pass_name: str, rank: int = 0, count: CountStep = lambda item: item.counts
     ) -> list[Sample]:
         """Return a sample for each step, with times in seconds since the start of the pass: by
         device events, and on the host's clock.
@@ -49,35 +49,35 @@ class Trace:
         """
         if self.first is None:
             return []
-        out: list[Sample] = []
-        opened: list[tuple[str, float]] = []
+        step_samples: list[Sample] = []
+        phase_starts: list[tuple[str, float]] = []
         start_s = host_start_s = 0.0
         for item, host_s, event in self.marks:
-            at_s = self.first.elapsed_s(event)
+            mark_s = self.first.elapsed_s(event)
             if isinstance(item, Phase):
-                opened.append((item.name, at_s))
+                phase_starts.append((item.name, mark_s))
                 continue
-            borders = [*(begin for _, begin in opened), at_s]
+            bounds_s = [*(begin for _, begin in phase_starts), mark_s]
             phases: dict[str, float] = {}
-            for (phase, begin), end in zip(opened, borders[1:], strict=True):
+            for (phase, begin), end in zip(phase_starts, bounds_s[1:], strict=True):
                 phases[phase] = phases.get(phase, 0.0) + end - begin
-            out.append(
+            step_samples.append(
                 Sample(
-                    pass_name=name,
+                    pass_name=pass_name,
                     rank=rank,
-                    step=len(out),
+                    step=len(step_samples),
                     start_s=start_s,
-                    end_s=at_s,
+                    end_s=mark_s,
                     host_start_s=host_start_s,
                     host_end_s=host_s,
                     phases=phases,
                     counts=count(item),
-                    values={key: _number(value) for key, value in item.values.items()},
+                    values={key: _to_finite(value) for key, value in item.values.items()},
                 )
             )
-            opened = []
-            start_s, host_start_s = at_s, host_s
-        return out
+            phase_starts = []
+            start_s, host_start_s = mark_s, host_s
+        return step_samples
 
 
 def measure(
@@ -86,7 +86,7 @@ def measure(
     clock: Clock = now,
     step_done: Callable[[int], None] | None = None,
     busy: Clock | None = None,
-) -> Trace:
+) -> PassTrace:
     """Run a pass to its end and return its marks and times; no sample is computed yet.
 
     `items` does the engine's work while it is iterated. `step_done` is called after each step with
@@ -108,13 +108,13 @@ def measure(
     last = device.event()
     device.synchronize()
     wall = clock() - start
-    whose = clock_of(last)
-    device_s = first.elapsed_s(last) if whose == "device" else None
-    cpu_s = None if busy is None or busy_s is None or whose == "reported" else busy() - busy_s
-    return Trace(start, wall, device_s, cpu_s, whose, first, marks)
+    clock_name = get_clock_name(last)
+    device_s = first.elapsed_s(last) if clock_name == "device" else None
+    cpu_s = None if busy is None or busy_s is None or clock_name == "reported" else busy() - busy_s
+    return PassTrace(start, wall, device_s, cpu_s, clock_name, first, marks)
 
 
-def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> Trace:
+def measure_bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) -> PassTrace:
     """Run the same work without marks, events or callbacks, and return its wall time alone: the
     overhead of `measure` is found by comparison.
     """
@@ -123,17 +123,17 @@ def bare(items: Iterator[Phase | Work], device: Timeline, clock: Clock = now) ->
     for _ in items:
         pass
     device.synchronize()
-    return Trace(start, clock() - start)
+    return PassTrace(start, clock() - start)
 
 
-def _number(value: Any) -> float | None:
+def _to_finite(value: Any) -> float | None:
     """Return the value as a float, or None if it is not finite: JSON has no NaN."""
     number = float(value)
     return number if number - number == 0.0 else None
 
 
-def mean_time_s(
-    work: Callable[[], Any], device: Timeline, least_s: float, clock: Clock = now
+def measure_mean_time_s(
+    work: Callable[[], Any], device: Timeline, min_time_s: float, clock: Clock = now
 ) -> float:
     """Return the mean device seconds of one call of `work`, over at least three calls and as many
     as fill `min_time_s` seconds, after three to warm up.
@@ -142,7 +142,7 @@ def mean_time_s(
         work()
     device.synchronize()
     begin, calls, first = clock(), 0, device.event()
-    while calls < 3 or clock() - begin < least_s:
+    while calls < 3 or clock() - begin < min_time_s:
         for _ in range(3):
             work()
         calls += 3
@@ -174,7 +174,7 @@ class Budget:
         self._clock = clock
         self._start = clock()
         self._parts: dict[str, float] = {}
-        self._open: str | None = None
+        self._current: str | None = None
         self._begin = self._start
 
     @contextmanager
@@ -182,21 +182,21 @@ class Budget:
         """Count the time of a `with` block as part `name`, added to earlier time of that name;
         raise RuntimeError inside another part.
         """
-        if self._open is not None:
-            raise RuntimeError(f"budget part {name!r} begins inside {self._open!r}")
-        self._open, self._begin = name, self._clock()
+        if self._current is not None:
+            raise RuntimeError(f"budget part {name!r} begins inside {self._current!r}")
+        self._current, self._begin = name, self._clock()
         try:
             yield
         finally:
             self._parts[name] = self._parts.get(name, 0.0) + self._clock() - self._begin
-            self._open = None
+            self._current = None
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of all parts until now, including those of a part that has not ended,
         and `harness` for the time between parts.
         """
-        at = self._clock()
+        now_s = self._clock()
         parts = dict(self._parts)
-        if self._open is not None:
-            parts[self._open] = parts.get(self._open, 0.0) + at - self._begin
-        return {**parts, "harness": at - self._start - sum(parts.values())}
+        if self._current is not None:
+            parts[self._current] = parts.get(self._current, 0.0) + now_s - self._begin
+        return {**parts, "harness": now_s - self._start - sum(parts.values())}

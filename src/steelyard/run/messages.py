@@ -22,9 +22,9 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import Field, TypeAdapter, ValidationError
 
 from steelyard import __version__
-from steelyard.record.facts import Environment, HostState
+from steelyard.record.run_facts import Environment, HostState
 from steelyard.run.failure import Failure
-from steelyard.schema import Frozen, first_problem
+from steelyard.schema import FrozenModel, describe_first_problem
 
 PROTOCOL = 2
 HEARTBEAT_S = 1.0
@@ -32,12 +32,12 @@ SILENCE_S = 20.0
 MAX_LINE_BYTES = 256 << 20
 # Files in the folder that an agent shares with its workers, and the most that is read of them:
 # 100,000 steps of a rank take 40 MB.
-SPEC, PROGRESS, STORE = "spec.json", "progress.json", "store"
-RANK_BYTES, PROGRESS_BYTES = 100 << 20, 64 << 10
-MARK = "STEELYARD_RUN"  # set for all processes of a run, which are found by it
+SPEC_FILE, PROGRESS_FILE, STORE_FILE = "spec.json", "progress.json", "store"
+MAX_RANK_FILE_BYTES, MAX_PROGRESS_BYTES = 100 << 20, 64 << 10
+MARK_VARIABLE = "STEELYARD_RUN"  # set for all processes of a run, which are found by it
 
 
-class Progress(Frozen):
+class WorkerProgress(FrozenModel):
     """How far rank 0 is: `done` of `total` steps in a phase, both 0 where nothing is counted. Also
     the content of the progress file.
     """
@@ -47,7 +47,7 @@ class Progress(Frozen):
     total: int
 
 
-class Rendezvous(Frozen):
+class Rendezvous(FrozenModel):
     """Where ranks meet: a `file` on one host, an `address` with `port` on several. Rank 0 serves
     the socket `listen_fd`, which is already bound to the interface of the site.
     """
@@ -58,7 +58,7 @@ class Rendezvous(Frozen):
     listen_fd: int | None = None
 
 
-class HostSpec(Frozen):
+class HostSpec(FrozenModel):
     """What the node agent of a host adds to the spec of its workers."""
 
     folder: Path = Field(description="where workers leave their rank files; absolute")
@@ -66,13 +66,13 @@ class HostSpec(Frozen):
     rendezvous: Rendezvous | None = Field(None, description="None: the only rank")
 
 
-class Message(Frozen):
+class ProtocolMessage(FrozenModel):
     """A message of the protocol: `kind` says which, `token` of which run."""
 
     token: str
 
 
-class Open(Message):
+class OpenMessage(ProtocolMessage):
     """The first message: what the run will need of this host, which the agent checks and answers
     with `hello`. The session sets `token`, `mark` and `peer`.
     """
@@ -100,7 +100,7 @@ class Open(Message):
     silence_s: float = SILENCE_S
 
 
-class Reach(Message):
+class ReachMessage(ProtocolMessage):
     """Asks the agent to try a connection to this address, where rank 0 will be met; answered by
     `reached`.
     """
@@ -110,7 +110,7 @@ class Reach(Message):
     port: int
 
 
-class Start(Message):
+class StartMessage(ProtocolMessage):
     """Asks the agent to start the ranks of its host. The session sets all but `run`, `worker`,
     `world` and `workers`.
     """
@@ -125,7 +125,7 @@ class Start(Message):
     workers: int = Field(
         1, description="of each host: one a device, or one for a program that drives them all"
     )
-    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings"] = Field(
+    worker: Literal["steelyard.run.worker", "steelyard.run.ceilings_worker"] = Field(
         "steelyard.run.worker", description="the module of the workers; it reads `run`"
     )
     origin_s: float = Field(0.0, description="the start of the run on this host's clock")
@@ -133,21 +133,21 @@ class Start(Message):
     port: int | None = None
 
 
-class Ping(Message):
+class PingMessage(ProtocolMessage):
     """The parent's heartbeat, sent at `sent_s` on its monotonic clock; answered by `pong`."""
 
     kind: Literal["ping"] = "ping"
     sent_s: float
 
 
-class Stop(Message):
+class StopMessage(ProtocolMessage):
     """Asks the agent to end its workers; with `stacks`, after each has written where it is."""
 
     kind: Literal["stop"] = "stop"
     stacks: bool = False
 
 
-class Sweep(Message):
+class SweepMessage(ProtocolMessage):
     """Asks a new agent to end the processes and remove the folder that an agent that died left
     behind, found by `mark`.
     """
@@ -157,7 +157,7 @@ class Sweep(Message):
     environment: dict[str, str]
 
 
-class FoundDevice(Frozen):
+class FoundDevice(FrozenModel):
     """A device as its driver shows it; `busy` says which other run uses it, None if none does."""
 
     name: str
@@ -167,7 +167,7 @@ class FoundDevice(Frozen):
     busy: str | None = None
 
 
-class Hello(Message):
+class HelloMessage(ProtocolMessage):
     """The agent's answer to `open`: what this host has, or in `problem` why it cannot take part."""
 
     kind: Literal["hello"] = "hello"
@@ -192,21 +192,21 @@ class Hello(Message):
     problem: str | None = Field(None, description="why this host cannot take part, in one line")
 
 
-class Reached(Message):
+class ReachedMessage(ProtocolMessage):
     """The agent's answer to `reach`: None, or why the address cannot be reached."""
 
     kind: Literal["reached"] = "reached"
     problem: str | None
 
 
-class Started(Message):
+class StartedMessage(ProtocolMessage):
     """Says that the ranks of the host were started, with their process ids."""
 
     kind: Literal["started"] = "started"
     pids: list[int]
 
 
-class Pong(Message):
+class PongMessage(ProtocolMessage):
     """The agent's answer to a ping, with its own monotonic clock."""
 
     kind: Literal["pong"] = "pong"
@@ -214,13 +214,13 @@ class Pong(Message):
     at_s: float = Field(description="this host's clock")
 
 
-class ProgressSaid(Message, Progress):
+class ProgressMessage(ProtocolMessage, WorkerProgress):
     """New progress of rank 0, which is on this host."""
 
     kind: Literal["progress"] = "progress"
 
 
-class TelemetryRows(Message):
+class TelemetryMessage(ProtocolMessage):
     """New telemetry readings of one device, as columns. A longer period than before says that the
     sampler slowed down, and that every second row so far is to be dropped.
     """
@@ -232,7 +232,7 @@ class TelemetryRows(Message):
     columns: dict[str, list[Any]]
 
 
-class LoadSaid(Message):
+class LoadMessage(ProtocolMessage):
     """One reading of a host's CPU time, in seconds since a start that the kernel chooses."""
 
     kind: Literal["load"] = "load"
@@ -245,7 +245,7 @@ class LoadSaid(Message):
     group_s: float | None = Field(description="of the control group with the quota")
 
 
-class RankSaid(Message):
+class RankFileMessage(ProtocolMessage):
     """The text of a rank file, finished or not, with its SHA-256; or in `problem` why it cannot be
     read.
     """
@@ -257,7 +257,7 @@ class RankSaid(Message):
     problem: str | None = None
 
 
-class WorkerEnded(Message):
+class WorkerEnded(ProtocolMessage):
     """Says that a worker exited, or that a signal such as SIGSTOP has suspended it for several
     seconds.
     """
@@ -272,7 +272,7 @@ class WorkerEnded(Message):
     )
 
 
-class Bye(Message):
+class ByeMessage(ProtocolMessage):
     """The agent's last message: exit codes, stderr tails and stacks by rank."""
 
     kind: Literal["bye"] = "bye"
@@ -286,34 +286,41 @@ class Bye(Message):
     )
 
 
-ToAgent = Annotated[Union[Open, Reach, Start, Ping, Stop, Sweep], Field(discriminator="kind")]  # noqa: UP007
-ToParent = Annotated[
+ToAgent = Annotated[
     Union[  # noqa: UP007
-        Hello,
-        Reached,
-        Started,
-        Pong,
-        ProgressSaid,
-        TelemetryRows,
-        LoadSaid,
-        RankSaid,
-        WorkerEnded,
-        Bye,
+        OpenMessage, ReachMessage, StartMessage, PingMessage, StopMessage, SweepMessage
     ],
     Field(discriminator="kind"),
 ]
-TO_AGENT: TypeAdapter[Open | Reach | Start | Ping | Stop | Sweep] = TypeAdapter(ToAgent)
+ToParent = Annotated[
+    Union[  # noqa: UP007
+        HelloMessage,
+        ReachedMessage,
+        StartedMessage,
+        PongMessage,
+        ProgressMessage,
+        TelemetryMessage,
+        LoadMessage,
+        RankFileMessage,
+        WorkerEnded,
+        ByeMessage,
+    ],
+    Field(discriminator="kind"),
+]
+TO_AGENT: TypeAdapter[
+    OpenMessage | ReachMessage | StartMessage | PingMessage | StopMessage | SweepMessage
+] = TypeAdapter(ToAgent)
 TO_PARENT: TypeAdapter[
-    Hello
-    | Reached
-    | Started
-    | Pong
-    | ProgressSaid
-    | TelemetryRows
-    | LoadSaid
-    | RankSaid
+    HelloMessage
+    | ReachedMessage
+    | StartedMessage
+    | PongMessage
+    | ProgressMessage
+    | TelemetryMessage
+    | LoadMessage
+    | RankFileMessage
     | WorkerEnded
-    | Bye
+    | ByeMessage
 ] = TypeAdapter(ToParent)
 
 
@@ -321,37 +328,39 @@ class MessageError(Exception):
     """A line that is no message of this run."""
 
 
-class UnknownError(MessageError):
+class UnknownMessageError(MessageError):
     """A message with this run's token that does not validate, because another version of steelyard
     wrote it.
     """
 
 
-def rank_name(rank: int) -> str:
+def format_rank_file_name(rank: int) -> str:
     """Return the file name of a rank's rank file."""
     return f"rank-{rank}.json"
 
 
-def stack_name(rank: int) -> str:
+def format_stack_file_name(rank: int) -> str:
     """Return the file name of a rank's stack traces."""
     return f"stack-{rank}.txt"
 
 
-def token() -> str:
+def make_token() -> str:
     """Return a new random token for a run, 32 hex digits."""
     return secrets.token_hex(16)
 
 
-def encode(message: Message) -> bytes:
+def encode_message(message: ProtocolMessage) -> bytes:
     """Return the message as one line of JSON."""
     return message.model_dump_json(by_alias=True).encode() + b"\n"
 
 
-def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSaid:
+def make_rank_file_message(
+    token: str, rank: int, text: str, problem: str | None = None
+) -> RankFileMessage:
     """Return the message that carries the text of a rank file with its SHA-256, or the `problem`
     why it cannot be read.
     """
-    return RankSaid(
+    return RankFileMessage(
         token=token,
         rank=rank,
         sha256=hashlib.sha256(text.encode()).hexdigest(),
@@ -360,12 +369,12 @@ def rank(token: str, rank: int, text: str, problem: str | None = None) -> RankSa
     )
 
 
-def whole(said: RankSaid) -> bool:
+def is_intact(message: RankFileMessage) -> bool:
     """Return whether the text of a rank file arrived as it was sent, by its SHA-256."""
-    return hashlib.sha256(said.text.encode()).hexdigest() == said.sha256
+    return hashlib.sha256(message.text.encode()).hexdigest() == message.sha256
 
 
-def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
+def decode_message(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
     """Parse a line and return its message, of the types that `adapter` allows.
 
     Raises MessageError if the line is too long, no JSON, or has no token or another than `token`
@@ -375,15 +384,17 @@ def decode(line: bytes, adapter: TypeAdapter[Any], token: str | None) -> Any:
     if len(line) > MAX_LINE_BYTES:
         raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
     try:
-        table = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise MessageError(f"no JSON: {error}") from error
-    told = table.get("token") if isinstance(table, dict) else None
-    if not isinstance(told, str) or (token is not None and not hmac.compare_digest(told, token)):
+    line_token = fields.get("token") if isinstance(fields, dict) else None
+    if not isinstance(line_token, str) or (
+        token is not None and not hmac.compare_digest(line_token, token)
+    ):
         raise MessageError("no message of this run: another token, or none")
     try:
-        return adapter.validate_python(table)
+        return adapter.validate_python(fields)
     except ValidationError as error:
-        raise UnknownError(
-            f"steelyard {__version__} does not understand a message: {first_problem(error)}"
+        raise UnknownMessageError(
+            f"steelyard {__version__} does not understand a message: {describe_first_problem(error)}"
         ) from error

@@ -17,47 +17,47 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from steelyard import files
-from steelyard.errors import MORE_MEMORY, lacks_memory
+from steelyard.errors import MORE_MEMORY_HINT, is_out_of_memory
 from steelyard.run import messages, processes
 from steelyard.run.clock import now, sleep
-from steelyard.run.failure import Failure, signal_name
+from steelyard.run.failure import Failure, format_signal
 from steelyard.run.host import Host
 from steelyard.run.messages import (
     TO_AGENT,
-    Bye,
-    Message,
+    ByeMessage,
     MessageError,
-    Open,
-    Ping,
-    Pong,
-    Reach,
-    Reached,
-    Start,
-    Stop,
-    Sweep,
+    OpenMessage,
+    PingMessage,
+    PongMessage,
+    ProtocolMessage,
+    ReachedMessage,
+    ReachMessage,
+    StartMessage,
+    StopMessage,
+    SweepMessage,
 )
-from steelyard.run.ranks import Ranks
+from steelyard.run.ranks import HostRanks
 
 POLL_S = 0.1
 OPEN_S = 60.0  # longest wait for the first message
 REACH_S = 5.0
 ALONE_S = 30.0  # time to end after the parent is gone: twice what it takes
-LAST_S = 5.0  # for the parent to read the last messages
+FLUSH_S = 5.0  # for the parent to read the last messages
 PARENT_GONE = Failure("parent_gone", "the parent is gone")
 
 
-class AgentEnds(Exception):  # noqa: N818  no error: the way out of the loop
+class AgentExit(Exception):  # noqa: N818  no error: the way out of the loop
     """Raised to leave the agent's loop. `failure` says why the agent ends by itself; it is None if
     all workers ended or the parent asked for it. `with_stacks`: workers write their stacks before
     they are ended.
     """
 
-    def __init__(self, failure: Failure | None = None, stacks: bool = False) -> None:
+    def __init__(self, failure: Failure | None = None, with_stacks: bool = False) -> None:
         super().__init__(failure)
-        self.failure, self.stacks = failure, stacks
+        self.failure, self.with_stacks = failure, with_stacks
 
 
-class Voice:
+class MessageSender:
     """Sends messages to the parent from a thread of its own.
 
     A parent that is suspended, or behind a broken network, reads nothing more once the pipe is
@@ -66,17 +66,17 @@ class Voice:
 
     def __init__(self, out: BinaryIO) -> None:
         """Start the thread that writes queued messages to `out`."""
-        self.heard = True  # False after a write failed
+        self.is_connected = True  # False after a write failed
         self._out = out
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread = threading.Thread(target=self._write_lines, daemon=True)
         self._thread.start()
 
-    def say(self, message: Message) -> None:
+    def send(self, message: ProtocolMessage) -> None:
         """Queue a message to be written; never blocks."""
-        self._lines.put(messages.encode(message))
+        self._lines.put(messages.encode_message(message))
 
-    def _write(self) -> None:
+    def _write_lines(self) -> None:
         """Write queued lines until None is queued; on a write error set `is_connected` to False and
         end.
         """
@@ -85,31 +85,31 @@ class Voice:
                 self._out.write(line)
                 self._out.flush()
         except OSError:
-            self.heard = False
+            self.is_connected = False
 
-    def finish(self, within_s: float) -> None:
+    def flush(self, timeout_s: float) -> None:
         """Wait up to `timeout_s` seconds until all queued messages are written; no message may
         follow.
         """
         self._lines.put(None)
-        self._thread.join(within_s)
+        self._thread.join(timeout_s)
 
 
-class Agent:
+class NodeAgent:
     """The loop of the node agent: handles the parent's messages and forwards news of the ranks.
 
     `lines` are the parent's lines, None after the last. The agent ends if no message comes for
     `silence_s` seconds of the `open` message (60 s before it).
     """
 
-    def __init__(self, lines: "queue.SimpleQueue[bytes | None]", voice: Voice) -> None:
+    def __init__(self, lines: "queue.SimpleQueue[bytes | None]", sender: MessageSender) -> None:
         """Store the queue of the parent's lines and the sender; nothing is read yet."""
-        self._lines, self._voice = lines, voice
+        self._lines, self._sender = lines, sender
         self._token: str | None = None
-        self._heard_s = now()
+        self._last_message_s = now()
         self._silence_s = OPEN_S
         self._host: Host | None = None
-        self._ranks: Ranks | None = None
+        self._ranks: HostRanks | None = None
         self._signal: int | None = None
 
     def run(self) -> None:
@@ -120,134 +120,142 @@ class Agent:
         passed on to the caller.
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._told)
+            signal.signal(number, self._remember_signal)
         try:
             while True:
-                self._hear()
-                self._look()
-        except AgentEnds as end:
-            self._finish(end.failure, end.stacks)
+                self._handle_next_message()
+                self._forward_news()
+        except AgentExit as end:
+            self._end_ranks(end.failure, end.with_stacks)
         except MemoryError:
-            self._finish(Failure("out_of_memory", f"the agent ran out of memory; {MORE_MEMORY}"))
-        self._voice.finish(LAST_S)
+            self._end_ranks(
+                Failure("out_of_memory", f"the agent ran out of memory; {MORE_MEMORY_HINT}")
+            )
+        self._sender.flush(FLUSH_S)
 
-    def _told(self, number: int, frame: Any) -> None:
+    def _remember_signal(self, number: int, frame: Any) -> None:
         """Remember a signal; the loop ends the agent for it."""
         self._signal = number
 
-    def _hear(self) -> None:
+    def _handle_next_message(self) -> None:
         """Handle one message of the parent, or wait a moment for it; raise AgentExit if the parent
         is gone or silent, or a signal came.
         """
         with suppress(queue.Empty):
             line = self._lines.get(timeout=POLL_S)
             if line is None:
-                raise AgentEnds(PARENT_GONE)
-            self._handle(messages.decode(line, TO_AGENT, self._token))
+                raise AgentExit(PARENT_GONE)
+            self._handle_message(messages.decode_message(line, TO_AGENT, self._token))
             # read after the message was handled, which may take longer than `silence_s`
-            self._heard_s = now()
-        if not self._voice.heard:
-            raise AgentEnds(PARENT_GONE)
+            self._last_message_s = now()
+        if not self._sender.is_connected:
+            raise AgentExit(PARENT_GONE)
         if self._signal is not None:
-            raise AgentEnds(
-                Failure("agent_ended", f"the agent was ended by {signal_name(self._signal)}")
+            raise AgentExit(
+                Failure("agent_ended", f"the agent was ended by {format_signal(self._signal)}")
             )
-        if now() - self._heard_s > self._silence_s:
-            raise AgentEnds(
+        if now() - self._last_message_s > self._silence_s:
+            raise AgentExit(
                 Failure(
                     "parent_silent", f"nothing was heard of the parent for {self._silence_s:g} s"
                 )
             )
 
-    def _handle(self, message: Any) -> None:
+    def _handle_message(self, message: Any) -> None:
         """Carry out one message of the parent and queue its answer; raise AgentExit for `stop` and
         `sweep`, MessageError for a message that is not expected in this state.
         """
         match message:
-            case Open() if self._host is None:
+            case OpenMessage() if self._host is None:
                 self._token, self._silence_s = message.token, message.silence_s
                 self._host = Host(message)
-                self._voice.say(self._host.hello())
-            case Sweep() if self._host is None:
+                self._sender.send(self._host.make_hello())
+            case SweepMessage() if self._host is None:
                 self._token = message.token
                 os.environ.update(message.environment)
-                self._voice.say(
-                    Bye(
+                self._sender.send(
+                    ByeMessage(
                         token=message.token,
                         exits={},
                         stderr_tails={},
-                        ended=processes.sweep(message.mark),
+                        ended=processes.sweep_run(message.mark),
                     )
                 )
-                raise AgentEnds
-            case Ping():
-                self._voice.say(Pong(token=message.token, sent_s=message.sent_s, at_s=now()))
-            case Reach():
-                self._voice.say(Reached(token=message.token, problem=_reach(message)))
-            case Start() if self._host is not None and self._ranks is None:
-                self._start(self._host, message)
-            case Stop():
-                raise AgentEnds(stacks=message.stacks)
+                raise AgentExit
+            case PingMessage():
+                self._sender.send(
+                    PongMessage(token=message.token, sent_s=message.sent_s, at_s=now())
+                )
+            case ReachMessage():
+                self._sender.send(
+                    ReachedMessage(token=message.token, problem=_try_connection(message))
+                )
+            case StartMessage() if self._host is not None and self._ranks is None:
+                self._start_ranks(self._host, message)
+            case StopMessage():
+                raise AgentExit(with_stacks=message.stacks)
             case _:
                 raise MessageError(f"{message.kind} was not expected now")
 
-    def _start(self, host: Host, start: Start) -> None:
+    def _start_ranks(self, host: Host, start: StartMessage) -> None:
         """Start the ranks and queue the messages about it; raise AgentExit with the reason if the
         system cannot start them.
         """
         try:
-            self._ranks = Ranks(host, start)
+            self._ranks = HostRanks(host, start)
             for message in self._ranks.start():
-                self._voice.say(message)
+                self._sender.send(message)
         # RuntimeError: a thread that cannot be started
         except (OSError, RuntimeError, MemoryError) as error:
-            raise AgentEnds(_not_started(error)) from error
+            raise AgentExit(_explain_start_error(error)) from error
 
-    def _look(self) -> None:
+    def _forward_news(self) -> None:
         """Forward new progress, readings, rank files and exits; raise AgentExit if all workers have
         ended.
         """
         if self._ranks is None:
             return
-        for message in self._ranks.news():
-            self._voice.say(message)
-        if self._ranks.over:
-            raise AgentEnds
+        for message in self._ranks.read_news():
+            self._sender.send(message)
+        if self._ranks.is_over:
+            raise AgentExit
 
-    def _finish(self, failure: Failure | None, with_stacks: bool = False) -> None:
+    def _end_ranks(self, failure: Failure | None, with_stacks: bool = False) -> None:
         """End all workers, queue what they left, and the `bye` message with `failure`."""
         if self._ranks is not None:
             for message in self._ranks.finish(failure, with_stacks):
-                self._voice.say(message)
+                self._sender.send(message)
         elif self._token is not None and (self._host is not None or failure is not None):
-            self._voice.say(Bye(token=self._token, exits={}, stderr_tails={}, failure=failure))
+            self._sender.send(
+                ByeMessage(token=self._token, exits={}, stderr_tails={}, failure=failure)
+            )
 
 
-def _not_started(error: OSError | RuntimeError | MemoryError) -> Failure:
+def _explain_start_error(error: OSError | RuntimeError | MemoryError) -> Failure:
     """Return the failure for ranks that could not be started: `out_of_memory`, `disk_full` or
     `not_started`.
     """
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         return Failure(
             "out_of_memory",
-            f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY}",
+            f"the ranks could not be started: {os.strerror(errno.ENOMEM)}; {MORE_MEMORY_HINT}",
         )
     why = f"the ranks could not be started: {getattr(error, 'strerror', None) or error}"
-    if isinstance(error, OSError) and error.errno in files.FULL:
+    if isinstance(error, OSError) and error.errno in files.DISK_FULL_ERRNOS:
         return Failure("disk_full", f"{why}; TMPDIR names another folder")
     return Failure("not_started", why)
 
 
-def _reach(asked: Reach) -> str | None:
+def _try_connection(message: ReachMessage) -> str | None:
     """Try a TCP connection to the address of a `reach` message; return None or the error text."""
     try:
-        socket.create_connection((asked.address, asked.port), REACH_S).close()
+        socket.create_connection((message.address, message.port), REACH_S).close()
     except OSError as error:
         return str(error)
     return None
 
 
-def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
+def _read_parent_lines(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
     """Put all lines of the parent into the queue, then None; then wait 30 s and kill this process
     with exit code 1.
 
@@ -262,7 +270,7 @@ def _read(stream: BinaryIO, lines: "queue.SimpleQueue[bytes | None]") -> None:
     os._exit(1)
 
 
-def _thread_failed(failed: threading.ExceptHookArgs) -> None:
+def _exit_without_memory(failed: threading.ExceptHookArgs) -> None:
     """Print the exception that a thread raised and, if memory ran out, exit the process with code
     1: without that thread the agent would fall silent without a reason.
     """
@@ -283,12 +291,14 @@ def main() -> None:
     os.dup2(2, 1)  # what a plug-in prints must not be read as a message
     processes.adopt_orphans()
     processes.wake_with_parent()
-    threading.excepthook = _thread_failed
+    threading.excepthook = _exit_without_memory
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True).start()
+    threading.Thread(
+        target=_read_parent_lines, args=(os.fdopen(os.dup(0), "rb"), lines), daemon=True
+    ).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
-        Agent(lines, Voice(out)).run()
+        NodeAgent(lines, MessageSender(out)).run()
     except MessageError as error:
         sys.stderr.write(f"steelyard.run.node: {error}\n")
         sys.stderr.flush()

@@ -27,23 +27,23 @@ import psutil
 
 from steelyard.errors import RequestError
 from steelyard.run.clock import now, sleep
-from steelyard.run.messages import MARK
+from steelyard.run.messages import MARK_VARIABLE
 
 PROC = Path("/proc/self/stat")
 POLL_S = 0.02
 GRACE_S = 5.0
 SUBREAPER, DEATH_SIGNAL = 36, 1  # PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG of prctl.h
 
-PREFIX = "\0steelyard/"
+CLAIM_PREFIX = "\0steelyard/"
 # with the mark of a run; the agent holds it, so that it is found if it is suspended
 AGENT_CLAIM = "run/{}"
 BACKLOG = 4096  # connections are never accepted, so each stays in the queue
 CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-NAME = re.compile(r"steelyard-(?P<mark>[0-9a-f]{16}-\d+)-\w+")
+FOLDER_NAME = re.compile(r"steelyard-(?P<mark>[0-9a-f]{16}-\d+)-\w+")
 
 
-def check() -> None:
+def check_process_control() -> None:
     """Raise RequestError if /proc is not mounted on Linux, without which a run's processes could
     not be found and ended, or if the working directory was deleted.
     """
@@ -59,8 +59,8 @@ def check_working_directory() -> None:
     try:
         Path.cwd()
     except FileNotFoundError as error:
-        said = "the working directory no longer exists; change to one that does (cd), and run again"
-        raise RequestError(said) from error
+        text = "the working directory no longer exists; change to one that does (cd), and run again"
+        raise RequestError(text) from error
 
 
 def adopt_orphans() -> None:
@@ -87,22 +87,24 @@ def wake_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(DEATH_SIGNAL, signal.SIGCONT, 0, 0, 0)
 
 
-def family(mark: str, root: int | None = None) -> list[psutil.Process]:
+def find_run_processes(mark: str, root: int | None = None) -> list[psutil.Process]:
     """Return the live processes that carry the run's mark in their environment, and all descendants
     of the process `root`, but neither this process nor its ancestors.
 
     Both are needed: a child may have a cleared environment, or a parent that is gone.
     """
-    ours = {os.getpid(), *(one.pid for one in psutil.Process().parents())}
-    below = {one.pid for one in children(root)} if root is not None else set()
+    excluded = {os.getpid(), *(process.pid for process in psutil.Process().parents())}
+    descendants = {process.pid for process in find_descendants(root)} if root is not None else set()
     return [
-        one
-        for one in psutil.process_iter()
-        if one.pid not in ours and alive(one) and (one.pid in below or marked(one, mark))
+        process
+        for process in psutil.process_iter()
+        if process.pid not in excluded
+        and is_alive(process)
+        and (process.pid in descendants or has_mark(process, mark))
     ]
 
 
-def children(pid: int) -> list[psutil.Process]:
+def find_descendants(pid: int) -> list[psutil.Process]:
     """Return all descendants of a process; empty if it does not exist."""
     try:
         return psutil.Process(pid).children(recursive=True)
@@ -110,17 +112,17 @@ def children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def marked(process: psutil.Process, mark: str) -> bool:
+def has_mark(process: psutil.Process, mark: str) -> bool:
     """Return whether the environment of a process carries this run's mark; False if it is gone or
     not ours to read.
     """
     try:
-        return process.environ().get(MARK) == mark
+        return process.environ().get(MARK_VARIABLE) == mark
     except (psutil.Error, OSError):  # gone, or of another user
         return False
 
 
-def alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     """Return whether a process exists and is no zombie: a zombie only waits for its parent to
     collect it.
     """
@@ -130,7 +132,7 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def stopped(pid: int) -> bool:
+def is_suspended(pid: int) -> bool:
     """Return whether a signal such as SIGSTOP has suspended the process; False if it does not
     exist.
     """
@@ -140,7 +142,7 @@ def stopped(pid: int) -> bool:
         return False
 
 
-def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> int:
+def end_processes(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> int:
     """Send SIGTERM to all processes that `find` returns, then SIGKILL after `grace_s` seconds to
     all that it then returns; return how many different processes there were.
 
@@ -149,56 +151,56 @@ def end(find: Callable[[], list[psutil.Process]], grace_s: float = GRACE_S) -> i
     """
     seen: set[int] = set()
     for number in (signal.SIGTERM, signal.SIGKILL):
-        found = find()
-        seen |= {one.pid for one in found}
-        for one in found:
+        processes = find()
+        seen |= {process.pid for process in processes}
+        for process in processes:
             with suppress(psutil.NoSuchProcess):
-                one.send_signal(number)
-                one.send_signal(signal.SIGCONT)  # a suspended one would not receive the signal
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)  # a suspended one would not receive the signal
         end_s = now() + grace_s
-        while now() < end_s and any(map(alive, found)):
+        while now() < end_s and any(map(is_alive, processes)):
             sleep(POLL_S)
     return len(seen)
 
 
-def claim(name: str, held: list[socket.socket]) -> str | None:
+def claim_name(name: str, sockets: list[socket.socket]) -> str | None:
     """Claim a name on this host for as long as this process lives: append its socket to `sockets`
     and return None, or return a text on who has the name already. Does nothing outside Linux.
     """
     if sys.platform != "linux":
         return None
-    taken = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        taken.bind(PREFIX + name)
-        taken.listen(BACKLOG)
+        listener.bind(CLAIM_PREFIX + name)
+        listener.listen(BACKLOG)
     except OSError:
-        taken.close()
-        return _owner(name)
-    held.append(taken)
+        listener.close()
+        return _describe_claim_holder(name)
+    sockets.append(listener)
     return None
 
 
-def holder(name: str) -> tuple[int, int] | None:
+def find_claim_holder(name: str) -> tuple[int, int] | None:
     """Return the process id and user id of the process that holds a claim, also a suspended one, or
     None if nobody does, it cannot be told, or outside Linux.
     """
     if sys.platform != "linux":
         return None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking, suppress(OSError):
-        asking.settimeout(1.0)
-        asking.connect(PREFIX + name)
-        raw = asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(OSError):
+        probe.settimeout(1.0)
+        probe.connect(CLAIM_PREFIX + name)
+        raw = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         pid, uid, _ = CREDENTIALS.unpack(raw)
         return (pid, uid) if pid else None
     return None
 
 
-def _owner(name: str) -> str:
+def _describe_claim_holder(name: str) -> str:
     """Return a text for the user on which process of which user holds a claim."""
-    found = holder(name)
-    if found is None:
+    ids = find_claim_holder(name)
+    if ids is None:
         return "another run, of a process that does not show"
-    pid, uid = found
+    pid, uid = ids
     if uid == os.getuid():
         return f"another run, of process {pid}"
     try:
@@ -220,7 +222,7 @@ class RunFolder:
         # It is renamed once it is locked: before, another run that starts now could take it for
         # that of a dead run.
         while True:
-            new = Path(tempfile.mkdtemp(prefix=f".{_prefix(mark)}"))
+            new = Path(tempfile.mkdtemp(prefix=f".{_make_folder_prefix(mark)}"))
             with suppress(FileNotFoundError):  # another run removed it before the lock
                 self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
                 with suppress(OSError):  # a file system without locks
@@ -234,48 +236,48 @@ class RunFolder:
         os.close(self._lock)
 
 
-def _prefix(mark: str) -> str:
+def _make_folder_prefix(mark: str) -> str:
     """Return the beginning of the folder names of the run with this mark."""
     return f"steelyard-{mark}-"
 
 
-def sweep(mark: str) -> int:
+def sweep_run(mark: str) -> int:
     """End the processes that a lost agent left, and the agent itself if it is suspended, and delete
     its folders; return how many processes there were.
     """
-    ended = end(lambda: [*family(mark), *_agent(mark)])
-    for name in (f"{_prefix(mark)}*", f".{_prefix(mark)}*"):
-        for path in filter(_ours, Path(tempfile.gettempdir()).glob(name)):
+    ended = end_processes(lambda: [*find_run_processes(mark), *_find_agent(mark)])
+    for name in (f"{_make_folder_prefix(mark)}*", f".{_make_folder_prefix(mark)}*"):
+        for path in filter(_is_own_folder, Path(tempfile.gettempdir()).glob(name)):
             shutil.rmtree(path, ignore_errors=True)
     return ended
 
 
-def sweep_dead() -> list[str]:
+def sweep_dead_runs() -> list[str]:
     """Clean up after every run of this user whose agent is dead, such as one killed together with
     its parent: end its processes and delete its folders. Return the marks of these runs.
     """
-    found = []
+    marks = []
     for path in Path(tempfile.gettempdir()).iterdir():
-        named = NAME.fullmatch(path.name.removeprefix("."))
-        if named is None or not _ours(path) or not _nobodys(path):
+        match = FOLDER_NAME.fullmatch(path.name.removeprefix("."))
+        if match is None or not _is_own_folder(path) or not _is_unlocked(path):
             continue
         # its run died, or has not locked it yet and will then make another
         if path.name.startswith("."):
             shutil.rmtree(path, ignore_errors=True)
         else:
-            sweep(named["mark"])
-            found.append(named["mark"])
-    return found
+            sweep_run(match["mark"])
+            marks.append(match["mark"])
+    return marks
 
 
-def _ours(path: Path) -> bool:
+def _is_own_folder(path: Path) -> bool:
     """Return whether the path is a folder of this user and no link; False if it does not exist."""
     with suppress(FileNotFoundError):
         return path.is_dir() and path.lstat().st_uid == os.getuid() and not path.is_symlink()
     return False
 
 
-def _nobodys(path: Path) -> bool:
+def _is_unlocked(path: Path) -> bool:
     """Return whether no process holds the lock of a run's folder, which is then that of a dead run;
     False if it cannot be opened.
     """
@@ -292,15 +294,15 @@ def _nobodys(path: Path) -> bool:
     return True
 
 
-def _agent(mark: str) -> list[psutil.Process]:
+def _find_agent(mark: str) -> list[psutil.Process]:
     """Return the process that holds the agent's claim for this mark, if it is one of this user;
     else an empty list.
     """
-    found = holder(AGENT_CLAIM.format(mark))
-    if found is None or found[1] != os.getuid():
+    ids = find_claim_holder(AGENT_CLAIM.format(mark))
+    if ids is None or ids[1] != os.getuid():
         return []
     with suppress(psutil.NoSuchProcess):
-        return [psutil.Process(found[0])]
+        return [psutil.Process(ids[0])]
     return []
 
 

@@ -14,32 +14,32 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from steelyard import files
-from steelyard.run import environment, load, messages, processes
+from steelyard.run import cpu_load, environment, messages, processes
 from steelyard.run.clock import now, sleep
 from steelyard.run.failure import Failure
 from steelyard.run.host import Host
 from steelyard.run.messages import (
-    MARK,
-    Bye,
+    MARK_VARIABLE,
+    ByeMessage,
     HostSpec,
-    Message,
-    Progress,
-    ProgressSaid,
-    RankSaid,
+    ProgressMessage,
+    ProtocolMessage,
+    RankFileMessage,
     Rendezvous,
-    Start,
-    Started,
-    TelemetryRows,
+    StartedMessage,
+    StartMessage,
+    TelemetryMessage,
     WorkerEnded,
+    WorkerProgress,
 )
 from steelyard.run.processes import RunFolder
-from steelyard.run.telemetry import Sampler
+from steelyard.run.telemetry import TelemetrySampler
 
 TAIL_BYTES = 4000
 STACK_BYTES = 32 << 10
 STACK_S = 2.0  # for workers to write their stacks
-STOPPED_S = 3.0  # a worker suspended for so long is not expected to resume
-LOOK_S = 1.0  # between two checks for suspended workers
+SUSPENDED_S = 3.0  # a worker suspended for so long is not expected to resume
+SUSPENSION_CHECK_S = 1.0  # between two checks for suspended workers
 SEND_S = 1.0  # between two readings that are sent
 
 
@@ -49,13 +49,13 @@ class WorkerProcess:
     def __init__(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """Start the thread that reads the process's output."""
         self.rank, self.process = rank, process
-        self.stopped_since: float | None = None
-        self.told = False  # whether its end or suspension was reported
+        self.suspended_since_s: float | None = None
+        self.end_reported = False  # whether its end or suspension was reported
         self._tail: deque[bytes] = deque()
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _read_output(self) -> None:
         """Read the output until it ends, and keep the last `TAIL_BYTES`."""
         if self.process.stdout is None:
             return
@@ -66,63 +66,65 @@ class WorkerProcess:
             while size - len(self._tail[0]) >= TAIL_BYTES:
                 size -= len(self._tail.popleft())
 
-    def tail(self) -> str:
+    def read_tail(self) -> str:
         """Return the last `TAIL_BYTES` of its stdout and stderr as text. Waits at most 0.5 s for
         the reader, because a child of the worker may hold the pipe open.
         """
         self._reader.join(0.5)
         return b"".join(tuple(self._tail))[-TAIL_BYTES:].decode("utf-8", "replace")
 
-    def stopped(self) -> bool:
+    def is_suspended(self) -> bool:
         """Return whether a signal has suspended the worker for at least `SUSPENDED_S` seconds, as
         far as repeated calls have seen.
         """
-        if not processes.stopped(self.process.pid):
-            self.stopped_since = None
+        if not processes.is_suspended(self.process.pid):
+            self.suspended_since_s = None
             return False
-        self.stopped_since = self.stopped_since if self.stopped_since is not None else now()
-        return now() - self.stopped_since >= STOPPED_S
+        self.suspended_since_s = (
+            self.suspended_since_s if self.suspended_since_s is not None else now()
+        )
+        return now() - self.suspended_since_s >= SUSPENDED_S
 
 
-class Ranks:
+class HostRanks:
     """The workers of this host, and what is sampled while they run.
 
     Creating it makes the run's private folder and starts telemetry, before there is a worker.
     """
 
-    def __init__(self, host: Host, start: Start) -> None:
+    def __init__(self, host: Host, start: StartMessage) -> None:
         """Start telemetry, create the run's private folder and note the OOM kills so far; start no
         worker.
         """
         self._host, self._start, self._token = host, start, start.token
-        self._sampler, self._load = (
-            Sampler(host.sources(), start.origin_s),
-            load.Reader(start.token),
+        self._sampler, self._load_reader = (
+            TelemetrySampler(host.make_telemetry_sources(), start.origin_s),
+            cpu_load.CpuLoadReader(start.token),
         )
         self._sampler.start()
         self._sent_s = 0.0
-        self._private = RunFolder(host.asked.mark)
-        self._folder = self._private.path
+        self._run_folder = RunFolder(host.open_message.mark)
+        self._folder = self._run_folder.path
         self._workers: list[WorkerProcess] = []
-        self._seen: dict[str, int] = {}  # file name → its last modification time seen
-        self._looked_s = now()
-        self._killed = load.oom_kills()  # count before this run
+        self._modified_ns: dict[str, int] = {}  # file name → its last modification time seen
+        self._suspension_checked_s = now()
+        self._oom_kills_before = cpu_load.count_oom_kills()  # count before this run
 
-    def start(self) -> Iterator[Message]:
+    def start(self) -> Iterator[ProtocolMessage]:
         """Clean up after dead runs, write the spec file and start the workers; yield a reading of
         the CPU load first, and the process ids last.
         """
-        yield self._load.read(now() - self._start.origin_s)
-        processes.sweep_dead()
-        start, host, path = self._start, self._host, self._folder / messages.SPEC
-        meet = self._rendezvous()
-        here = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=meet)
-        path.write_text(json.dumps({"run": start.run, "host": here.model_dump(mode="json")}))
+        yield self._load_reader.read(now() - self._start.origin_s)
+        processes.sweep_dead_runs()
+        start, host, path = self._start, self._host, self._folder / messages.SPEC_FILE
+        rendezvous = self._make_rendezvous()
+        host_spec = HostSpec(folder=self._folder, origin_s=start.origin_s, rendezvous=rendezvous)
+        path.write_text(json.dumps({"run": start.run, "host": host_spec.model_dump(mode="json")}))
         variables = {
-            **environment.cache_variables_within(self._folder),
-            **self._threads(),
-            **host.variables(),
-            MARK: host.asked.mark,
+            **environment.name_run_cache_folders(self._folder),
+            **self._make_thread_variables(),
+            **host.make_worker_environment(),
+            MARK_VARIABLE: host.open_message.mark,
             "WORLD_SIZE": str(start.world),
         }
         for local_rank in range(start.workers):
@@ -135,192 +137,200 @@ class Ranks:
                 env={**variables, "RANK": str(rank), "LOCAL_RANK": str(local_rank)},
                 start_new_session=True,
                 pass_fds=(
-                    [meet.listen_fd]
-                    if meet is not None and meet.listen_fd is not None and rank == 0
+                    [rendezvous.listen_fd]
+                    if rendezvous is not None and rendezvous.listen_fd is not None and rank == 0
                     else []
                 ),
             )
             self._workers.append(WorkerProcess(rank, process))
-        if host.listening is not None:
-            host.listening.close()
-        pids = [one.process.pid for one in self._workers]
+        if host.listener is not None:
+            host.listener.close()
+        pids = [worker.process.pid for worker in self._workers]
         self._sampler.watch(tuple(pids))
-        self._load.watch(tuple(pids))
-        yield Started(token=self._token, pids=pids)
+        self._load_reader.watch(tuple(pids))
+        yield StartedMessage(token=self._token, pids=pids)
 
-    def _threads(self) -> dict[str, str]:
+    def _make_thread_variables(self) -> dict[str, str]:
         """Return OMP_NUM_THREADS for the workers, an equal share of the host's cores for each
         device; empty for one device. Otherwise each rank would use all cores.
         """
-        ranks = self._host.asked.devices
+        ranks = self._host.open_message.devices
         return (
             {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         )
 
-    def _rendezvous(self) -> Rendezvous | None:
+    def _make_rendezvous(self) -> Rendezvous | None:
         """Return where the ranks meet: None for a single rank, a file on one host, else rank 0's
         address.
 
         On rank 0's host, connections that other hosts opened to test the address are closed first.
         """
-        start, listening = self._start, self._host.listening
+        start, listener = self._start, self._host.listener
         if start.world == 1:
             return None
-        if start.address is None or listening is None:
-            return Rendezvous(file=self._folder / messages.STORE)
+        if start.address is None or listener is None:
+            return Rendezvous(file=self._folder / messages.STORE_FILE)
         if start.first_rank:
             return Rendezvous(address=start.address, port=start.port)
-        listening.setblocking(False)
+        listener.setblocking(False)
         with suppress(BlockingIOError):  # connections by which other hosts tested the address
             while True:
-                listening.accept()[0].close()
-        return Rendezvous(address=start.address, port=start.port, listen_fd=listening.fileno())
+                listener.accept()[0].close()
+        return Rendezvous(address=start.address, port=start.port, listen_fd=listener.fileno())
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether every worker has exited."""
-        return all(one.process.poll() is not None for one in self._workers)
+        return all(worker.process.poll() is not None for worker in self._workers)
 
-    def news(self) -> Iterator[Message]:
+    def read_news(self) -> Iterator[ProtocolMessage]:
         """Yield messages on what is new since the last call: progress, rank files and exits and,
         once a second, telemetry and CPU load.
         """
-        yield from self._rank_news()
+        yield from self._read_rank_news()
         if now() - self._sent_s > SEND_S:
-            yield from self._readings()
+            yield from self._read_sensors()
 
-    def _readings(self) -> Iterator[Message]:
+    def _read_sensors(self) -> Iterator[ProtocolMessage]:
         """Yield the new telemetry of every device, and the CPU load of the host."""
         self._sent_s = now()
-        period_s, rows = self._sampler.take()
+        period_s, rows = self._sampler.take_new_rows()
         for source, columns in zip(self._sampler.sources, rows, strict=True):
             if columns:
-                yield TelemetryRows(
+                yield TelemetryMessage(
                     token=self._token,
                     device=source.device,
                     period_s=period_s,
                     severity=self._host.severity,
                     columns=columns,
                 )
-        yield self._load.read(now() - self._start.origin_s)
+        yield self._load_reader.read(now() - self._start.origin_s)
 
-    def _rank_news(self) -> Iterator[Message]:
+    def _read_rank_news(self) -> Iterator[ProtocolMessage]:
         """Yield new progress and rank files, and which workers ended or are suspended; each
         worker's end is reported once.
         """
-        if self._changed(messages.PROGRESS):
-            yield self._progress()
-        ended = [one for one in self._workers if not one.told and one.process.poll() is not None]
-        for one in self._workers:
-            if self._changed(messages.rank_name(one.rank)):
-                yield self._rank_file(one.rank)
-        for one in ended:
-            one.told = True
-            yield self._exit(one)
-        if now() - self._looked_s > LOOK_S:
-            self._looked_s = now()
-            for one in self._workers:
-                if not one.told and one.stopped():
-                    one.told = True
-                    yield self._exit(one, suspended=True)
+        if self._has_changed(messages.PROGRESS_FILE):
+            yield self._read_progress()
+        ended = [
+            worker
+            for worker in self._workers
+            if not worker.end_reported and worker.process.poll() is not None
+        ]
+        for worker in self._workers:
+            if self._has_changed(messages.format_rank_file_name(worker.rank)):
+                yield self._read_rank_file(worker.rank)
+        for worker in ended:
+            worker.end_reported = True
+            yield self._make_worker_ended(worker)
+        if now() - self._suspension_checked_s > SUSPENSION_CHECK_S:
+            self._suspension_checked_s = now()
+            for worker in self._workers:
+                if not worker.end_reported and worker.is_suspended():
+                    worker.end_reported = True
+                    yield self._make_worker_ended(worker, suspended=True)
 
-    def _progress(self) -> ProgressSaid:
+    def _read_progress(self) -> ProgressMessage:
         """Return the content of the progress file as a message; one that cannot be read is a sign
         of life too, and gives the phase `unreadable progress`.
         """
         try:
-            said = Progress.model_validate_json(
-                self._read(messages.PROGRESS, messages.PROGRESS_BYTES)
+            progress = WorkerProgress.model_validate_json(
+                self._read_worker_file(messages.PROGRESS_FILE, messages.MAX_PROGRESS_BYTES)
             )
         except (OSError, ValueError):  # a ValidationError is a ValueError
-            said = Progress(phase="unreadable progress", done=0, total=0)
-        return ProgressSaid(token=self._token, **said.model_dump())
+            progress = WorkerProgress(phase="unreadable progress", done=0, total=0)
+        return ProgressMessage(token=self._token, **progress.model_dump())
 
-    def _rank_file(self, rank: int) -> RankSaid:
+    def _read_rank_file(self, rank: int) -> RankFileMessage:
         """Return the message with the text of a rank file, or with the reason why it cannot be
         read.
         """
         try:
-            text = self._read(messages.rank_name(rank), messages.RANK_BYTES).decode("utf-8")
+            text = self._read_worker_file(
+                messages.format_rank_file_name(rank), messages.MAX_RANK_FILE_BYTES
+            ).decode("utf-8")
         except (OSError, ValueError) as error:
-            return messages.rank(self._token, rank, "", str(error))
-        return messages.rank(self._token, rank, text)
+            return messages.make_rank_file_message(self._token, rank, "", str(error))
+        return messages.make_rank_file_message(self._token, rank, text)
 
-    def _read(self, name: str, most_bytes: int) -> bytes:
+    def _read_worker_file(self, name: str, max_bytes: int) -> bytes:
         """Read a file that a worker wrote. Raise OSError if it cannot be read, ValueError if it is
         larger than `max_bytes`.
         """
         try:
-            return files.read(self._folder / name, most_bytes, unpack=False)
+            return files.read_file(self._folder / name, max_bytes, unpack=False)
         except files.TooLargeError as error:
             raise ValueError(f"it is {error}") from error
 
-    def _exit(self, one: WorkerProcess, suspended: bool = False) -> WorkerEnded:
+    def _make_worker_ended(self, worker: WorkerProcess, suspended: bool = False) -> WorkerEnded:
         """Return the message that a worker ended or is suspended, with its exit code and the
         processes that the kernel has killed for lack of memory since the run began.
         """
-        time_s, killed = now() - self._start.origin_s, load.oom_kills()
+        time_s, oom_kills = now() - self._start.origin_s, cpu_load.count_oom_kills()
         return WorkerEnded(
             token=self._token,
-            rank=one.rank,
-            code=one.process.returncode,
+            rank=worker.rank,
+            code=worker.process.returncode,
             time_s=time_s,
             suspended=suspended,
-            oom_kills=None if killed is None or self._killed is None else killed - self._killed,
+            oom_kills=None
+            if oom_kills is None or self._oom_kills_before is None
+            else oom_kills - self._oom_kills_before,
         )
 
-    def _changed(self, name: str) -> bool:
+    def _has_changed(self, name: str) -> bool:
         """Return whether a file of the run's folder is new or was modified since the last call for
         it; False if it does not exist.
         """
         try:
-            at = (self._folder / name).stat().st_mtime_ns
+            modified_ns = (self._folder / name).stat().st_mtime_ns
         except FileNotFoundError:
             return False
-        before, self._seen[name] = self._seen.get(name), at
-        return before != at
+        before, self._modified_ns[name] = self._modified_ns.get(name), modified_ns
+        return before != modified_ns
 
-    def _stacks(self) -> dict[int, str]:
+    def _collect_stacks(self) -> dict[int, str]:
         """Send SIGUSR1 to all live workers, on which they write their stack traces, wait up to
         `STACK_S` seconds, and return the traces by rank, or a text that a worker did not answer.
         """
-        asked = [one for one in self._workers if one.process.poll() is None]
-        for one in asked:
-            one.process.send_signal(signal.SIGUSR1)
+        running = [worker for worker in self._workers if worker.process.poll() is None]
+        for worker in running:
+            worker.process.send_signal(signal.SIGUSR1)
         end_s = now() + STACK_S
-        while now() < end_s and not all(map(self._stack, asked)):
+        while now() < end_s and not all(map(self._read_stack, running)):
             sleep(processes.POLL_S)
         sleep(processes.POLL_S)  # for the last lines of the last worker
-        return {one.rank: self._stack(one) or "it did not answer" for one in asked}
+        return {worker.rank: self._read_stack(worker) or "it did not answer" for worker in running}
 
-    def _stack(self, one: WorkerProcess) -> str:
+    def _read_stack(self, worker: WorkerProcess) -> str:
         """Return the stack traces that a worker has written, at most `STACK_BYTES` characters;
         empty if there are none.
         """
         with suppress(FileNotFoundError):
-            return (self._folder / messages.stack_name(one.rank)).read_text("utf-8", "replace")[
-                :STACK_BYTES
-            ]
+            return (self._folder / messages.format_stack_file_name(worker.rank)).read_text(
+                "utf-8", "replace"
+            )[:STACK_BYTES]
         return ""
 
-    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[Message]:
+    def finish(self, failure: Failure | None, with_stacks: bool) -> Iterator[ProtocolMessage]:
         """End the workers and all processes they started, yield what they left and last the `bye`
         message with `failure`, then delete the run's folder.
 
         `with_stacks`: collect stack traces before ending them.
         """
-        stacks = self._stacks() if with_stacks else {}
-        mark = self._host.asked.mark
-        ended = processes.end(lambda: processes.family(mark, os.getpid()))
+        stacks = self._collect_stacks() if with_stacks else {}
+        mark = self._host.open_message.mark
+        ended = processes.end_processes(lambda: processes.find_run_processes(mark, os.getpid()))
         self._sampler.stop()
-        yield from self._rank_news()
-        yield from self._readings()
-        yield Bye(
+        yield from self._read_rank_news()
+        yield from self._read_sensors()
+        yield ByeMessage(
             token=self._token,
-            exits={one.rank: one.process.poll() for one in self._workers},
-            stderr_tails={one.rank: one.tail() for one in self._workers},
+            exits={worker.rank: worker.process.poll() for worker in self._workers},
+            stderr_tails={worker.rank: worker.read_tail() for worker in self._workers},
             stacks=stacks,
             ended=ended,
             failure=failure,
         )
-        self._private.remove()
+        self._run_folder.remove()

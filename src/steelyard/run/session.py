@@ -12,31 +12,31 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from steelyard.errors import MORE_MEMORY, OUT_OF_MEMORY_LINE, RequestError
+from steelyard.errors import MORE_MEMORY_HINT, OUT_OF_MEMORY_LINE, RequestError
 from steelyard.run import connection, launch, messages, preflight, processes
-from steelyard.run.boundary import read_rank
 from steelyard.run.clock import PINGS, now
 from steelyard.run.connection import Connection
+from steelyard.run.cpu_load import LoadReadings
 from steelyard.run.failure import Failure, RankResults, find_failure
 from steelyard.run.launch import Allocation, Launcher
-from steelyard.run.load import LoadReadings
 from steelyard.run.messages import (
-    Bye,
-    Hello,
-    LoadSaid,
-    Open,
-    Pong,
-    ProgressSaid,
-    RankSaid,
-    Reach,
-    Reached,
-    Start,
-    Stop,
-    Sweep,
+    ByeMessage,
+    HelloMessage,
+    LoadMessage,
+    OpenMessage,
+    PongMessage,
+    ProgressMessage,
+    RankFileMessage,
+    ReachedMessage,
+    ReachMessage,
+    StartMessage,
+    StopMessage,
+    SweepMessage,
     WorkerEnded,
 )
 from steelyard.run.site import Site
 from steelyard.run.telemetry import DeviceReadings
+from steelyard.run.worker_files import parse_rank_file
 
 POLL_S = 0.05
 # for `hello` of every host; a first import over a network file system is slow
@@ -59,7 +59,7 @@ class PhaseProgress:
     elapsed_s: float
 
 
-Watch = Callable[[PhaseProgress], None]
+ProgressCallback = Callable[[PhaseProgress], None]
 
 
 class Session:
@@ -76,30 +76,32 @@ class Session:
         start nothing. Raises RequestError if there are not enough hosts.
         """
         self.launcher, self.site = launcher, site
-        self._watch: Watch | None = None
-        self.hosts = launch.hosts(launcher, site, nodes, allocation)
-        self.token = messages.token()
+        self._progress_callback: ProgressCallback | None = None
+        self.hosts = launch.choose_hosts(launcher, site, nodes, allocation)
+        self.token = messages.make_token()
         self._mark = hashlib.sha256(self.token.encode()).hexdigest()[:16]
         self.commands = {host: launcher.command(site, host, allocation) for host in self.hosts}
         self.results = RankResults()
         self.telemetry: dict[tuple[str, str], DeviceReadings] = {}  # by host and device
-        self.load: dict[str, LoadReadings] = {}  # by host
+        self.load_readings: dict[str, LoadReadings] = {}  # by host
         self.progress: PhaseProgress | None = None
         self.connections: list[Connection] = []
-        self.spawned_s = self.started_s = now()  # replaced when agents and workers are started
+        self.agents_started_s = self.workers_started_s = (
+            now()
+        )  # replaced when agents and workers are started
         self._inbox: queue.SimpleQueue[tuple[Connection, Any]] = queue.SimpleQueue()
         self._stopping = False
-        self._begun_s = self._awake_s = self._phase_s = self._progress_s = now()
+        self._created_s = self._last_listen_s = self._phase_s = self._progress_s = now()
 
-    def lead(
+    def run_to_end(
         self,
-        prepare: Callable[[], Start],
+        prepare: Callable[[], StartMessage],
         origin_s: float,
         hang_s: float,
         limit_s: float | None,
-        watch: Watch | None,
-        undisturbed: ExitStack,
-        begun: Callable[[], bool] = lambda: False,
+        show_progress: ProgressCallback | None,
+        interrupt_guard: ExitStack,
+        has_begun: Callable[[], bool] = lambda: False,
     ) -> Failure | None:
         """Run from the first agent to the end of the last, and return why the run failed, or None.
 
@@ -113,64 +115,66 @@ class Session:
         longest that workers may take. Times in seconds; `origin_s` is the start of the run on the
         parent's clock.
         """
-        self._watch = watch
-        start: Start | None = None
+        self._progress_callback = show_progress
+        start: StartMessage | None = None
         failure: Failure | None = None
         try:
             start = prepare()
-            failure = self._follow(start, origin_s, hang_s, limit_s)
+            failure = self._start_and_wait(start, origin_s, hang_s, limit_s)
         except KeyboardInterrupt as error:
-            if start is None and not begun():
+            if start is None and not has_begun():
                 raise
             where = "" if self.progress is None else f", in phase {self.progress.phase!r}"
             failure = Failure("interrupted", f"interrupted by {str(error) or 'the user'}{where}")
         finally:
-            undisturbed.enter_context(processes.ignore_interrupts())
-            self.stop()
+            interrupt_guard.enter_context(processes.ignore_interrupts())
+            self.stop_agents()
         if failure is None and start is not None:
             workers = start.workers
             failure = find_failure(
-                self.results, start.world, lambda rank: self._name(rank, workers)
+                self.results, start.world, lambda rank: self._format_rank(rank, workers)
             )
-        if not self.results.tail(None if failure is None else failure.rank):
+        if not self.results.get_stderr_tail(None if failure is None else failure.rank):
             self.results.agent_output = "\n".join(
-                filter(None, (one.said() for one in self.connections))
+                filter(
+                    None, (host_connection.read_output() for host_connection in self.connections)
+                )
             )
         return failure
 
-    def _follow(
-        self, start: Start, origin_s: float, hang_s: float, limit_s: float | None
+    def _start_and_wait(
+        self, start: StartMessage, origin_s: float, hang_s: float, limit_s: float | None
     ) -> Failure | None:
         """Start the ranks on every host and wait until all have ended or something is wrong; return
         what, or None. Stack traces are collected if the run hangs.
         """
         first = self.connections[0].hello
-        self.started_s = self._progress_s = self._phase_s = now()
-        for index, one in enumerate(self.connections):
-            own = {
+        self.workers_started_s = self._progress_s = self._phase_s = now()
+        for index, host_connection in enumerate(self.connections):
+            host_fields = {
                 "token": self.token,
                 "first_rank": index * start.workers,
-                "origin_s": origin_s + one.clock.offset_s,
+                "origin_s": origin_s + host_connection.clock.offset_s,
                 "address": first.address if first is not None else None,
                 "port": first.port if first is not None else None,
             }
-            one.send(start.model_copy(update=own))
-        failure = self._wait(hang_s, limit_s)
+            host_connection.send(start.model_copy(update=host_fields))
+        failure = self._wait_for_end(hang_s, limit_s)
         if failure is not None and failure.code == "hang":
-            self.stop(stacks=True)
+            self.stop_agents(with_stacks=True)
         return failure
 
-    def _name(self, rank: int, workers: int) -> str:
+    def _format_rank(self, rank: int, ranks_per_host: int) -> str:
         """Return a rank's name for messages, with its host if there are several; `ranks_per_host`
         is the number of ranks per host.
         """
         return (
             f"rank {rank}"
             if len(self.hosts) == 1
-            else f"rank {rank} on {self.hosts[rank // workers]}"
+            else f"rank {rank} on {self.hosts[rank // ranks_per_host]}"
         )
 
-    def open(self, asked: Open) -> dict[str, Hello]:
+    def connect_hosts(self, open_message: OpenMessage) -> dict[str, HelloMessage]:
         """Start an agent on every host, send it `open_message` with the host's own token, mark and
         peer, wait for its `hello`, compare clocks by several pings, and return the `hello` messages
         by host name.
@@ -178,7 +182,7 @@ class Session:
         Raises RequestError if an agent cannot be started, ends, or does not answer within `OPEN_S`
         seconds.
         """
-        self.spawned_s = now()
+        self.agents_started_s = now()
         for index, host in enumerate(self.hosts):
             # One mark per host: two names may lead to one machine, or to hosts that see each
             # other's processes and temporary files.
@@ -192,228 +196,250 @@ class Session:
                 why = getattr(error, "strerror", None) or error
                 raise RequestError(f"{self.commands[host][0]} cannot be started: {why}") from error
         several = len(self.hosts) > 1
-        for index, one in enumerate(self.connections):
+        for index, host_connection in enumerate(self.connections):
             peer = self.hosts[1 if index == 0 else 0].rpartition("@")[2] if several else None
-            one.send(asked.model_copy(update={"token": self.token, "peer": peer, "mark": one.mark}))
-        self._until(
-            lambda: all(one.hello is not None for one in self.connections), OPEN_S, "no hello"
+            host_connection.send(
+                open_message.model_copy(
+                    update={"token": self.token, "peer": peer, "mark": host_connection.mark}
+                )
+            )
+        self._listen_until(
+            lambda: all(host_connection.hello is not None for host_connection in self.connections),
+            OPEN_S,
+            "no hello",
         )
         for _ in range(PINGS):
-            for one in self.connections:
-                one.ping(at_once=True)
-            self._until(
-                lambda: all(one.pongs >= one.pings for one in self.connections),
+            for host_connection in self.connections:
+                host_connection.ping(immediately=True)
+            self._listen_until(
+                lambda: all(
+                    host_connection.pongs >= host_connection.pings
+                    for host_connection in self.connections
+                ),
                 OPEN_S,
                 "no answer to a ping",
             )
-        self.started_s = now()  # for the draft of the record; set again when workers start
-        return {one.name: one.hello for one in self.connections if one.hello is not None}
+        self.workers_started_s = now()  # for the draft of the record; set again when workers start
+        return {
+            host_connection.name: host_connection.hello
+            for host_connection in self.connections
+            if host_connection.hello is not None
+        }
 
-    def reach(self, address: str, port: int) -> None:
+    def check_reachable(self, address: str, port: int) -> None:
         """Ask every host but the first whether it can connect to the address where rank 0 will be;
         raise RequestError if one cannot or does not answer.
         """
         others = self.connections[1:]
-        for one in others:
-            one.send(Reach(token=self.token, address=address, port=port))
-        self._until(
-            lambda: all(one.reached is not None for one in others),
+        for host_connection in others:
+            host_connection.send(ReachMessage(token=self.token, address=address, port=port))
+        self._listen_until(
+            lambda: all(host_connection.reached is not None for host_connection in others),
             REACH_S,
             f"no word on whether it reaches {address}",
         )
-        for one in others:
-            if one.reached is not None and one.reached.problem is not None:
+        for host_connection in others:
+            if host_connection.reached is not None and host_connection.reached.problem is not None:
                 raise RequestError(
-                    f"host {one.name} does not reach {self.hosts[0]} at {address}:"
-                    f" {one.reached.problem}; name an interface that hosts share in the site file"
+                    f"host {host_connection.name} does not reach {self.hosts[0]} at {address}:"
+                    f" {host_connection.reached.problem}; name an interface that hosts share in the site file"
                 )
 
-    def _until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+    def _listen_until(self, is_done: Callable[[], bool], limit_s: float, missing_text: str) -> None:
         """Receive messages until `is_done` returns True; raise RequestError if an agent ends, or
         after `limit_s` seconds. `missing_text` says in the message what did not come.
         """
         end_s = now() + limit_s
-        while not done():
-            self._listen()
-            self._show()
-            for one in self.connections:
-                if one.closed or one.bye is not None:
-                    said = (
-                        one.bye.failure.text
-                        if one.bye is not None and one.bye.failure is not None
-                        else one.said()
+        while not is_done():
+            self._receive_messages()
+            self._show_progress()
+            for host_connection in self.connections:
+                if host_connection.disconnected or host_connection.bye is not None:
+                    output = (
+                        host_connection.bye.failure.text
+                        if host_connection.bye is not None
+                        and host_connection.bye.failure is not None
+                        else host_connection.read_output()
                     )
-                    python = self.site.python_on(one.name)
+                    python = self.site.choose_python(host_connection.name)
                     raise RequestError(
-                        preflight.not_started(
-                            one.name, python, self.commands[one.name], one.exit_code(), said
+                        preflight.explain_agent_not_started(
+                            host_connection.name,
+                            python,
+                            self.commands[host_connection.name],
+                            host_connection.wait_for_exit_code(),
+                            output,
                         )
                     )
                 if now() > end_s:
                     late = [c for c in self.connections if c.hello is None] or self.connections
-                    raise RequestError(f"host {late[0].name}: {what} for {limit_s:.0f} s")
+                    raise RequestError(f"host {late[0].name}: {missing_text} for {limit_s:.0f} s")
 
-    def _wait(self, hang_s: float, limit_s: float | None) -> Failure | None:
+    def _wait_for_end(self, hang_s: float, limit_s: float | None) -> Failure | None:
         """Wait until every agent has said bye, or something is wrong, and return what; return None
         if a rank failed, because its rank file and exit code tell why.
         """
-        begun, failed = now(), None
-        asked: list[tuple[Connection, int]] = []
+        begin_s, failed_s = now(), None
+        pinged: list[tuple[Connection, int]] = []
         while not all(one.bye is not None for one in self.connections):
-            self._listen()
-            self._show()
-            wrong = self._lost() or self._late(begun, hang_s, limit_s)
-            if wrong is not None:
-                return wrong
-            if failed is None and any(
+            self._receive_messages()
+            self._show_progress()
+            failure = self._find_lost_host() or self._find_timeout(begin_s, hang_s, limit_s)
+            if failure is not None:
+                return failure
+            if failed_s is None and any(
                 one.suspended or one.code for one in self.results.exits.values()
             ):
-                failed, asked = now(), self._ask()
+                failed_s, pinged = now(), self._ping_all()
             # A rank also fails when the host of another is lost, which does not answer and is the
             # cause.
-            answered = all(one.bye is not None or one.pongs >= pings for one, pings in asked)
-            if failed is not None and now() - failed > SETTLE_S and answered:
+            answered = all(one.bye is not None or one.pongs >= pings for one, pings in pinged)
+            if failed_s is not None and now() - failed_s > SETTLE_S and answered:
                 return None
-        return self._lost()
+        return self._find_lost_host()
 
-    def _show(self) -> None:
+    def _show_progress(self) -> None:
         """Call the progress callback, if there is one, with the last progress and the time in its
         phase.
         """
-        if self._watch is None:
+        if self._progress_callback is None:
             return
         if self.progress is None:
-            self._watch(PhaseProgress(STARTING, 0, 0, now() - self._begun_s))
+            self._progress_callback(PhaseProgress(STARTING, 0, 0, now() - self._created_s))
         else:
-            self._watch(replace(self.progress, elapsed_s=now() - self._phase_s))
+            self._progress_callback(replace(self.progress, elapsed_s=now() - self._phase_s))
 
-    def _ask(self) -> list[tuple[Connection, int]]:
+    def _ping_all(self) -> list[tuple[Connection, int]]:
         """Ping every host now, and return each connection with the number of answers that it will
         have given when it answers this ping.
         """
-        for one in self.connections:
-            one.ping(at_once=True)
-        return [(one, one.pings) for one in self.connections]
+        for host_connection in self.connections:
+            host_connection.ping(immediately=True)
+        return [(host_connection, host_connection.pings) for host_connection in self.connections]
 
-    def _listen(self) -> None:
+    def _receive_messages(self) -> None:
         """Send heartbeats that are due, and handle all messages that have arrived, or wait a moment
         for one.
 
         If this process itself was suspended for more than `STALLED_S`, no host counts as silent for
         that time.
         """
-        if now() - self._awake_s > STALLED_S:
-            for one in self.connections:
-                one.heard_s = now()
-        self._awake_s = now()
-        for one in self.connections:
-            if one.bye is None and not one.closed:
-                one.ping()
+        if now() - self._last_listen_s > STALLED_S:
+            for host_connection in self.connections:
+                host_connection.heard_s = now()
+        self._last_listen_s = now()
+        for host_connection in self.connections:
+            if host_connection.bye is None and not host_connection.disconnected:
+                host_connection.ping()
         try:
-            one, message = self._inbox.get(timeout=POLL_S)
+            host_connection, message = self._inbox.get(timeout=POLL_S)
         except queue.Empty:
             return
         while True:
-            self._take(one, message)
+            self._handle_message(host_connection, message)
             try:
-                one, message = self._inbox.get_nowait()
+                host_connection, message = self._inbox.get_nowait()
             except queue.Empty:
                 return
 
-    def _take(self, one: Connection, message: Any) -> None:
+    def _handle_message(self, host_connection: Connection, message: Any) -> None:
         """Store one message of an agent in the connection or in the session's results; None says
         that the agent's output has ended. Exits after the session began to stop are not stored.
         """
         match message:
             case None:
-                one.closed = True
-            case Hello():
-                one.hello = message
-            case Reached():
-                one.reached = message
-            case Pong():
-                one.pongs += 1
-            case Bye():
-                one.bye = message
+                host_connection.disconnected = True
+            case HelloMessage():
+                host_connection.hello = message
+            case ReachedMessage():
+                host_connection.reached = message
+            case PongMessage():
+                host_connection.pongs += 1
+            case ByeMessage():
+                host_connection.bye = message
                 self.results.stderr_tails |= message.stderr_tails
                 self.results.stacks |= message.stacks
-            case ProgressSaid():
+            case ProgressMessage():
                 self._progress_s = now()
                 if self.progress is None or self.progress.phase != message.phase:
                     self._phase_s = self._progress_s
                 self.progress = PhaseProgress(message.phase, message.done, message.total, 0.0)
-            case messages.TelemetryRows():
-                name = (one.name, message.device)
-                kept = self.telemetry.setdefault(
-                    name, DeviceReadings(one.name, message.device, message.severity)
+            case messages.TelemetryMessage():
+                device_key = (host_connection.name, message.device)
+                readings = self.telemetry.setdefault(
+                    device_key,
+                    DeviceReadings(host_connection.name, message.device, message.severity),
                 )
-                kept.add(message.period_s, message.columns)
-            case LoadSaid():
-                self.load.setdefault(one.name, LoadReadings()).add(message)
-            case RankSaid():
-                self._rank(message)
+                readings.add(message.period_s, message.columns)
+            case LoadMessage():
+                self.load_readings.setdefault(host_connection.name, LoadReadings()).add(message)
+            case RankFileMessage():
+                self._store_rank_file(message)
             case WorkerEnded() if not self._stopping:
                 self.results.exits[message.rank] = message
 
-    def _rank(self, said: RankSaid) -> None:
+    def _store_rank_file(self, message: RankFileMessage) -> None:
         """Store a rank file, or why it cannot be read; then the rank's earlier file stays."""
-        self.results.unreadable.pop(said.rank, None)
+        self.results.unreadable.pop(message.rank, None)
         try:
-            if said.problem is not None or not messages.whole(said):
-                raise ValueError(said.problem or "it did not arrive as it was sent")
-            self.results.rank_files[said.rank] = read_rank(said.text, said.rank)
+            if message.problem is not None or not messages.is_intact(message):
+                raise ValueError(message.problem or "it did not arrive as it was sent")
+            self.results.rank_files[message.rank] = parse_rank_file(message.text, message.rank)
         except ValueError as error:
-            self.results.unreadable[said.rank] = str(error)
+            self.results.unreadable[message.rank] = str(error)
 
-    def _lost(self) -> Failure | None:
+    def _find_lost_host(self) -> Failure | None:
         """Return the failure of the first host whose agent ended by itself, whose connection ended
         without a bye, or of which nothing was heard for `silence_s` seconds; else None.
         """
-        for one in self.connections:
-            if one.bye is not None and one.bye.failure is not None:
-                return replace(one.bye.failure, text=f"host {one.name}: {one.bye.failure.text}")
-            if one.bye is not None:
+        for host_connection in self.connections:
+            if host_connection.bye is not None and host_connection.bye.failure is not None:
+                return replace(
+                    host_connection.bye.failure,
+                    text=f"host {host_connection.name}: {host_connection.bye.failure.text}",
+                )
+            if host_connection.bye is not None:
                 continue
-            if one.closed:
-                code = one.exit_code()
-                why = one.said().splitlines()
-                told = f": {why[-1].strip()}" if why else ""
+            if host_connection.disconnected:
+                code = host_connection.wait_for_exit_code()
+                why = host_connection.read_output().splitlines()
+                last_line = f": {why[-1].strip()}" if why else ""
                 if why and OUT_OF_MEMORY_LINE.match(why[-1].strip()):
-                    text = f"its agent ran out of memory (exit code {code}){told}; {MORE_MEMORY}"
-                    return Failure("out_of_memory", f"host {one.name}: {text}")
+                    text = f"its agent ran out of memory (exit code {code}){last_line}; {MORE_MEMORY_HINT}"
+                    return Failure("out_of_memory", f"host {host_connection.name}: {text}")
                 if self.launcher.remote:
                     return Failure(
                         "connection_lost",
-                        f"host {one.name}: its connection ended (exit code {code}){told}",
+                        f"host {host_connection.name}: its connection ended (exit code {code}){last_line}",
                     )
                 return Failure(
                     "agent_killed",
-                    f"host {one.name}: its agent ended without a word (exit code {code}){told}",
+                    f"host {host_connection.name}: its agent ended without a word (exit code {code}){last_line}",
                 )
-            if now() - one.heard_s > self.site.silence_s:
+            if now() - host_connection.heard_s > self.site.silence_s:
                 return Failure(
                     "host_silent",
-                    f"host {one.name}: nothing was heard of it for {self.site.silence_s:g} s",
+                    f"host {host_connection.name}: nothing was heard of it for {self.site.silence_s:g} s",
                 )
         return None
 
-    def _late(self, begun: float, hang_s: float, limit_s: float | None) -> Failure | None:
+    def _find_timeout(self, begin_s: float, hang_s: float, limit_s: float | None) -> Failure | None:
         """Return the failure `hang` if workers have reported no progress for `hang_s` seconds,
         `time_limit` if more than `limit_s` have passed since `begin_s`, else None.
         """
-        where = self.progress.phase if self.progress is not None else "start"
+        phase = self.progress.phase if self.progress is not None else "start"
         if now() - self._progress_s > hang_s:
             return Failure(
-                "hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {where!r}"
+                "hang", f"nothing was heard of the workers for {hang_s:.12g} s, in phase {phase!r}"
             )
-        if limit_s is not None and now() - begun > limit_s:
+        if limit_s is not None and now() - begin_s > limit_s:
             return Failure(
                 "time_limit",
-                f"the run took longer than its limit of {limit_s:.12g} s, in phase {where!r}",
+                f"the run took longer than its limit of {limit_s:.12g} s, in phase {phase!r}",
             )
         return None
 
-    def stop(self, stacks: bool = False) -> None:
+    def stop_agents(self, with_stacks: bool = False) -> None:
         """Stop all agents and wait up to `STOP_S` seconds for their last messages; then end their
         processes, and clean up on hosts whose agent was lost. A second call does nothing.
 
@@ -422,34 +448,55 @@ class Session:
         if self._stopping:
             return
         self._stopping = True
-        for one in self.connections:
-            if one.bye is None:
-                one.send(Stop(token=self.token, stacks=stacks))
+        for host_connection in self.connections:
+            if host_connection.bye is None:
+                host_connection.send(StopMessage(token=self.token, stacks=with_stacks))
         end_s = now() + STOP_S
         while now() < end_s and any(
-            one.bye is None and not one.closed and now() - one.heard_s <= self.site.silence_s
-            for one in self.connections
+            host_connection.bye is None
+            and not host_connection.disconnected
+            and now() - host_connection.heard_s <= self.site.silence_s
+            for host_connection in self.connections
         ):
-            self._listen()
-        connection.close(self.connections)
+            self._receive_messages()
+        connection.close_connections(self.connections)
         while not self._inbox.empty():
-            self._take(*self._inbox.get())
-        self._sweep([one for one in self.connections if one.bye is None and one.hello is not None])
+            self._handle_message(*self._inbox.get())
+        self._sweep_lost_hosts(
+            [
+                host_connection
+                for host_connection in self.connections
+                if host_connection.bye is None and host_connection.hello is not None
+            ]
+        )
 
-    def _sweep(self, lost: list[Connection]) -> None:
+    def _sweep_lost_hosts(self, lost: list[Connection]) -> None:
         """Start new agents on the hosts of lost ones to end what those left, and wait up to
         `SWEEP_S` seconds. On a host that cannot be reached the old agent ends it all by itself, as
         it hears nothing of the parent.
         """
-        again = []
-        for one in lost:
+        sweepers = []
+        for host_connection in lost:
             with suppress(OSError):
-                again.append(
-                    Connection(one.name, self.commands[one.name], self.token, one.mark, self._inbox)
+                sweepers.append(
+                    Connection(
+                        host_connection.name,
+                        self.commands[host_connection.name],
+                        self.token,
+                        host_connection.mark,
+                        self._inbox,
+                    )
                 )
-        for one in again:
-            one.send(Sweep(token=self.token, mark=one.mark, environment=self.site.environment))
+        for host_connection in sweepers:
+            host_connection.send(
+                SweepMessage(
+                    token=self.token, mark=host_connection.mark, environment=self.site.environment
+                )
+            )
         end_s = now() + SWEEP_S
-        while now() < end_s and any(one.bye is None and not one.closed for one in again):
-            self._listen()
-        connection.close(again)
+        while now() < end_s and any(
+            host_connection.bye is None and not host_connection.disconnected
+            for host_connection in sweepers
+        ):
+            self._receive_messages()
+        connection.close_connections(sweepers)

@@ -17,9 +17,9 @@ from pydantic import Field, PrivateAttr, ValidationError, field_validator
 from steelyard import accelerators, files
 from steelyard.errors import RequestError
 from steelyard.run.messages import SILENCE_S
-from steelyard.schema import Frozen, first_problem
+from steelyard.schema import FrozenModel, describe_first_problem
 
-NAME = "site.toml"
+SITE_FILE = "site.toml"
 MAX_BYTES = 256 << 10  # 4,096 hosts of 60 characters
 
 TEMPORARY = "TMPDIR"  # the folder for temporary files, which belongs to no accelerator
@@ -33,11 +33,11 @@ def allowed_variables() -> frozenset[str]:
     """Return the names of the environment variables that a site file may set: those of tune.env, of
     networks, and TMPDIR. None of them names a program, a library or a plug-in to load.
     """
-    networks = accelerators.names(lambda row: row.site_variables)
-    return accelerators.tune_variables() | networks | {TEMPORARY}
+    networks = accelerators.collect_names(lambda row: row.site_variables)
+    return accelerators.list_tune_variables() | networks | {TEMPORARY}
 
 
-class HostSettings(Frozen):
+class HostSettings(FrozenModel):
     """Settings of one host that differ from the site's."""
 
     python: Line | None = Field(
@@ -48,7 +48,7 @@ class HostSettings(Frozen):
     )
 
 
-class SlurmSettings(Frozen):
+class SlurmSettings(FrozenModel):
     """Options with which Slurm is asked for an allocation."""
 
     partition: Line | None = None
@@ -60,7 +60,7 @@ class SlurmSettings(Frozen):
     )
 
 
-class Site(Frozen):
+class Site(FrozenModel):
     """The content of a site file; without a file, all defaults."""
 
     machine: Line | None = Field(None, description="what the firmware does not tell, for the page")
@@ -90,7 +90,7 @@ class Site(Frozen):
 
     @field_validator("environment")
     @classmethod
-    def _check_names(cls, environment: dict[str, str]) -> dict[str, str]:
+    def _check_variable_names(cls, environment: dict[str, str]) -> dict[str, str]:
         """Raise ValueError if a variable is not among those that a site file may set, with the
         nearest allowed name.
         """
@@ -106,40 +106,40 @@ class Site(Frozen):
                 )
         return environment
 
-    def about(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """Return what a record states of the site: machine, network and note as far as given, and
         name and SHA-256 of the file it was read from.
         """
         stated = {"machine": self.machine, "network": self.network, "note": self.note}
         return {key: value for key, value in stated.items() if value is not None} | self._file
 
-    def python_on(self, host: str) -> str:
+    def choose_python(self, host: str) -> str:
         """Return the Python that has steelyard on a host: the host's own setting, else the site's,
         else `python3`.
         """
         return self.host.get(host, HostSettings()).python or self.python or "python3"
 
-    def prologue_on(self, host: str) -> str | None:
+    def choose_prologue(self, host: str) -> str | None:
         """Return the shell lines to run before the agent on a host: the host's own, else the
         site's, else None.
         """
         return self.host.get(host, HostSettings()).prologue or self.prologue
 
 
-def find(named: Path | None) -> Path | None:
+def find_site_file(named_path: Path | None) -> Path | None:
     """Return the path of the file that the user named, unchecked, else that of the one in the
     user's configuration folder, else None.
 
     Raises RequestError if the configuration folder cannot be read, or if its file could have been
     written by another user.
     """
-    if named is not None:
-        return named
-    path = _own_path()
+    if named_path is not None:
+        return named_path
+    path = _find_user_site_path()
     if path is None:
         return None
     try:
-        places = {"its folder": path.parent.stat(), "it": path.stat()}
+        statuses = {"its folder": path.parent.stat(), "it": path.stat()}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -147,22 +147,22 @@ def find(named: Path | None) -> Path | None:
             f"the site file {str(path)!r} cannot be read: {error.strerror}; name one with --site, "
             "or set XDG_CONFIG_HOME to a folder of yours"
         ) from error
-    for what, status in places.items():
+    for subject, status in statuses.items():
         if status.st_uid not in (0, os.geteuid()):
             raise RequestError(
-                f"the site file {str(path)!r}: {what} belongs to user {status.st_uid}; "
+                f"the site file {str(path)!r}: {subject} belongs to user {status.st_uid}; "
                 "remove it, or name it with --site if you trust it"
             )
         if status.st_mode & 0o022:
-            where = path if what == "it" else path.parent
+            writable_path = path if subject == "it" else path.parent
             raise RequestError(
-                f"the site file {str(path)!r}: {what} can be written by other users; run: chmod"
-                f" go-w {str(where)!r}"
+                f"the site file {str(path)!r}: {subject} can be written by other users; run: chmod"
+                f" go-w {str(writable_path)!r}"
             )
     return path
 
 
-def _own_path() -> Path | None:
+def _find_user_site_path() -> Path | None:
     """Return where the user's own site file would be, or None if no home folder is known.
 
     A relative XDG_CONFIG_HOME is ignored, as its specification demands, and a relative HOME too:
@@ -174,33 +174,39 @@ def _own_path() -> Path | None:
             config = Path.home() / ".config"
         except RuntimeError:
             return None
-    return config / "steelyard" / NAME if config.is_absolute() else None
+    return config / "steelyard" / SITE_FILE if config.is_absolute() else None
 
 
-def unused(path: Path | None) -> Path | None:
+def find_unused_site_file(used_path: Path | None) -> Path | None:
     """Return the path of a site.toml in the working directory that is not the one in use
     (`used_path`), so that the user can be told; else None.
     """
-    here = Path(NAME)
+    local_path = Path(SITE_FILE)
     try:
-        return here if here.is_file() and (path is None or not here.samefile(path)) else None
+        return (
+            local_path
+            if local_path.is_file() and (used_path is None or not local_path.samefile(used_path))
+            else None
+        )
     except OSError:
         return None
 
 
-def read(path: Path | None) -> Site:
+def read_site(path: Path | None) -> Site:
     """Read and validate a site file; return an empty site for None. Raise RequestError if the file
     cannot be read or is not valid.
     """
     if path is None:
         return Site()
     try:
-        raw = files.read(path, MAX_BYTES, unpack=False)
+        raw = files.read_file(path, MAX_BYTES, unpack=False)
         site = Site.model_validate(files.parse_toml(raw))
     except ValidationError as error:
         unknown = error.errors()[0]["type"] == "extra_forbidden"
         allowed = f"; known keys: {', '.join(Site.model_fields)}" if unknown else ""
-        raise RequestError(f"--site {str(path)!r}: {first_problem(error)}{allowed}") from error
+        raise RequestError(
+            f"--site {str(path)!r}: {describe_first_problem(error)}{allowed}"
+        ) from error
     except OSError as error:
         raise RequestError(
             f"--site {str(path)!r} cannot be read: {error.strerror}; check the path"

@@ -10,17 +10,17 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from steelyard.accelerators.events import Clock
-from steelyard.accelerators.row import Reading, Source
-from steelyard.record.facts import Columns, Series
+from steelyard.accelerators.row import Reading, TelemetrySource
+from steelyard.record.run_facts import TelemetryColumns, TelemetrySeries
 from steelyard.run.clock import now
 
 PERIOD_S = 0.2
 MAX_ROWS = 4096
 
-Rows = dict[str, list[Any]]
+ReadingColumns = dict[str, list[Any]]
 
 
-class Sampler:
+class TelemetrySampler:
     """Samples all telemetry sources in a thread from `start`, before there is a worker, until
     `stop`; `take_new_rows` returns what is new.
 
@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(
         self,
-        sources: list[Source],
+        sources: list[TelemetrySource],
         origin_s: float,
         clock: Clock = now,
         period_s: float = PERIOD_S,
@@ -45,8 +45,8 @@ class Sampler:
         self._origin_s = origin_s
         self._clock = clock
         self._max_rows = max_rows
-        self._rows = 0
-        self._new: list[Rows] = [{} for _ in sources]
+        self._row_count = 0
+        self._new: list[ReadingColumns] = [{} for _ in sources]
         self._lock = Lock()
         self._ended = Event()
         self._error: Exception | None = None
@@ -54,7 +54,7 @@ class Sampler:
 
     def start(self) -> None:
         """Take a first, full sample in the caller's thread, then start the sampling thread."""
-        self._sample(whole=True)
+        self._sample(with_slow_columns=True)
         self._thread.start()
 
     def watch(self, pids: tuple[int, ...]) -> None:
@@ -69,9 +69,9 @@ class Sampler:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        self._sample(whole=True)
+        self._sample(with_slow_columns=True)
 
-    def take(self) -> tuple[float, list[Rows]]:
+    def take_new_rows(self) -> tuple[float, list[ReadingColumns]]:
         """Return the current period in seconds and, for each source, the rows since the last call,
         as columns; they are forgotten here.
         """
@@ -87,11 +87,14 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - a thread has no caller: `stop` raises it, whatever it is
             self._error = error
 
-    def _sample(self, whole: bool = False) -> None:
+    def _sample(self, with_slow_columns: bool = False) -> None:
         """Read every source once and append the rows; double the period when there are too many.
         `with_slow_columns`: also read the slow columns, which are None in most rows.
         """
-        reads = [one.whole if whole and one.whole is not None else one.read for one in self.sources]
+        reads = [
+            source.read_all if with_slow_columns and source.read_all is not None else source.read
+            for source in self.sources
+        ]
         rows: list[Reading] = [
             {"t_s": self._clock() - self._origin_s, **read(self._pids)} for read in reads
         ]
@@ -99,9 +102,9 @@ class Sampler:
             for row, columns in zip(rows, self._new, strict=True):
                 for name, value in row.items():
                     columns.setdefault(name, []).append(value)
-            self._rows += 1
-            if self._rows > self._max_rows:
-                self._rows = -(-self._rows // 2)
+            self._row_count += 1
+            if self._row_count > self._max_rows:
+                self._row_count = -(-self._row_count // 2)
                 self.period_s *= 2
 
 
@@ -112,9 +115,9 @@ class DeviceReadings:
         """Begin without readings; `severity` says how much each slowdown reason matters."""
         self.host, self.device, self.severity = host, device, severity
         self.period_s = 0.0
-        self.columns: Rows = {}
+        self.columns: ReadingColumns = {}
 
-    def add(self, period_s: float, columns: Rows) -> None:
+    def add(self, period_s: float, columns: ReadingColumns) -> None:
         """Append rows, given as columns; if their period is longer than before, drop every second
         row of all, these included, once for each doubling.
         """
@@ -122,35 +125,40 @@ class DeviceReadings:
             self.columns.setdefault(name, []).extend(values)
         before = self.period_s or period_s
         while before < period_s:
-            self.columns, before = halve(self.columns), 2 * before
+            self.columns, before = halve_rows(self.columns), 2 * before
         self.period_s = period_s
 
-    def series(self, shift: Callable[[float], float] = lambda t_s: t_s) -> Series:
+    def to_series(
+        self, to_parent_clock: Callable[[float], float] = lambda t_s: t_s
+    ) -> TelemetrySeries:
         """Return the readings as a record states them; `to_parent_clock` converts each time since
         the start of the run to the parent's clock.
         """
-        columns = {**self.columns, "t_s": [shift(t_s) for t_s in self.columns.get("t_s", [])]}
-        return Series(
+        columns = {
+            **self.columns,
+            "t_s": [to_parent_clock(t_s) for t_s in self.columns.get("t_s", [])],
+        }
+        return TelemetrySeries(
             device=self.device,
             host=self.host,
             period_s=self.period_s,
             baseline_processes=columns.get("processes", [None])[0],
             severity=self.severity,
-            columns=Columns(**columns),
+            columns=TelemetryColumns(**columns),
         )
 
 
-def _first(a: Any, b: Any) -> Any:
+def _keep_first(a: Any, b: Any) -> Any:
     """Return the value of the row that stays."""
     return a
 
 
-def _largest(a: Any, b: Any) -> Any:
+def _keep_largest(a: Any, b: Any) -> Any:
     """Return the larger of two values, of which either may be None; None if both are."""
     return max((value for value in (a, b) if value is not None), default=None)
 
 
-def _union(a: Any, b: Any) -> Any:
+def _merge_lists(a: Any, b: Any) -> Any:
     """Return the sorted union of two lists, of which either may be None."""
     return a if b is None else b if a is None else sorted({*a, *b})
 
@@ -158,19 +166,19 @@ def _union(a: Any, b: Any) -> Any:
 # How a dropped row is merged into the one before it: a peak, another run's process or a slowdown
 # must not vanish because a run is long. The share of samples with a reason is therefore an upper
 # bound once rows were dropped.
-_KEPT: dict[str, Callable[[Any, Any], Any]] = {
-    "memory_bytes": _largest,
-    "processes": _largest,
-    "reasons": _union,
+_MERGE_BY_COLUMN: dict[str, Callable[[Any, Any], Any]] = {
+    "memory_bytes": _keep_largest,
+    "processes": _keep_largest,
+    "reasons": _merge_lists,
 }
 
 
-def halve(columns: Rows) -> Rows:
+def halve_rows(columns: ReadingColumns) -> ReadingColumns:
     """Return the columns without every second row; peaks, process counts and slowdown reasons of a
     dropped row are merged into the row before it. A last row without a second one stays.
     """
     pairs = {name: zip_longest(values[::2], values[1::2]) for name, values in columns.items()}
     return {
-        name: [_KEPT.get(name, _first)(first, second) for first, second in rows]
+        name: [_MERGE_BY_COLUMN.get(name, _keep_first)(first, second) for first, second in rows]
         for name, rows in pairs.items()
     }

@@ -23,34 +23,34 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from steelyard import accelerators, files, plugins
-from steelyard.data.counting import Counter
-from steelyard.engine import rows as engine_rows
+from steelyard.data.counting import StepCounter
+from steelyard.engine import engine_rows as engine_rows
 from steelyard.engine.framework import Framework
-from steelyard.engine.job import Engine, Job, Keep
+from steelyard.engine.job import CheckpointSchedule, Engine, Job
 from steelyard.engine.work import Work
-from steelyard.errors import ExchangeError, RequestError, lacks_memory
+from steelyard.errors import ExchangeError, RequestError, is_out_of_memory
 from steelyard.plan import degrees, matmuls
-from steelyard.record.facts import EngineDetails, Weights
-from steelyard.record.record import Sample, Window
+from steelyard.record.record import PassFacts, Sample
+from steelyard.record.run_facts import EngineDetails, WeightsFacts
 from steelyard.run import messages, processes
-from steelyard.run.boundary import RankFile, RankStatus, WorkerSpec, plain
-from steelyard.run.calibrate import calibrate, calibrate_after
-from steelyard.run.clock import busy, every, now
-from steelyard.run.explain import explain, steps_of
+from steelyard.run.calibrate import calibrate_matmuls, recalibrate_square_matmul
+from steelyard.run.clock import now, read_all_clocks, read_cpu_time_s
+from steelyard.run.explain import count_profiled_steps, profile_steps
 from steelyard.run.failure import DISK_FULL
-from steelyard.run.measure import Budget, Trace, bare, time_calls
-from steelyard.run.messages import HostSpec, Progress
-from steelyard.schema import Frozen
-from steelyard.tasks.task import Prepared, Sources
-from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Before, CheckpointRun, State
+from steelyard.run.measure import Budget, PassTrace, measure_bare, time_calls
+from steelyard.run.messages import HostSpec, WorkerProgress
+from steelyard.run.worker_files import RankFile, RankStatus, WorkerSpec, check_json_value
+from steelyard.schema import FrozenModel
+from steelyard.tasks.task import PreparedData, Sources
+from steelyard.training import checkpoint_folders
+from steelyard.training.checkpoint_folders import BeforePassOutputs, CheckpointRun, CheckpointState
 
 PROGRESS_S = 0.1
 CHILDREN_S = 1.0  # for a compiler to delete its temporary files
-EXCHANGES = 3
+ALL_REDUCES = 3
 
 
-def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
+def run_rank_process(make_process: Callable[[int], "RankProcess"], folder: Path) -> NoReturn:
     """Create the rank's process object with `make_process(rank)`, run it, write its final rank file
     and exit this process: code 0 if it is done, else 1, or 74 if the disk is full.
 
@@ -61,14 +61,14 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
     rank = int(os.environ.get("RANK", "0"))
     try:
         # read by the agent if the run hangs
-        stacks = (place / messages.stack_name(rank)).open("w")
+        stacks = (folder / messages.format_stack_file_name(rank)).open("w")
     except OSError as failure:
-        _end_without_result(failure)
+        _exit_without_result(failure)
     processes.wake_with_parent()
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    threading.Thread(target=_end_with_agent, daemon=True).start()
-    worker = make(rank)
-    signal.signal(signal.SIGTERM, worker.ended)
+    threading.Thread(target=_exit_with_agent, daemon=True).start()
+    worker = make_process(rank)
+    signal.signal(signal.SIGTERM, worker.handle_termination)
     status: RankStatus = "done"
     error = None
     try:
@@ -77,14 +77,14 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
         status, error = "request", str(failure)
     except Exception as failure:  # noqa: BLE001  whatever it was goes into the rank file, and on to stderr
         status, error = (
-            _kind(failure),
+            _classify_error(failure),
             " ".join("".join(traceback.format_exception_only(failure)).split()),
         )
         traceback.print_exc()
     try:
-        status = worker.leave(status, error)
+        status = worker.write_final_rank_file(status, error)
     except OSError as failure:
-        _end_without_result(failure)
+        _exit_without_result(failure)
     if status == "done" and worker.framework is not None:
         worker.framework.leave()
     # The results are written: libraries are not shut down, because some of them abort in it now and
@@ -92,32 +92,32 @@ def serve(make: Callable[[int], "RankProcess"], place: Path) -> NoReturn:
     os._exit(0 if status == "done" else 1)
 
 
-def _end_without_result(failure: OSError) -> NoReturn:
+def _exit_without_result(failure: OSError) -> NoReturn:
     """Print the traceback and exit the process where no rank file can be written: code 74 for a
     full disk, else 1.
     """
     traceback.print_exc()
-    os._exit(DISK_FULL if failure.errno in files.FULL else 1)
+    os._exit(DISK_FULL if failure.errno in files.DISK_FULL_ERRNOS else 1)
 
 
-def _kind(failure: BaseException) -> RankStatus:
+def _classify_error(failure: BaseException) -> RankStatus:
     """Return the status for the rank file that names an error: `out_of_memory`, `disk_full`,
     `network`, else `raised`.
     """
-    if lacks_memory(failure):
+    if is_out_of_memory(failure):
         return "out_of_memory"
-    if isinstance(failure, OSError) and failure.errno in files.FULL:
+    if isinstance(failure, OSError) and failure.errno in files.DISK_FULL_ERRNOS:
         return "disk_full"
     return "network" if isinstance(failure, ExchangeError) else "raised"
 
 
-def _end_with_agent() -> None:
+def _exit_with_agent() -> None:
     """Wait until stdin is closed, which means that the agent is gone; then end all descendants of
     this process and exit with code 3.
     """
     while os.read(0, 1 << 10):
         pass
-    processes.end(lambda: processes.children(os.getpid()), CHILDREN_S)
+    processes.end_processes(lambda: processes.find_descendants(os.getpid()), CHILDREN_S)
     os._exit(3)
 
 
@@ -131,16 +131,16 @@ class RankProcess(ABC):
         begin a rank file with status `running`, which is not written yet.
         """
         self.rank, self.host = rank, host
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.budget = Budget()
         self.framework: Framework | None = None
         device = f"{accelerator}:{self.local_rank}"
-        self.file = RankFile(
+        self.rank_file = RankFile(
             rank=rank, device=device, status="running", error=None, ended_s=0.0, budget={}
         )
-        self._told = 0.0
-        self._clocks = every()
+        self._progress_written_s = 0.0
+        self._clocks = read_all_clocks()
 
     @abstractmethod
     def run(self) -> None:
@@ -148,77 +148,83 @@ class RankProcess(ABC):
         status.
         """
 
-    def _add(self, **facts: Any) -> None:
+    def _update_rank_file(self, **facts: Any) -> None:
         """Replace these fields of the rank file in memory; nothing is written."""
-        self.file = self.file.model_copy(update=facts)
+        self.rank_file = self.rank_file.model_copy(update=facts)
 
-    def tell(self, phase: str, done: int, total: int) -> None:
+    def write_progress(self, phase: str, done: int, total: int) -> None:
         """Write the progress file, on rank 0 alone: at the beginning and end of a phase, else at
         most every `PROGRESS_S` seconds.
         """
-        at = now()
-        if self.rank == 0 and (done in (0, total) or at - self._told > PROGRESS_S):
-            self._told = at
-            self._replace(messages.PROGRESS, Progress(phase=phase, done=done, total=total))
+        now_s = now()
+        if self.rank == 0 and (done in (0, total) or now_s - self._progress_written_s > PROGRESS_S):
+            self._progress_written_s = now_s
+            self._replace_file(
+                messages.PROGRESS_FILE, WorkerProgress(phase=phase, done=done, total=total)
+            )
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _time_and_report(self, name: str) -> Iterator[None]:
         """Count the time of a `with` block as a part of the budget, and report it as progress:
         loading and compiling take minutes.
         """
-        self.tell(name.replace("_", " "), 0, 0)
+        self.write_progress(name.replace("_", " "), 0, 0)
         with self.budget.part(name):
             yield
 
-    def write(self, status: RankStatus, error: str | None) -> None:
+    def write_rank_file(self, status: RankStatus, error: str | None) -> None:
         """Write the rank file with this status and error, the time, the budget and the clocks so
         far, replacing the one before.
         """
         clocks = {
-            name: at - self._clocks[name] for name, at in every().items() if name in self._clocks
+            name: at - self._clocks[name]
+            for name, at in read_all_clocks().items()
+            if name in self._clocks
         }
-        self._add(
+        self._update_rank_file(
             status=status,
             error=error,
             ended_s=now() - self.host.origin_s,
             budget=self.budget.parts(),
             clocks=clocks,
         )
-        self._replace(messages.rank_name(self.rank), self.file)
+        self._replace_file(messages.format_rank_file_name(self.rank), self.rank_file)
 
-    def leave(self, status: RankStatus, error: str | None) -> RankStatus:
+    def write_final_rank_file(self, status: RankStatus, error: str | None) -> RankStatus:
         """Write the final rank file and return its status.
 
         If what an engine or a plug-in reported cannot be written as JSON, write one that says only
         that, with status `raised`.
         """
         try:
-            self.write(status, error)
+            self.write_rank_file(status, error)
         except ValueError as failure:  # PydanticSerializationError is one
             traceback.print_exc()
-            self.file = RankFile(
+            self.rank_file = RankFile(
                 rank=self.rank,
-                device=self.file.device,
+                device=self.rank_file.device,
                 status="raised",
                 error=None,
                 ended_s=0.0,
                 budget={},
             )
             status = "raised"
-            self.write(status, error or f"its result cannot be written as JSON: {failure}")
+            self.write_rank_file(
+                status, error or f"its result cannot be written as JSON: {failure}"
+            )
         return status
 
-    def _replace(self, name: str, table: Frozen) -> None:
+    def _replace_file(self, name: str, content: FrozenModel) -> None:
         """Write a file into the shared folder so that readers see the old or the new content, never
         a part; it is not synced to disk.
         """
-        files.write(
-            self.host.folder / name, table.model_dump_json(by_alias=True).encode(), durable=False
+        files.write_file(
+            self.host.folder / name, content.model_dump_json(by_alias=True).encode(), durable=False
         )
 
-    def ended(self, number: int, frame: Any) -> None:
+    def handle_termination(self, number: int, frame: Any) -> None:
         """Handle SIGTERM: write the rank file with status `ended`, then die by the same signal."""
-        self.write("ended", None)
+        self.write_rank_file("ended", None)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -226,7 +232,7 @@ class RankProcess(ABC):
 def main() -> None:
     """Read the spec file named in the first argument, run it as one rank, and exit the process."""
     spec = WorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
-    serve(partial(Worker, spec), spec.host.folder)
+    run_rank_process(partial(Worker, spec), spec.host.folder)
 
 
 class Worker(RankProcess):
@@ -239,11 +245,11 @@ class Worker(RankProcess):
         super().__init__(rank, spec.run.accelerator, spec.host)
         self.spec = spec.run
         self.case = spec.run.case
-        self.task = self.case.question.row
+        self.task = self.case.question.task_row
         self.kind = self.task.kind_row
-        self.place = degrees.place(spec.run.plan, rank)
-        self.outputs: Frozen | None = None  # the part of the outputs that no pass changes
-        self._counter: Counter | None = None
+        self.place = degrees.find_position(spec.run.plan, rank)
+        self.outputs: FrozenModel | None = None  # the part of the outputs that no pass changes
+        self._counter: StepCounter | None = None
 
     def run(self) -> None:
         """Load, join the other ranks, prepare the data, and run all passes, then the calibration
@@ -252,110 +258,120 @@ class Worker(RankProcess):
         Data are read in a thread while engine and framework are imported. The rank file is written
         after each pass.
         """
-        self.tell("imports", 0, 0)
+        self.write_progress("imports", 0, 0)
         # reading needs no framework, and tokenizers use other cores
-        reading = ThreadPoolExecutor(1).submit(self._read)
-        framework, make_engine = self._load()
+        reading = ThreadPoolExecutor(1).submit(self._read_data)
+        framework, make_engine = self._load_framework_and_engine()
         self.framework = framework
-        group = self._join(framework)
-        with self._phase("data"):
-            prepared = self._prepare(*reading.result())
-            keep = self._keep_checkpoints(prepared.facts.fingerprint)
-        with self._phase("engine"):
-            engine = make_engine(self._job(prepared.inputs, framework, group, keep))
+        group = self._join_ranks(framework)
+        with self._time_and_report("data"):
+            prepared = self._store_data(*reading.result())
+            keep = self._start_checkpoints(prepared.facts.fingerprint)
+        with self._time_and_report("engine"):
+            engine = make_engine(self._make_job(prepared.inputs, framework, group, keep))
         for name in self.spec.passes:
-            self.tell(f"prepare {name}", 0, 0)
-            engine.prepare(name, self._phase)
-            if self.file.matmul_flops_per_s is None:
-                with self._phase("calibrate"):
-                    self._add(**self._calibrate(framework))
-            self._pass(engine, name, framework)
+            self.write_progress(f"prepare {name}", 0, 0)
+            engine.prepare(name, self._time_and_report)
+            if self.rank_file.matmul_flops_per_s is None:
+                with self._time_and_report("calibrate"):
+                    self._update_rank_file(**self._calibrate(framework))
+            self._run_pass(engine, name, framework)
         self._calibrate_after(framework)
         if self.spec.explain:
-            self._explain(engine, framework)
-        self._add(compile_cache=framework.compile_cache())
-        details = EngineDetails.model_validate(plain("details", engine.details()))
-        self._add(details=details, weights=Weights(**plain("weights", dict(engine.weights))))
+            self._profile_steps(engine, framework)
+        self._update_rank_file(compile_cache=framework.compile_cache())
+        details = EngineDetails.model_validate(check_json_value("details", engine.details()))
+        self._update_rank_file(
+            details=details,
+            weights=WeightsFacts(**check_json_value("weights", dict(engine.weights))),
+        )
 
-    def _load(self) -> tuple[Framework, Any]:
+    def _load_framework_and_engine(self) -> tuple[Framework, Any]:
         """Return the framework, set up on this rank's device, and the function that creates the
         engine; adds device, versions and threads to the rank file.
         """
         with self.budget.part("imports"):
-            row = engine_rows.row(self.spec.engine)
-            make_engine = engine_rows.load(row.name, self.task.work)
+            row = engine_rows.find_engine(self.spec.engine)
+            make_engine = engine_rows.load_engine(row.name, self.task.work)
             make_framework = engine_rows.load_framework(row.framework)
         with self.budget.part("device"):
-            device = accelerators.named(self.spec.accelerator).devices.get(row.framework)
+            device = accelerators.find_accelerator(self.spec.accelerator).devices.get(row.framework)
             framework = make_framework(device, self.local_rank, now)
             framework.set_precision(self.case.question.precision.matmul)
             if self.case.tune.deterministic:
                 framework.make_deterministic()
-            self._add(
+            self._update_rank_file(
                 identity=framework.identity(),
                 versions=framework.versions(),
                 threads=framework.threads(),
             )
         return framework, make_engine
 
-    def _join(self, framework: Framework) -> Any:
+    def _join_ranks(self, framework: Framework) -> Any:
         """Join the other ranks and return the process group of those that hold one model with this
         one; with several ranks, also test and time an all-reduce.
         """
-        if self.world == 1:
-            return framework.join(self.spec.plan, self.rank, self.world, None)
-        with self._phase("join"):
-            group = framework.join(self.spec.plan, self.rank, self.world, self.host.rendezvous)
-            self._add(all_reduce_bytes_per_s=self._try_exchange(framework))
+        if self.world_size == 1:
+            return framework.join_ranks(self.spec.plan, self.rank, self.world_size, None)
+        with self._time_and_report("join"):
+            group = framework.join_ranks(
+                self.spec.plan, self.rank, self.world_size, self.host.rendezvous
+            )
+            self._update_rank_file(all_reduce_bytes_per_s=self._check_all_reduce(framework))
         return group
 
-    def _try_exchange(self, framework: Framework) -> float:
+    def _check_all_reduce(self, framework: Framework) -> float:
         """Check a small all-reduce before anything depends on one, and return its rate in bytes per
         second; raise ExchangeError if its sum is wrong.
         """
-        work, size_bytes, check = framework.all_reduce()
+        work, size_bytes, check = framework.prepare_all_reduce()
         time_calls(work, framework, 1)  # the first call sets up connections
-        time_s = time_calls(work, framework, EXCHANGES) / EXCHANGES
-        wrong = check()
-        if wrong is not None:
-            raise ExchangeError(f"an all-reduce over {self.world} ranks gave {wrong}")
+        time_s = time_calls(work, framework, ALL_REDUCES) / ALL_REDUCES
+        problem = check()
+        if problem is not None:
+            raise ExchangeError(f"an all-reduce over {self.world_size} ranks gave {problem}")
         return size_bytes / time_s
 
-    def _read(self) -> tuple[Prepared, float]:
+    def _read_data(self) -> tuple[PreparedData, float]:
         """Read and tokenize the task's data, and return them with the seconds that it took."""
         begin_s = now()
         sources = Sources(self.spec.data, self.spec.tokenizer, self.spec.weights)
         scope, case = self.spec.scope, self.case
-        asked = case.question.asked(sources, scope.sample, case.tune.pack, case.published)
+        data_request = case.question.describe_for_task(
+            sources, scope.sample, case.tune.pack, case.published
+        )
         return (
-            self.task.prepare(replace(asked, subjects=scope.subjects, rows=scope.rows)),
+            self.task.prepare(replace(data_request, subjects=scope.subjects, rows=scope.rows)),
             now() - begin_s,
         )
 
-    def _prepare(self, prepared: Prepared, time_s: float) -> Prepared:
+    def _store_data(self, prepared: PreparedData, time_s: float) -> PreparedData:
         """Keep outputs and counter of the data for later, add their facts and reading time to the
         rank file, and return the data unchanged.
         """
         self.outputs = prepared.outputs
         window = getattr(self.case.question.model, "window", None)  # some families have it
-        self._counter = plugins.load(self.kind.works[self.task.work])(
+        self._counter = plugins.load_reference(self.kind.works[self.task.work])(
             prepared.inputs, self.case.question.division, window
         )
         common = prepared.outputs.model_dump(mode="json") if self.rank == 0 else {}
-        self._add(data=prepared.facts, common=common, beside={"data": time_s})
+        self._update_rank_file(data=prepared.facts, common=common, beside={"data": time_s})
         return prepared
 
-    def _keep_checkpoints(self, fingerprint: str) -> Keep | None:
+    def _start_checkpoints(self, fingerprint: str) -> CheckpointSchedule | None:
         """Return where and how often checkpoints are saved, or None if none are; rank 0 creates the
         folder and describes the run in it.
 
         Raises RequestError if the run resumes from a checkpoint with other data, which is known
         only now.
         """
-        spec, key = self.spec, self.case.key(fingerprint)
+        spec, key = self.spec, self.case.compute_key(fingerprint)
         if (
             spec.resume is not None
-            and checkpoints.read(spec.resume.parent / checkpoints.RUN, CheckpointRun).key != key
+            and checkpoint_folders.read_checkpoint_json(
+                spec.resume.parent / checkpoint_folders.RUN_FILE, CheckpointRun
+            ).key
+            != key
         ):
             raise RequestError(
                 "--resume: the data or their tokens differ from those of the checkpoint; use the"
@@ -364,19 +380,23 @@ class Worker(RankProcess):
         if spec.checkpoints is None or self.case.tune.checkpoint_every is None:
             return None
         if self.rank == 0:
-            asked = self.case.question.model_dump(mode="json")
+            question = self.case.question.model_dump(mode="json")
             run = CheckpointRun(
                 name=self.case.name,
-                question=asked,
+                question=question,
                 key=key,
                 sample=spec.scope.sample,
                 engine=spec.engine,
             )
             spec.checkpoints.mkdir(parents=True)
-            checkpoints.write(spec.checkpoints / checkpoints.RUN, run)
-        return Keep(spec.checkpoints, self.case.tune.checkpoint_every)
+            checkpoint_folders.write_checkpoint_json(
+                spec.checkpoints / checkpoint_folders.RUN_FILE, run
+            )
+        return CheckpointSchedule(spec.checkpoints, self.case.tune.checkpoint_every)
 
-    def _job(self, inputs: Any, framework: Framework, group: Any, keep: Keep | None) -> Job:
+    def _make_job(
+        self, inputs: Any, framework: Framework, group: Any, keep: CheckpointSchedule | None
+    ) -> Job:
         """Return all that the engine is told."""
         return Job(
             case=self.case,
@@ -385,13 +405,13 @@ class Worker(RankProcess):
             weights=self.spec.weights,
             device=framework.device,
             rank=self.rank,
-            world=self.world,
+            world=self.world_size,
             plan=self.spec.plan,
             place=self.place,
             group=group,
             steps=self.spec.scope.steps,
-            loading=lambda done, total: self.tell("weights", done, total),
-            keep=keep,
+            report_loading=lambda done, total: self.write_progress("weights", done, total),
+            checkpoint_schedule=keep,
             resume=self.spec.resume,
             folder=self.host.folder,
             checkout=self.spec.checkout,
@@ -403,22 +423,24 @@ class Worker(RankProcess):
         """
         steps = range(1) if self.kind.headline[0] in self.kind.stepped else None
         # counts of the whole pass, or of its first step
-        held = None if self._counter is None else self._counter.wanted(steps)[0]
-        shapes_of = partial(matmuls.of_case, self.case, self.spec.plan.tp, held)
-        return calibrate(framework, self.case.question.precision.matmul, shapes_of)
+        batch_counts = None if self._counter is None else self._counter.count_expected(steps)[0]
+        shapes_of = partial(matmuls.list_case_matmuls, self.case, self.spec.plan.tp, batch_counts)
+        return calibrate_matmuls(framework, self.case.question.precision.matmul, shapes_of)
 
     def _calibrate_after(self, framework: Framework) -> None:
         """Time the square matmul again after the passes and add its rates to the rank file, if it
         was timed over CPU time before: a host that was busy before the passes may be idle after
         them.
         """
-        rates, rate = self.file.matmul_cpu_rates, self.file.matmul_flops_per_s
+        rates, rate = self.rank_file.matmul_cpu_rates, self.rank_file.matmul_flops_per_s
         if rates and rate:
-            with self._phase("calibrate"):
-                after = calibrate_after(framework, self.case.question.precision.matmul, rate)
-            self._add(matmul_cpu_rates={**rates, "after": after})
+            with self._time_and_report("calibrate"):
+                after = recalibrate_square_matmul(
+                    framework, self.case.question.precision.matmul, rate
+                )
+            self._update_rank_file(matmul_cpu_rates={**rates, "after": after})
 
-    def _pass(self, engine: Engine, name: str, framework: Framework) -> None:
+    def _run_pass(self, engine: Engine, pass_name: str, framework: Framework) -> None:
         """Run one pass in the measured loop, and add its window, samples and answers to the rank
         file, which is written at the end.
 
@@ -428,8 +450,8 @@ class Worker(RankProcess):
         """
         framework.barrier()
         framework.reset_memory()
-        with self.budget.part(f"total_{name}"):
-            total = engine.total(name)
+        with self.budget.part(f"total_{pass_name}"):
+            total = engine.total(pass_name)
             framework.synchronize()
 
         def step_done(done: int) -> None:
@@ -438,62 +460,73 @@ class Worker(RankProcess):
             """
             # the last is reported below: after its mark comes time that no step accounts for
             if done < total:
-                self.tell(name, done, total)
+                self.write_progress(pass_name, done, total)
 
-        self.tell(name, 0, total)
-        with self.budget.part(name):
-            if name in self.kind.bare:
-                trace = bare(engine.work(name), framework)
+        self.write_progress(pass_name, 0, total)
+        with self.budget.part(pass_name):
+            if pass_name in self.kind.bare:
+                trace = measure_bare(engine.work(pass_name), framework)
             else:
-                trace = plugins.load(self.kind.loop)(
-                    engine.work(name), framework, step_done=step_done, busy=busy
+                trace = plugins.load_reference(self.kind.loop)(
+                    engine.work(pass_name), framework, step_done=step_done, busy=read_cpu_time_s
                 )
-        self.tell(name, total, total)
+        self.write_progress(pass_name, total, total)
         samples: list[Sample] = []
-        if name not in self.kind.bare:
-            with self.budget.part(f"count_{name}"):
-                samples = trace.samples(name, self.rank, partial(self._count, name))
-        self._keep(name, trace, samples, framework)
-        self._draw(name, trace, samples)
+        if pass_name not in self.kind.bare:
+            with self.budget.part(f"count_{pass_name}"):
+                samples = trace.make_samples(
+                    pass_name, self.rank, partial(self._count_step, pass_name)
+                )
+        self._store_pass(pass_name, trace, samples, framework)
+        self._store_drawn_counts(pass_name, trace, samples)
         # ranks that hold one model have the same answers
-        if name not in self.kind.bare and self.place.tp == self.place.pp == 0:
-            with self.budget.part(f"outputs_{name}"):
-                told = engine.outputs(name)
+        if pass_name not in self.kind.bare and self.place.tp == self.place.pp == 0:
+            with self.budget.part(f"outputs_{pass_name}"):
+                engine_outputs = engine.outputs(pass_name)
                 framework.synchronize()
-            answers = self.task.check(told, self.outputs)
-            self._add(outputs={**self.file.outputs, name: answers})
-            if name in self.kind.initial and self.spec.checkpoints is not None:
-                path = self.spec.checkpoints / checkpoints.BEFORE.format(self.place.dp)
-                checkpoints.write(path, Before(table=answers))
-        self.write("running", None)  # remains if the worker is killed later
+            answers = self.task.check(engine_outputs, self.outputs)
+            self._update_rank_file(outputs={**self.rank_file.outputs, pass_name: answers})
+            if pass_name in self.kind.initial and self.spec.checkpoints is not None:
+                path = self.spec.checkpoints / checkpoint_folders.BEFORE_FILE.format(self.place.dp)
+                checkpoint_folders.write_checkpoint_json(path, BeforePassOutputs(table=answers))
+        self.write_rank_file("running", None)  # remains if the worker is killed later
 
-    def _explain(self, engine: Engine, framework: Framework) -> None:
+    def _profile_steps(self, engine: Engine, framework: Framework) -> None:
         """Profile some more steps of the headline pass and add the profile to the rank file; the
         first tensor- and data-parallel rank of every pipeline stage profiles, all ranks run the
         steps. Does nothing if the run has no headline pass.
         """
-        name = next((one for one in self.kind.headline if one in self.spec.passes), None)
-        if name is None:
+        pass_name = next(
+            (candidate for candidate in self.kind.headline if candidate in self.spec.passes), None
+        )
+        if pass_name is None:
             return
-        with self._phase("explain"):
+        with self._time_and_report("explain"):
             framework.barrier()
-            steps = steps_of(self.case, self.spec.plan, self.spec.scope.sample)
-            count, watch = partial(self._count, name), self.place.tp == self.place.dp == 0
+            steps = count_profiled_steps(self.case, self.spec.plan, self.spec.scope.sample)
+            count, use_profiler = (
+                partial(self._count_step, pass_name),
+                self.place.tp == self.place.dp == 0,
+            )
             trace = self.spec.trace if self.rank == 0 else None
-            self._add(
-                profile=explain(engine, name, framework, count, steps, self.rank, watch, trace)
+            self._update_rank_file(
+                profile=profile_steps(
+                    engine, pass_name, framework, count, steps, self.rank, use_profiler, trace
+                )
             )
 
-    def _count(self, name: str, item: Work) -> dict[str, int]:
+    def _count_step(self, pass_name: str, item: Work) -> dict[str, int]:
         """Return the counts of a step: for rows that the engine names, what the data say, with the
         engine's own padding; else what the engine counts.
         """
         if item.rows is None or self._counter is None:
             return item.counts
-        counted = self._counter.of(item.rows, item.prefixes, held_out=name not in self.kind.stepped)
+        counted = self._counter.count(
+            item.rows, item.prefixes, held_out=pass_name not in self.kind.stepped
+        )
         return counted | {"padded": item.counts.get("padded", 0)}
 
-    def _draw(self, name: str, trace: Trace, samples: list[Sample]) -> None:
+    def _store_drawn_counts(self, pass_name: str, trace: PassTrace, samples: list[Sample]) -> None:
         """Add to the rank file what the rows of a pass must count by the data alone, whatever the
         engine said.
 
@@ -503,42 +536,48 @@ class Worker(RankProcess):
         if (
             self._counter is None
             or self.rank
-            or name in self.kind.bare
+            or pass_name in self.kind.bare
             or trace.clock == "reported"  # an external program does not report its rows
             or (self.spec.scope.steps is not None and self.kind.cut_by_steps)
         ):
             return
-        with self.budget.part(f"count_{name}"):
+        with self.budget.part(f"count_{pass_name}"):
             steps = None
-            if name in self.kind.stepped:
+            if pass_name in self.kind.stepped:
                 begin = (
-                    checkpoints.read(self.spec.resume / checkpoints.STATE, State).step
+                    checkpoint_folders.read_checkpoint_json(
+                        self.spec.resume / checkpoint_folders.STATE_FILE, CheckpointState
+                    ).step
                     if self.spec.resume
                     else 0
                 )
                 steps = range(begin, begin + sum(1 for sample in samples if sample.counts))
-            self._add(drawn={**self.file.drawn, name: self._counter.wanted(steps)})
+            self._update_rank_file(
+                drawn={**self.rank_file.drawn, pass_name: self._counter.count_expected(steps)}
+            )
 
-    def _keep(self, name: str, trace: Trace, samples: list[Sample], framework: Framework) -> None:
+    def _store_pass(
+        self, pass_name: str, trace: PassTrace, samples: list[Sample], framework: Framework
+    ) -> None:
         """Add the window of a pass (start, wall time, memory peaks) and its samples to the rank
         file in memory.
         """
         memory = framework.memory()
-        window = Window(
-            pass_name=name,
+        window = PassFacts(
+            pass_name=pass_name,
             rank=self.rank,
-            start_s=trace.start_at - self.host.origin_s,
+            start_s=trace.start_clock_s - self.host.origin_s,
             wall_s=trace.wall_s,
             allocated_bytes=memory.get("allocated_bytes"),
             reserved_bytes=memory.get("reserved_bytes"),
             device_s=trace.device_s,
             cpu_s=trace.cpu_s,
         )
-        self._add(
-            windows=[*self.file.windows, window],
-            in_use_bytes={**self.file.in_use_bytes, name: memory.get("in_use_bytes")},
-            samples=[*self.file.samples, *samples],
-            clock=self.file.clock if name in self.kind.bare else trace.clock,
+        self._update_rank_file(
+            windows=[*self.rank_file.windows, window],
+            in_use_bytes={**self.rank_file.in_use_bytes, pass_name: memory.get("in_use_bytes")},
+            samples=[*self.rank_file.samples, *samples],
+            clock=self.rank_file.clock if pass_name in self.kind.bare else trace.clock,
         )
 
 

@@ -15,48 +15,50 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from steelyard.data.texts import Choices, Passages
+from steelyard.data.texts import ChoicePrompts, PassageTexts
 from steelyard.kernels import jit
-from steelyard.kernels.token_loss import read_logits, triton_read_logits
-from steelyard.models.placements import Shard
+from steelyard.kernels.token_loss import reduce_logits, triton_reduce_logits
+from steelyard.models.llama_placements import Shard
 
 Ids = NDArray[np.int64]
-Head = Callable[[Tensor], Tensor]  # hidden states to logits of this vocabulary shard
-Send = Callable[[Ids], Tensor]
-Gather = Callable[[Tensor], Tensor]  # the tensors of all shards of a model, stacked
+ComputeLogits = Callable[[Tensor], Tensor]  # hidden states to logits of this vocabulary shard
+SendArray = Callable[[Ids], Tensor]
+GatherShards = Callable[[Tensor], Tensor]  # the tensors of all shards of a model, stacked
 
-CHUNK = 4096  # tokens whose logits are in memory at one time
+CHUNK_TOKENS = 4096  # tokens whose logits are in memory at one time
 # tokens of a last word: for longer ones, which no language has, no likeliest tokens are recorded
-MOST_WORD = 64
+MAX_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Picked:
+class AnswerRequest:
     """Where in a batch logits are needed, and what the answers are computed with; all on the
     device. `pick` are indices of tokens; `reader_inputs` is for the reader that made the request.
     """
 
     pick: Tensor
-    extra: tuple[Tensor, ...] = ()
+    reader_inputs: tuple[Tensor, ...] = ()
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """Computes the answers to a kind of work from hidden states. An `item` is the index of a prompt
     or passage.
     """
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+    def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
         """Return where logits are needed in a batch in which the last token of each item is at
         index `ends`. `send` copies an array to the device.
         """
 
-    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+    def answer(
+        self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
+    ) -> Tensor:
         """Return the answers, one row per item, on the device. `hidden` are the hidden states at
         the picked tokens, `compute_logits` turns them into logits of this rank's part of the
         vocabulary. All ranks that hold one model call it together.
         """
 
-    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+    def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         """Return the answers of a pass as lists by column name, as they stand in the record;
         `answers` is on the host.
         """
@@ -68,27 +70,34 @@ class ChoiceReader:
     """
 
     def __init__(
-        self, texts: Choices, vocab: int, share: Shard, gather: Gather, device: torch.device
+        self,
+        texts: ChoicePrompts,
+        vocab: int,
+        shard: Shard,
+        gather: GatherShards,
+        device: torch.device,
     ) -> None:
         self.letters = torch.tensor(texts.letters, device=device)
         self.vocab = vocab
         self.gather = gather
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+    def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
         """Ask for the logits of each item's last token."""
-        return Picked(send(ends))
+        return AnswerRequest(send(ends))
 
-    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+    def answer(
+        self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
+    ) -> Tensor:
         """Return int64 [items, 3]: likeliest token, likeliest letter (0 to 3), 1 if all logits are
         finite. Logits are gathered from all shards of the vocabulary.
         """
-        logits = torch.cat(self.gather(head(hidden)).unbind(0), dim=-1)[:, : self.vocab]
+        logits = torch.cat(self.gather(compute_logits(hidden)).unbind(0), dim=-1)[:, : self.vocab]
         best = logits.argmax(-1)
         choice = logits[:, self.letters].argmax(-1)
         finite = torch.isfinite(logits).all(-1)
         return torch.stack((best, choice, finite.to(best.dtype)), dim=1)
 
-    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+    def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         """Return the columns `items`, `best`, `choice` and `finite`."""
         best, choice, finite = answers.reshape(-1, 3).long().unbind(1)
         return {
@@ -107,19 +116,26 @@ class LossReader:
     """
 
     def __init__(
-        self, texts: Passages, vocab: int, share: Shard, gather: Gather, device: torch.device
+        self,
+        texts: PassageTexts,
+        vocab: int,
+        shard: Shard,
+        gather: GatherShards,
+        device: torch.device,
     ) -> None:
         """The likeliest tokens of last words are returned only if none of these words has more than
         `MAX_WORD_TOKENS` tokens.
         """
         self.texts = texts
         self.vocab = vocab
-        self.share, self.gather = share, gather
+        self.shard, self.gather = shard, gather
         longest = max(texts.last, default=1)  # of the last words, in tokens
-        self.kept = longest if longest <= MOST_WORD else 0  # columns of likeliest tokens
-        self.fast: Callable[..., Tensor] | None = None
+        self.argmax_columns = (
+            longest if longest <= MAX_WORD_TOKENS else 0
+        )  # columns of likeliest tokens
+        self.fast_reduce: Callable[..., Tensor] | None = None
 
-    def ask(self, items: list[int], ends: Ids, send: Send) -> Picked:
+    def ask(self, items: list[int], ends: Ids, send: SendArray) -> AnswerRequest:
         """Ask for the logits of all tokens of each passage but the last, with their targets, which
         targets belong to the last word, the number of targets of each passage, and the positions of
         last words among the targets. The last target, which ends the text, is no part of the last
@@ -132,95 +148,105 @@ class LossReader:
         )
         targets = np.concatenate([np.asarray(row[1:], dtype=np.int64) for row in rows])
         # The last target is what ends the text, and no part of the last word.
-        word = np.concatenate(
+        in_last_word = np.concatenate(
             [
                 np.arange(size) >= size - 1 - self.texts.last[i]
                 for i, size in zip(items, sizes, strict=True)
             ]
         ).astype(np.int64)
-        word[np.cumsum(sizes) - 1] = 0
+        in_last_word[np.cumsum(sizes) - 1] = 0
         # Indices of the last words' tokens among the targets; a shorter word repeats its first
         # token at the end.
-        last = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
-        begins = (np.cumsum(sizes) - 1)[:, None] - last
-        places = np.arange(self.kept, dtype=np.int64)[None, :]
-        return Picked(
+        word_lengths = np.array([self.texts.last[i] for i in items], dtype=np.int64)[:, None]
+        word_starts = (np.cumsum(sizes) - 1)[:, None] - word_lengths
+        offsets = np.arange(self.argmax_columns, dtype=np.int64)[None, :]
+        return AnswerRequest(
             send(pick),
             (
                 send(targets),
-                send(word),
+                send(in_last_word),
                 send(sizes),
-                send(begins + np.where(places < last, places, 0)),
+                send(word_starts + np.where(offsets < word_lengths, offsets, 0)),
             ),
         )
 
-    def answer(self, head: Head, hidden: Tensor, asked: Picked, compiled: bool) -> Tensor:
+    def answer(
+        self, compute_logits: ComputeLogits, hidden: Tensor, request: AnswerRequest, compiled: bool
+    ) -> Tensor:
         """Return fp64 [items, 3 + columns]: negative log-likelihood in nats of all targets, of the
         last word's; 1 if every token of the last word is the likeliest, else 0; and the likeliest
         tokens at the last word's places. Logits are computed for at most `CHUNK_TOKENS` tokens at a
         time; with `compiled` they are reduced by a kernel.
         """
-        targets, word, sizes, places = asked.extra
-        local = self._fast(hidden.device) if compiled else read_logits
+        targets, in_last_word, sizes, word_indices = request.reader_inputs
+        reduce_shard = self._get_fast_reduce(hidden.device) if compiled else reduce_logits
         parts = []
-        chunks = -(-len(targets) // CHUNK)
-        for rows, wanted in zip(
+        chunks = -(-len(targets) // CHUNK_TOKENS)
+        for rows, chunk_targets in zip(
             hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True
         ):
-            logits = head(rows)
-            first = self.share.index * logits.shape[-1]
-            own = max(0, min(logits.shape[-1], self.vocab - first))
-            parts.append(local(logits[:, :own], wanted - first) if own else _nothing(wanted))
-        nll, hit, best = _merged(self.gather(torch.cat(parts, dim=1)), targets)
-        columns = (nll, torch.where(word > 0, nll, 0.0), torch.where(word > 0, hit, 1.0))
-        ways = ("sum", "sum", "min")
-        made = [
-            torch.segment_reduce(c, way, lengths=sizes)
-            for c, way in zip(columns, ways, strict=True)
+            logits = compute_logits(rows)
+            first_token = self.shard.index * logits.shape[-1]
+            real_columns = max(0, min(logits.shape[-1], self.vocab - first_token))
+            parts.append(
+                reduce_shard(logits[:, :real_columns], chunk_targets - first_token)
+                if real_columns
+                else _make_empty_part(chunk_targets)
+            )
+        nll, hit, best = _merge_shards(self.gather(torch.cat(parts, dim=1)), targets)
+        columns = (
+            nll,
+            torch.where(in_last_word > 0, nll, 0.0),
+            torch.where(in_last_word > 0, hit, 1.0),
+        )
+        reductions = ("sum", "sum", "min")
+        per_item = [
+            torch.segment_reduce(c, reduction, lengths=sizes)
+            for c, reduction in zip(columns, reductions, strict=True)
         ]
-        return torch.cat((torch.stack(made, dim=1), best[places]), dim=1)
+        return torch.cat((torch.stack(per_item, dim=1), best[word_indices]), dim=1)
 
-    def _fast(self, device: torch.device) -> Callable[..., Tensor]:
+    def _get_fast_reduce(self, device: torch.device) -> Callable[..., Tensor]:
         """Return the fast form of `reduce_logits`: the Triton kernel if it runs on the device, else
         torch.compile's. Made when first used, since loading a compiler takes seconds that belong to
         the time of compiling.
         """
-        if self.fast is None:
-            self.fast = (
-                triton_read_logits
-                if jit.serve(device)
-                else torch.compile(read_logits, dynamic=True)
+        if self.fast_reduce is None:
+            self.fast_reduce = (
+                triton_reduce_logits
+                if jit.has_triton(device)
+                else torch.compile(reduce_logits, dynamic=True)
             )
-        return self.fast
+        return self.fast_reduce
 
-    def table(self, items: list[int], answers: Tensor) -> dict[str, Any]:
+    def to_lists(self, items: list[int], answers: Tensor) -> dict[str, Any]:
         """Return the columns `items`, `nll`, `last_nll`, `hit` and, unless a last word is too long,
         `argmax`: the likeliest tokens at the places of each last word.
         """
-        table = answers.reshape(-1, 3 + self.kept)
-        nll, last, hit = table[:, :3].unbind(1)
+        rows = answers.reshape(-1, 3 + self.argmax_columns)
+        nll, last, hit = rows[:, :3].unbind(1)
         out = {
             "items": items,
             "nll": nll.tolist(),
             "last_nll": last.tolist(),
             "hit": hit.long().tolist(),
         }
-        if self.kept:
+        if self.argmax_columns:
             out["argmax"] = [
                 best[: self.texts.last[i]]
-                for i, best in zip(items, table[:, 3:].long().tolist(), strict=True)
+                for i, best in zip(items, rows[:, 3:].long().tolist(), strict=True)
             ]
         return out
 
 
-def _nothing(targets: Tensor) -> Tensor:
+def _make_empty_part(targets: Tensor) -> Tensor:
     """Return the four numbers a token, [4, tokens], of a shard whose part of the vocabulary is
     padding only: -inf.
     """
     return torch.full((4, len(targets)), -torch.inf, device=targets.device)
 
 
-def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge_shards(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return, for every target token and in fp64, its negative log-likelihood, whether it is the
     likeliest (1.0 or 0.0), and the likeliest token, from all shards' numbers [shards, 4, tokens].
     Of equal logits the first in the vocabulary wins.
@@ -228,19 +254,19 @@ def _merged(parts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total, target, top, distance = parts.double().unbind(1)
     nll = total.logsumexp(0) - target.max(0).values
     winner = top.argmax(0)  # the first of equal ones: shards are in the vocabulary's order
-    apart = distance.gather(0, winner[None])[0]
+    offset = distance.gather(0, winner[None])[0]
     # if no shard has a finite highest logit, there is none
-    best = torch.where(torch.isfinite(apart), targets + apart, 0.0)
-    return nll, (apart == 0).double(), best
+    best = torch.where(torch.isfinite(offset), targets + offset, 0.0)
+    return nll, (offset == 0).double(), best
 
 
-READERS: dict[str, Callable[..., Reader]] = {
+READERS: dict[str, Callable[..., AnswerReader]] = {
     "score_choices": ChoiceReader,
     "score_texts": LossReader,
 }
 
 
-class Answers:
+class PassAnswers:
     """The answers of one pass. They stay on the device until the pass is over, so that reading them
     delays nothing.
     """
@@ -260,8 +286,8 @@ class Answers:
         self._read = torch.cat(self._parts).cpu() if self._parts else torch.zeros(0)
         self._parts = []
 
-    def table(self, reader: Reader) -> dict[str, Any]:
+    def to_lists(self, reader: AnswerReader) -> dict[str, Any]:
         """Return the answers as lists by column name; RuntimeError before `read`."""
         if self._read is None:
             raise RuntimeError("answers were not read; the pass did not end")
-        return reader.table(self.items, self._read)
+        return reader.to_lists(self.items, self._read)

@@ -12,15 +12,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from steelyard.data.batches import (
-    Batch,
+from steelyard.data.prompt_batches import (
     Ids,
-    closed_batch,
-    equal_bins,
-    open_batch,
-    open_bins,
-    prefixes,
-    sorted_batches,
+    PromptBatch,
+    deal_equal_bins,
+    make_closed_batch,
+    make_open_batch,
+    make_sorted_batches,
+    measure_prefixes,
+    plan_open_bins,
 )
 from steelyard.engine.job import Job
 from steelyard.errors import RequestError
@@ -41,22 +41,22 @@ class PaddedBatch:
     prefixes: tuple[int, ...] = ()
 
 
-Make = Callable[[], Batch | PaddedBatch]
+MakeBatch = Callable[[], PromptBatch | PaddedBatch]
 
 
 @dataclass(frozen=True)
-class Batches:
+class ScoringBatches:
     """The batches of this replica, each as a function that makes its arrays: `in_pass` are those of
     the timed pass.
     """
 
-    every: list[Make]
-    warmup: list[Make]  # computed before a pass that is not compiled
-    compile: list[Make]  # computed before a compiled pass, so that kernels are compiled
+    in_pass: list[MakeBatch]
+    warmup: list[MakeBatch]  # computed before a pass that is not compiled
+    compile_warmup: list[MakeBatch]  # computed before a compiled pass, so that kernels are compiled
     prefix_rows: int = 0  # division open: tokens of the longest prefix that prompts share
 
 
-def packed(job: Job, engine: str) -> Batches:
+def plan_packed_batches(job: Job, engine_name: str) -> ScoringBatches:
     """Plan this replica's batches of about `tune.batch_tokens` tokens without padding, for either
     division, at most `job.steps`. Raises RequestError if `tune.batching` asks for padding;
     `engine_name` is for that message.
@@ -64,26 +64,35 @@ def packed(job: Job, engine: str) -> Batches:
     tune, rows = job.case.tune, job.inputs.rows
     if tune.batching not in ("auto", "packed"):
         raise RequestError(
-            f"engine {engine} packs sequences; tune.batching={tune.batching!r} is for engine"
+            f"engine {engine_name} packs sequences; tune.batching={tune.batching!r} is for engine"
             " transformers"
         )
-    every: list[Make]
+    batches: list[MakeBatch]
     prefix_rows = 0
     if job.case.question.division == "closed":
-        bins = equal_bins([len(row) for row in rows], tune.batch_tokens, tune.order, job.plan.dp)
-        every = [partial(closed_batch, rows, items) for items in _share(job, bins)]
+        bins = deal_equal_bins(
+            [len(row) for row in rows], tune.batch_tokens, tune.order, job.plan.dp
+        )
+        batches = [partial(make_closed_batch, rows, items) for items in _take_own_bins(job, bins)]
     else:
         groups = job.inputs.groups
-        shared = prefixes(rows, groups)
-        prefix_rows = max(shared, default=0)
-        pieces = open_bins(rows, groups, tune.batch_tokens, tune.order, job.plan.dp)[job.place.dp]
+        prefix_lengths = measure_prefixes(rows, groups)
+        prefix_rows = max(prefix_lengths, default=0)
+        pieces = plan_open_bins(rows, groups, tune.batch_tokens, tune.order, job.plan.dp)[
+            job.place.dp
+        ]
         following = [*pieces[1:], None]  # longer than `pieces` on a rank without pieces
         pairs = list(zip(pieces, following, strict=False))[: job.steps]
-        every = [partial(open_batch, rows, one, after, shared, prefix_rows) for one, after in pairs]
-    return Batches(every, every[: tune.warmup], every[: max(tune.warmup, 1)], prefix_rows)
+        batches = [
+            partial(make_open_batch, rows, piece, next_piece, prefix_lengths, prefix_rows)
+            for piece, next_piece in pairs
+        ]
+    return ScoringBatches(
+        batches, batches[: tune.warmup], batches[: max(tune.warmup, 1)], prefix_rows
+    )
 
 
-def padded(job: Job, engine: str) -> Batches:
+def plan_padded_batches(job: Job, engine_name: str) -> ScoringBatches:
     """Plan this replica's batches of prompts of similar length, padded to a multiple of
     `tune.pad_to`; with `tune.batching=single` of one prompt each, unpadded.
 
@@ -94,40 +103,42 @@ def padded(job: Job, engine: str) -> Batches:
     tune, rows = job.case.tune, job.inputs.rows
     if job.case.question.division != "closed":
         raise RequestError(
-            f"engine {engine} computes every token of every prompt; allowed: --division closed"
+            f"engine {engine_name} computes every token of every prompt; allowed: --division closed"
         )
     if tune.batching == "packed":
         raise RequestError(
-            f"engine {engine} pads sequences; allowed: tune.batching=auto, sorted or single"
+            f"engine {engine_name} pads sequences; allowed: tune.batching=auto, sorted or single"
         )
     budget, pad_to = (1, 1) if tune.batching == "single" else (tune.batch_tokens, tune.pad_to)
-    bins = _share(job, sorted_batches([len(row) for row in rows], budget, pad_to, tune.order))
-    every: list[Make] = [partial(padded_batch, rows, items, pad_to) for items in bins]
+    bins = _take_own_bins(
+        job, make_sorted_batches([len(row) for row in rows], budget, pad_to, tune.order)
+    )
+    batches: list[MakeBatch] = [partial(make_padded_batch, rows, items, pad_to) for items in bins]
     # Extreme shapes are compiled before the pass, not in it.
     keys = (lambda i: len(bins[i]), lambda i: max(len(rows[item]) for item in bins[i]))
     extremes = (
-        [every[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)]
+        [batches[pick(range(len(bins)), key=key)] for key in keys for pick in (min, max)]
         if bins
         else []
     )
-    warmup = every[: tune.warmup]
-    return Batches(every, warmup, [*extremes, *warmup])
+    warmup = batches[: tune.warmup]
+    return ScoringBatches(batches, warmup, [*extremes, *warmup])
 
 
-def _share(job: Job, bins: list[T]) -> list[T]:
+def _take_own_bins(job: Job, bins: list[T]) -> list[T]:
     """Return this replica's bins (every dp-th), at most as many as the run has steps."""
     return bins[job.place.dp :: job.plan.dp][: job.steps]
 
 
-def padded_batch(rows: list[list[int]], items: list[int], pad_to: int) -> PaddedBatch:
+def make_padded_batch(rows: list[list[int]], items: list[int], pad_to: int) -> PaddedBatch:
     """Return the prompts `items` (indices into `rows`) as rows of one length, a multiple of
     `pad_to`, filled with token 0. `pick` has the index of each prompt's last token in the rows laid
     end to end.
     """
     lens = [len(rows[i]) for i in items]
     width = -(-max(lens) // pad_to) * pad_to
-    table = np.zeros((len(items), width), dtype=np.int64)
+    tokens = np.zeros((len(items), width), dtype=np.int64)
     for row, i in enumerate(items):
-        table[row, : lens[row]] = rows[i]
+        tokens[row, : lens[row]] = rows[i]
     ends = np.arange(len(items)) * width + np.array(lens, dtype=np.int64) - 1
-    return PaddedBatch(table, ends, items, {"padded": table.size - sum(lens)})
+    return PaddedBatch(tokens, ends, items, {"padded": tokens.size - sum(lens)})

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from steelyard.engine.job import Job, Part
 from steelyard.engine.work import Phase, Work
-from steelyard.models.tensors import dtype_names, send
-from steelyard.scoring.answers import READERS, Answers, Picked
-from steelyard.scoring.batches import Batches, Make
+from steelyard.models.tensors import format_dtypes, send_array
+from steelyard.scoring.answers import READERS, AnswerRequest, PassAnswers
+from steelyard.scoring.batches import MakeBatch, ScoringBatches
 
 
 class Scorer(ABC):
@@ -69,12 +69,12 @@ class ScoringLoop:
     names, of which `val` is the reference and never compiled.
     """
 
-    def __init__(self, job: Job, scorer: Scorer, batches: Batches) -> None:
+    def __init__(self, job: Job, scorer: Scorer, batches: ScoringBatches) -> None:
         self.job, self.scorer, self.batches = job, scorer, batches
         self.device: torch.device = job.device.torch_device
         group, vocab = job.group, job.case.question.model.vocab
         self.reader = READERS[job.work](job.inputs, vocab, group.share, group.gather, self.device)
-        self.answers: dict[str, Answers] = {}
+        self.answers: dict[str, PassAnswers] = {}
         self.weights: dict[str, Any] = {}
         self.loaded = self.compiled = False
 
@@ -88,18 +88,18 @@ class ScoringLoop:
                 self.weights = self.scorer.load()
                 self.job.device.synchronize()
             self.loaded = True
-        compiled = self._compiled(name)
-        new = compiled and not self.compiled
+        compiled = self._is_compiled(name)
+        is_first_compiled = compiled and not self.compiled
         self.compiled |= compiled
-        with part(f"{'compile' if new else 'warmup'}_{name}"), torch.inference_mode():
+        with part(f"{'compile' if is_first_compiled else 'warmup'}_{name}"), torch.inference_mode():
             if self.scorer.compiles:
                 self.scorer.use(compiled)
-            for make in self.batches.compile if compiled else self.batches.warmup:
-                _, inputs, asked = self._to_device(make)
-                self._answer(inputs, asked, compiled)
+            for make in self.batches.compile_warmup if compiled else self.batches.warmup:
+                _, inputs, request = self._prepare_batch(make)
+                self._compute_answers(inputs, request, compiled)
             self.job.device.synchronize()
 
-    def _compiled(self, name: str) -> bool:
+    def _is_compiled(self, name: str) -> bool:
         """Return whether a pass uses the compiled form: `tune.compile` is set, the scorer has one,
         and the pass is not `val`.
         """
@@ -107,20 +107,20 @@ class ScoringLoop:
 
     def total(self, name: str) -> int:
         """Return the number of batches plus one for phase `score`."""
-        return len(self.batches.every) + 1
+        return len(self.batches.in_pass) + 1
 
     def work(self, name: str) -> Iterator[Phase | Work]:
         """Run the pass: phases `data` and `compute` and one `Work` per batch, then phase `score`,
         which copies the answers to the host.
         """
-        answers, compiled = Answers(), self._compiled(name)
+        answers, compiled = PassAnswers(), self._is_compiled(name)
         self.answers[name] = answers
         with torch.inference_mode():
-            for make in self.batches.every:
+            for make in self.batches.in_pass:
                 yield Phase("data")
-                batch, inputs, asked = self._to_device(make)
+                batch, inputs, request = self._prepare_batch(make)
                 yield Phase("compute")
-                answers.add(batch.items, self._answer(inputs, asked, compiled))
+                answers.add(batch.items, self._compute_answers(inputs, request, compiled))
                 yield Work(
                     {"padded": batch.counts["padded"]}, rows=batch.items, prefixes=batch.prefixes
                 )
@@ -128,7 +128,7 @@ class ScoringLoop:
             answers.read()
             yield Work({})
 
-    def _to_device(self, make: Make) -> tuple[Any, Any, Picked]:
+    def _prepare_batch(self, make: MakeBatch) -> tuple[Any, Any, AnswerRequest]:
         """Make a batch and copy it to the device. Return the batch, the model's inputs, and where
         logits are needed.
         """
@@ -137,27 +137,27 @@ class ScoringLoop:
         return (
             batch,
             inputs,
-            self.reader.ask(batch.items, batch.pick, partial(send, device=self.device)),
+            self.reader.ask(batch.items, batch.pick, partial(send_array, device=self.device)),
         )
 
-    def _answer(self, inputs: Any, asked: Picked, compiled: bool) -> Tensor:
+    def _compute_answers(self, inputs: Any, request: AnswerRequest, compiled: bool) -> Tensor:
         """Return the answers of a batch, one row per item, on the device."""
-        hidden = self.scorer.hidden(inputs, asked.pick)
-        return self.reader.answer(self.scorer.logits, hidden, asked, compiled)
+        hidden = self.scorer.hidden(inputs, request.pick)
+        return self.reader.answer(self.scorer.logits, hidden, request, compiled)
 
     def outputs(self, name: str) -> dict[str, Any]:
         """Return the answers of a pass as lists by column name. Raises RuntimeError if the pass did
         not end.
         """
-        return self.answers[name].table(self.reader)
+        return self.answers[name].to_lists(self.reader)
 
     def details(self) -> dict[str, Any]:
         """Return what the scorer chose, the number of batches, and the number and dtypes of the
         parameters on this rank.
         """
-        held = list(self.scorer.tensors())
+        tensors = list(self.scorer.tensors())
         counts = {
-            "parameters": sum(one.numel() for one in held),
-            "dtypes": {"parameters": dtype_names(held)},
+            "parameters": sum(tensor.numel() for tensor in tensors),
+            "dtypes": {"parameters": format_dtypes(tensors)},
         }
-        return {**self.scorer.details(), "batches": len(self.batches.every), **counts}
+        return {**self.scorer.details(), "batches": len(self.batches.in_pass), **counts}

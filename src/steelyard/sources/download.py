@@ -17,18 +17,25 @@ from urllib.parse import urlsplit
 
 from steelyard import files
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen
-from steelyard.sources.http import BrokenError, RangeError, RefusedError, Reply, Web, is_loopback
-from steelyard.sources.store import CheckedBy, Downloaded
+from steelyard.schema import FrozenModel
+from steelyard.sources.http import (
+    HttpClient,
+    HttpReply,
+    RangeError,
+    RefusedAddressError,
+    TransferError,
+    is_loopback,
+)
+from steelyard.sources.store import CheckedBy, DownloadedFile
 
 TRIES = 4  # in a row without progress, per address
 PROGRESS_BYTES = 64 << 10  # the least that counts as progress
 PAUSE_S = 1.0  # before the second try, doubled before each further one
 SPARE_BYTES = 64 << 20  # reserve that stays free on the disk
-NOTE_BYTES = 64 << 10
+MAX_NOTE_BYTES = 64 << 10
 
-Watch = Callable[[int, int], None]  # bytes received, and total (0: unknown)
-Say = Callable[[str], None]
+ProgressWatch = Callable[[int, int], None]  # bytes received, and total (0: unknown)
+SayLine = Callable[[str], None]
 
 
 class DownloadError(Exception):
@@ -46,7 +53,7 @@ class NoSpaceError(RequestError):
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedFile:
     """What is known of a file before it is downloaded.
 
     None means unknown. `git_blob` is git's object id (SHA-1). `most_bytes` limits the size if it is
@@ -63,7 +70,7 @@ class Expected:
     checked_by: CheckedBy = "nothing"
 
 
-class Part(Frozen):
+class PartialDownload(FrozenModel):
     """The JSON beside a partial file: its address, the server's version of it (ETag or
     Last-Modified) and its full size. Without a validator the file cannot be resumed.
     """
@@ -73,50 +80,54 @@ class Part(Frozen):
     size_bytes: int | None
 
 
-class Meter:
+class TransferMeter:
     """Adds up the bytes that this command transfers over all its files, and reports them to
     `watch(done, total)`; total is 0 while unknown. Bytes left by an earlier command are not
     counted.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ProgressWatch) -> None:
         """Begin at 0 bytes; `watch` is called with (bytes so far, total or 0)."""
-        self._watch, self._done, self._ahead = watch, 0, 0
-        self._end: int | None = None
+        self._watch, self._done_bytes, self._ahead_bytes = watch, 0, 0
+        self._end_bytes: int | None = None
 
-    def expect(self, size_bytes: int) -> None:
+    def set_ahead(self, size_bytes: int) -> None:
         """Set the number of bytes of files that have not begun yet, as far as known."""
-        self._ahead = size_bytes
+        self._ahead_bytes = size_bytes
 
-    def begin(self, size_bytes: int | None) -> None:
+    def begin_transfer(self, size_bytes: int | None) -> None:
         """Note that a transfer of `size_bytes` begins; None if the size is unknown, and then the
         total is unknown too.
         """
-        self._end = None if size_bytes is None else self._done + size_bytes
+        self._end_bytes = None if size_bytes is None else self._done_bytes + size_bytes
 
     def add(self, count: int) -> None:
         """Count received bytes and report progress."""
-        self._done += count
-        self._watch(self._done, 0 if self._end is None else self._end + self._ahead)
+        self._done_bytes += count
+        self._watch(
+            self._done_bytes, 0 if self._end_bytes is None else self._end_bytes + self._ahead_bytes
+        )
 
-    def passed(self, size_bytes: int) -> None:
+    def start_file(self, size_bytes: int) -> None:
         """Take a file that is about to begin off the bytes ahead; `begin` then counts it."""
-        self._ahead -= size_bytes
+        self._ahead_bytes -= size_bytes
 
 
 @dataclass(frozen=True)
-class Tools:
+class DownloadTools:
     """What a download uses of the outside world, so that tests can replace it: HTTP, sleeping
     (seconds), messages to the user, and the progress meter.
     """
 
-    web: Web
+    web: HttpClient
     sleep: Callable[[float], None]
-    say: Say
-    meter: Meter
+    say: SayLine
+    meter: TransferMeter
 
 
-def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools) -> Downloaded:
+def download_file(
+    expected: ExpectedFile, urls: tuple[str, ...], folder: Path, tools: DownloadTools
+) -> DownloadedFile:
     """Download a file into `folder` and check it, trying the addresses in order; return its size,
     SHA-256 and the address it came from.
 
@@ -124,34 +135,34 @@ def download(wanted: Expected, urls: tuple[str, ...], folder: Path, tools: Tools
     transfer but is deleted if the complete file is wrong. Reports each failed address with
     `tools.say`. Raises DownloadError if no address works, NoSpaceError if the disk is full.
     """
-    target, reasons = folder / wanted.name, []
-    earlier = from_url(target)
-    if earlier in urls:  # a partial file continues only from its own address
-        urls = (earlier, *(url for url in urls if url != earlier))
+    target, reasons = folder / expected.name, []
+    earlier_url = find_origin_url(target)
+    if earlier_url in urls:  # a partial file continues only from its own address
+        urls = (earlier_url, *(url for url in urls if url != earlier_url))
     for url in urls:
         try:
-            _transfer(wanted, url, target, tools)
-            arrived = check(_part(target), wanted, url)
-        except (RefusedError, BrokenError) as error:
+            _complete_part(expected, url, target, tools)
+            downloaded = check_file(_part_path(target), expected, url)
+        except (RefusedAddressError, TransferError) as error:
             reason = str(error)
         except MismatchError as error:
-            discard(target)
+            discard_part(target)
             reason = str(error)
         else:
-            files.place(_part(target), target)
-            return arrived
+            files.move_into_place(_part_path(target), target)
+            return downloaded
         tools.say(f"warning: {url}: {reason}")
         reasons.append(f"{urlsplit(url).netloc}: {reason}")
-    kept = size_of(_part(target))
-    rest = (
-        f"{kept} bytes are kept, run the same command again to go on"
-        if kept
+    partial_bytes = measure_file(_part_path(target))
+    next_step = (
+        f"{partial_bytes} bytes are kept, run the same command again to go on"
+        if partial_bytes
         else "try later, or bring it with --from DIR"
     )
-    raise DownloadError(f"{wanted.name} could not be had: {'; '.join(reasons)}; {rest}")
+    raise DownloadError(f"{expected.name} could not be had: {'; '.join(reasons)}; {next_step}")
 
 
-def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
+def _complete_part(expected: ExpectedFile, url: str, target: Path, tools: DownloadTools) -> None:
     """Complete the partial file from one address, resuming as often as needed.
 
     Gives up with TransferError after four tries in a row that bring less than 64 KiB, or four
@@ -159,119 +170,133 @@ def _transfer(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
     RefusedAddressError for plain http of a file without known SHA-256, unless it is from this
     machine.
     """
-    if url.startswith("http:") and wanted.sha256 is None and not is_loopback(url):
-        raise RefusedError(
+    if url.startswith("http:") and expected.sha256 is None and not is_loopback(url):
+        raise RefusedAddressError(
             "plain http, and no SHA-256 is known that would tell whose bytes they are; use https"
         )
-    failed = odd = 0
+    failed = bad_ranges = 0
     while True:
-        before = size_of(_part(target))
+        size_before = measure_file(_part_path(target))
         try:
-            return _attempt(wanted, url, target, tools)
+            return _request_once(expected, url, target, tools)
         except RangeError as error:
-            discard(target)
-            odd += 1
-            if odd >= TRIES:
-                raise BrokenError(
-                    f"its ranges are not those of one file (tried {odd} times)"
+            discard_part(target)
+            bad_ranges += 1
+            if bad_ranges >= TRIES:
+                raise TransferError(
+                    f"its ranges are not those of one file (tried {bad_ranges} times)"
                 ) from error
-        except BrokenError as error:
-            failed = 1 if size_of(_part(target)) - before >= PROGRESS_BYTES else failed + 1
+        except TransferError as error:
+            failed = (
+                1
+                if measure_file(_part_path(target)) - size_before >= PROGRESS_BYTES
+                else failed + 1
+            )
             if failed >= TRIES:
-                raise BrokenError(f"{error} (tried {failed} times)") from error
+                raise TransferError(f"{error} (tried {failed} times)") from error
             wait_s = max(error.wait_s, PAUSE_S * 2 ** (failed - 1))
-            tools.say(f"{wanted.name}: {error}; again in {wait_s:g} s")
+            tools.say(f"{expected.name}: {error}; again in {wait_s:g} s")
             tools.sleep(wait_s)
 
 
-def _attempt(wanted: Expected, url: str, target: Path, tools: Tools) -> None:
+def _request_once(expected: ExpectedFile, url: str, target: Path, tools: DownloadTools) -> None:
     """Make one request and append what arrives to the partial file, or begin it anew if the server
     sends the whole file; return at once if it is already complete.
 
     Writes the JSON beside it, flushes after each chunk and syncs at the end. Raises TransferError,
     RangeError, RefusedAddressError, NoSpaceError, or MismatchError beyond the size limit.
     """
-    part, note = _part(target), _note(target)
-    usable = note is not None and note.url == url and note.validator is not None
-    start = size_of(part) if usable else 0
+    part, note = _part_path(target), _read_note(target)
+    can_resume = note is not None and note.url == url and note.validator is not None
+    start = measure_file(part) if can_resume else 0
     if note is not None and start and start == note.size_bytes:
         return
-    with tools.web.get(
-        url, start, note.validator if note is not None and usable else None
+    with tools.web.request_file(
+        url, start, note.validator if note is not None and can_resume else None
     ) as reply:
-        _check_length(wanted, reply)
-        left = None if reply.total is None else reply.total - reply.start
-        check_space(target.parent, left)
+        _check_length(expected, reply)
+        remaining_bytes = None if reply.total is None else reply.total - reply.start
+        check_disk_space(target.parent, remaining_bytes)
         if reply.start:
-            tools.say(f"{wanted.name}: continues after {reply.start} bytes")
+            tools.say(f"{expected.name}: continues after {reply.start} bytes")
         else:
-            discard(target)
-            told = Part(url=url, validator=reply.validator, size_bytes=reply.total)
-            files.write(_note_path(target), told.model_dump_json().encode())
-        tools.meter.begin(left)
+            discard_part(target)
+            new_note = PartialDownload(url=url, validator=reply.validator, size_bytes=reply.total)
+            files.write_file(_note_path(target), new_note.model_dump_json().encode())
+        tools.meter.begin_transfer(remaining_bytes)
         size = reply.start
-        with part.open("ab" if reply.start else "wb") as out:
+        with part.open("ab" if reply.start else "wb") as part_file:
             try:
                 for chunk in reply.chunks(files.CHUNK_BYTES):
                     size += len(chunk)
-                    most_bytes = wanted.size_bytes or wanted.most_bytes
+                    most_bytes = expected.size_bytes or expected.most_bytes
                     if size > most_bytes:
                         raise MismatchError(
                             f"more than {most_bytes} bytes, the limit for this file"
                         )
-                    out.write(chunk)
-                    out.flush()  # counted bytes survive a kill of this process
+                    part_file.write(chunk)
+                    part_file.flush()  # counted bytes survive a kill of this process
                     tools.meter.add(len(chunk))
             finally:
-                files.synced(out)
+                files.sync_file(part_file)
 
 
-def _check_length(wanted: Expected, reply: Reply) -> None:
+def _check_length(expected: ExpectedFile, reply: HttpReply) -> None:
     """Raise RefusedAddressError before the transfer if the announced size is not the expected one
     or too large, or if neither size nor hash would reveal a truncated file.
     """
     total = reply.total
-    if not reply.ends and (wanted.size_bytes, wanted.sha256, wanted.git_blob) == (None, None, None):
-        raise RefusedError(
+    if not reply.has_known_end and (expected.size_bytes, expected.sha256, expected.git_blob) == (
+        None,
+        None,
+        None,
+    ):
+        raise RefusedAddressError(
             "does not say how long the file is, and nothing else would tell that it was cut"
         )
     if total is None:
         return
-    if wanted.size_bytes is not None and total != wanted.size_bytes:
-        raise RefusedError(f"has {total} bytes; {wanted.origin} says {wanted.size_bytes}")
-    if total > wanted.most_bytes:
-        raise RefusedError(f"has {total} bytes; at most {wanted.most_bytes} are taken")
+    if expected.size_bytes is not None and total != expected.size_bytes:
+        raise RefusedAddressError(
+            f"has {total} bytes; {expected.origin} says {expected.size_bytes}"
+        )
+    if total > expected.most_bytes:
+        raise RefusedAddressError(f"has {total} bytes; at most {expected.most_bytes} are taken")
 
 
-def check(path: Path, wanted: Expected, url: str = "") -> Downloaded:
+def check_file(path: Path, expected: ExpectedFile, url: str = "") -> DownloadedFile:
     """Read a file and return its name, size, SHA-256 and where it came from (`url`). Raises
     MismatchError if its size, SHA-256 or git object id is not the expected one, FileNotFoundError
     if it does not exist.
     """
     size_bytes = path.stat().st_size
-    if wanted.size_bytes is not None and size_bytes != wanted.size_bytes:
-        raise MismatchError(f"{size_bytes} bytes; {wanted.origin} says {wanted.size_bytes}")
+    if expected.size_bytes is not None and size_bytes != expected.size_bytes:
+        raise MismatchError(f"{size_bytes} bytes; {expected.origin} says {expected.size_bytes}")
     # git's object id of a file
     sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
     with files.open_regular(path) as file:
         while chunk := file.read(files.CHUNK_BYTES):
             sha256.update(chunk)
-            if wanted.git_blob is not None:
+            if expected.git_blob is not None:
                 blob.update(chunk)
-    if wanted.sha256 is not None and sha256.hexdigest() != wanted.sha256:
-        raise MismatchError(f"sha256 {sha256.hexdigest()}; {wanted.origin} says {wanted.sha256}")
-    if wanted.git_blob is not None and blob.hexdigest() != wanted.git_blob:
-        raise MismatchError(f"git blob {blob.hexdigest()}; {wanted.origin} says {wanted.git_blob}")
-    return Downloaded(
-        name=wanted.name,
+    if expected.sha256 is not None and sha256.hexdigest() != expected.sha256:
+        raise MismatchError(
+            f"sha256 {sha256.hexdigest()}; {expected.origin} says {expected.sha256}"
+        )
+    if expected.git_blob is not None and blob.hexdigest() != expected.git_blob:
+        raise MismatchError(
+            f"git blob {blob.hexdigest()}; {expected.origin} says {expected.git_blob}"
+        )
+    return DownloadedFile(
+        name=expected.name,
         url=url,
         size_bytes=size_bytes,
         sha256=sha256.hexdigest(),
-        checked_by=wanted.checked_by,
+        checked_by=expected.checked_by,
     )
 
 
-def check_space(folder: Path, needed_bytes: int | None) -> None:
+def check_disk_space(folder: Path, needed_bytes: int | None) -> None:
     """Raise NoSpaceError if the disk of `folder` has less than `needed_bytes` and a reserve of 64
     MiB free. None checks nothing.
     """
@@ -284,19 +309,19 @@ def check_space(folder: Path, needed_bytes: int | None) -> None:
         )
 
 
-def discard(target: Path) -> None:
+def discard_part(target: Path) -> None:
     """Delete the partial file of `target` and the JSON beside it, if they exist."""
-    _part(target).unlink(missing_ok=True)
+    _part_path(target).unlink(missing_ok=True)
     _note_path(target).unlink(missing_ok=True)
 
 
-def from_url(target: Path) -> str:
+def find_origin_url(target: Path) -> str:
     """Return the address that a file or its partial file came from; "" if unknown."""
-    note = _note(target)
+    note = _read_note(target)
     return "" if note is None else note.url
 
 
-def size_of(path: Path) -> int:
+def measure_file(path: Path) -> int:
     """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
@@ -304,18 +329,20 @@ def size_of(path: Path) -> int:
         return 0
 
 
-def _part(target: Path) -> Path:
+def _part_path(target: Path) -> Path:
     """Return the path of the partial file of `target`."""
-    return target.with_name(f"{target.name}{files.PART}")
+    return target.with_name(f"{target.name}{files.PART_SUFFIX}")
 
 
 def _note_path(target: Path) -> Path:
     """Return the path of the JSON that describes the partial file of `target`."""
-    return target.with_name(f"{target.name}{files.PART}.json")
+    return target.with_name(f"{target.name}{files.PART_SUFFIX}.json")
 
 
-def _note(target: Path) -> Part | None:
+def _read_note(target: Path) -> PartialDownload | None:
     """Read the JSON that describes the partial file of `target`; None if missing or invalid."""
     with suppress(OSError, ValueError, files.TooLargeError):
-        return Part.model_validate(files.parse(files.read(_note_path(target), NOTE_BYTES)))
+        return PartialDownload.model_validate(
+            files.parse_json(files.read_file(_note_path(target), MAX_NOTE_BYTES))
+        )
     return None

@@ -31,19 +31,19 @@ from urllib.request import (
 from steelyard import __version__
 
 SCHEMES = ("https", "http")
-MOST_REDIRECTS = 8
+MAX_REDIRECTS = 8
 TIMEOUT_S = 30.0  # of silence
-LATER = (408, 425, 429, 500, 502, 503, 504)  # statuses that may pass
-MOST_WAIT_S = 60.0  # the longest Retry-After that is obeyed
-RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
-LENGTH = re.compile(r"[0-9]{1,18}")
+RETRY_STATUSES = (408, 425, 429, 500, 502, 503, 504)  # statuses that may pass
+MAX_WAIT_S = 60.0  # the longest Retry-After that is obeyed
+RANGE_REGEX = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+LENGTH_REGEX = re.compile(r"[0-9]{1,18}")
 
 
-class RefusedError(Exception):
+class RefusedAddressError(Exception):
     """This address does not give the file, and asking again will not help."""
 
 
-class BrokenError(Exception):
+class TransferError(Exception):
     """The transfer broke, and asking again may help; `wait_s` is how many seconds the server asks
     to wait, 0 if it does not say.
     """
@@ -61,13 +61,13 @@ class RangeError(Exception):
 
 
 @dataclass(frozen=True)
-class Reply:
+class HttpReply:
     """A server's answer: the bytes of a file from offset `start` on."""
 
     body: http.client.HTTPResponse
     start: int
     total: int | None  # bytes of the whole file; None: unknown
-    ends: bool  # whether a truncated body would be noticed
+    has_known_end: bool  # whether a truncated body would be noticed
     # names this version of the file: a strong ETag, else Last-Modified
     validator: str | None
 
@@ -75,22 +75,24 @@ class Reply:
         """Yield the body in pieces of at most `size` bytes. Raises TransferError if it stalls or
         ends early.
         """
-        left = None if self.total is None else self.total - self.start
+        remaining_bytes = None if self.total is None else self.total - self.start
         try:
             # read1 returns what has arrived, without waiting for all: a stall must not lose it.
-            while chunk := self.body.read1(size if left is None else min(size, left)):
-                left = None if left is None else left - len(chunk)
+            while chunk := self.body.read1(
+                size if remaining_bytes is None else min(size, remaining_bytes)
+            ):
+                remaining_bytes = None if remaining_bytes is None else remaining_bytes - len(chunk)
                 yield chunk
         except (OSError, http.client.HTTPException) as error:
-            raise BrokenError(_reason(error)) from error
-        if left:
-            raise BrokenError(f"the connection closed {left} bytes before the end")
+            raise TransferError(_describe_error(error)) from error
+        if remaining_bytes:
+            raise TransferError(f"the connection closed {remaining_bytes} bytes before the end")
 
 
-class _Redirects(HTTPRedirectHandler):
+class _RedirectHandler(HTTPRedirectHandler):
     """Follows redirects to http and https only, and never from https to http."""
 
-    max_redirections = MOST_REDIRECTS
+    max_redirections = MAX_REDIRECTS
 
     def redirect_request(
         self,
@@ -104,13 +106,15 @@ class _Redirects(HTTPRedirectHandler):
         """Return the request to follow. Raises RefusedAddressError if the new address is of another
         scheme, or http after https.
         """
-        new = urlsplit(newurl).scheme
-        if new not in SCHEMES or (urlsplit(req.full_url).scheme == "https" and new != "https"):
-            raise RefusedError(f"redirects to {newurl[:200]}, which is not https")
+        new_scheme = urlsplit(newurl).scheme
+        if new_scheme not in SCHEMES or (
+            urlsplit(req.full_url).scheme == "https" and new_scheme != "https"
+        ):
+            raise RefusedAddressError(f"redirects to {newurl[:200]}, which is not https")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-class Web:
+class HttpClient:
     """An HTTP client with system certificates and proxies; `timeout_s` is how long a connection may
     be silent.
     """
@@ -126,13 +130,15 @@ class Web:
             HTTPHandler(),
             HTTPSHandler(context=ssl.create_default_context()),
             HTTPDefaultErrorHandler(),
-            _Redirects(),
+            _RedirectHandler(),
             HTTPErrorProcessor(),
         ):
             self._opener.add_handler(handler)
 
     @contextmanager
-    def get(self, url: str, start: int = 0, validator: str | None = None) -> Iterator[Reply]:
+    def request_file(
+        self, url: str, start: int = 0, validator: str | None = None
+    ) -> Iterator[HttpReply]:
         """Request a file from offset `start` on, if it is still the version that `validator` names,
         else from its beginning; yield the reply and close it afterwards.
 
@@ -140,7 +146,7 @@ class Web:
         or RangeError.
         """
         if urlsplit(url).scheme not in SCHEMES:
-            raise RefusedError("is neither https nor http")
+            raise RefusedAddressError("is neither https nor http")
         headers = {
             "User-Agent": f"steelyard/{__version__}",
             "Accept-Encoding": "identity",
@@ -152,11 +158,11 @@ class Web:
             response = self._opener.open(Request(url, headers=headers), timeout=self._timeout_s)
         except HTTPError as error:
             with error:
-                raise _refusal(error) from error
+                raise _classify_status(error) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise _failure(error) from error
+            raise _classify_failure(error) from error
         with response:
-            yield _reply(response, start, validator)
+            yield _check_reply(response, start, validator)
 
 
 def is_loopback(url: str) -> bool:
@@ -168,41 +174,41 @@ def is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _reply(response: Any, start: int, validator: str | None) -> Reply:
+def _check_reply(response: Any, start: int, validator: str | None) -> HttpReply:
     """Check a response's headers and return it as a reply. Raises RefusedAddressError for a web
     page, a content encoding or another status; RangeError if a partial reply is not the requested
     rest of the same version.
     """
     headers: Message = response.headers
     if headers.get_content_type() == "text/html":
-        raise RefusedError("answers with a web page, not with the file")
+        raise RefusedAddressError("answers with a web page, not with the file")
     if headers.get("Content-Encoding", "identity") != "identity":
-        raise RefusedError("sends the file in another encoding than was asked for")
-    now = _validator(headers)
+        raise RefusedAddressError("sends the file in another encoding than was asked for")
+    current = _find_validator(headers)
     if response.status == http.client.PARTIAL_CONTENT:
-        found = RANGE.fullmatch(headers.get("Content-Range", ""))
-        if found is None or int(found[1]) != start or int(found[2]) + 1 != int(found[3]):
+        match = RANGE_REGEX.fullmatch(headers.get("Content-Range", ""))
+        if match is None or int(match[1]) != start or int(match[2]) + 1 != int(match[3]):
             raise RangeError
-        if now is not None and now != validator:
+        if current is not None and current != validator:
             raise RangeError  # another version, despite If-Range
-        return Reply(response, start, int(found[3]), True, validator)
+        return HttpReply(response, start, int(match[3]), True, validator)
     if response.status != http.client.OK:
-        raise RefusedError(f"answers with status {response.status}")
-    length = LENGTH.fullmatch(headers.get("Content-Length", ""))
+        raise RefusedAddressError(f"answers with status {response.status}")
+    length = LENGTH_REGEX.fullmatch(headers.get("Content-Length", ""))
     total = None if length is None else int(length[0])
-    return Reply(response, 0, total, total is not None or bool(response.chunked), now)
+    return HttpReply(response, 0, total, total is not None or bool(response.chunked), current)
 
 
-def _validator(headers: Message) -> str | None:
+def _find_validator(headers: Message) -> str | None:
     """Return what names this version of a file: a strong ETag, else Last-Modified, else None."""
     tag = headers.get("ETag")
     if tag is not None and tag.startswith('"'):
         return str(tag)
-    changed = headers.get("Last-Modified")
-    return None if changed is None else str(changed)
+    modified = headers.get("Last-Modified")
+    return None if modified is None else str(modified)
 
 
-def _refusal(error: HTTPError) -> Exception:
+def _classify_status(error: HTTPError) -> Exception:
     """Return (not raise) the exception for an HTTP error status: RangeError for 416, TransferError
     for statuses that may pass, with the seconds of Retry-After (at most 60), RefusedAddressError
     for all others.
@@ -210,13 +216,16 @@ def _refusal(error: HTTPError) -> Exception:
     if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
         return RangeError()
     text = f"status {error.code} ({' '.join(str(error.reason).split())[:200]})"
-    if error.code in LATER:
-        asked = str(error.headers.get("Retry-After", "")) if error.headers is not None else ""
-        return BrokenError(text, min(MOST_WAIT_S, float(asked)) if LENGTH.fullmatch(asked) else 0.0)
-    return RefusedError(text)
+    if error.code in RETRY_STATUSES:
+        retry_after = str(error.headers.get("Retry-After", "")) if error.headers is not None else ""
+        return TransferError(
+            text,
+            min(MAX_WAIT_S, float(retry_after)) if LENGTH_REGEX.fullmatch(retry_after) else 0.0,
+        )
+    return RefusedAddressError(text)
 
 
-def _failure(error: Exception) -> Exception:
+def _classify_failure(error: Exception) -> Exception:
     """Return (not raise) the exception for a failed request: RefusedAddressError for an untrusted
     certificate or an invalid address, else TransferError.
     """
@@ -226,13 +235,13 @@ def _failure(error: Exception) -> Exception:
         else error
     )
     if isinstance(inner, ssl.SSLCertVerificationError):
-        return RefusedError(f"its certificate is not trusted here: {inner.verify_message}")
+        return RefusedAddressError(f"its certificate is not trusted here: {inner.verify_message}")
     if isinstance(inner, ValueError | http.client.InvalidURL):
-        return RefusedError(f"is no address: {inner}")
-    return BrokenError(_reason(inner))
+        return RefusedAddressError(f"is no address: {inner}")
+    return TransferError(_describe_error(inner))
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Describe an error in one line of at most 200 characters."""
     if isinstance(error, TimeoutError):
         return "no answer in time"

@@ -19,15 +19,15 @@ from pydantic import Field
 
 from steelyard import files
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 
-MANIFEST = ".steelyard"  # not .json: a task reads the only .json of a folder as its data
-PINS = "pins.json"
+MANIFEST_NAME = ".steelyard"  # not .json: a task reads the only .json of a folder as its data
+PINS_NAME = "pins.json"
 MOST_BYTES = 16 << 20  # of a manifest or lock file
-Table = TypeVar("Table", bound=Frozen)
+Table = TypeVar("Table", bound=FrozenModel)
 
 
-class Piece(Frozen):
+class ManifestFile(FrozenModel):
     """A file in a source's folder, by its path relative to the folder."""
 
     path: str
@@ -39,7 +39,7 @@ class Piece(Frozen):
 CheckedBy = Literal["table", "pins", "hub", "first use", "nothing"]
 
 
-class Downloaded(Frozen):
+class DownloadedFile(FrozenModel):
     """A file as it was downloaded (an archive before unpacking), and what it was checked by."""
 
     name: str
@@ -49,7 +49,7 @@ class Downloaded(Frozen):
     checked_by: CheckedBy
 
 
-class Manifest(Frozen):
+class SourceManifest(FrozenModel):
     """The JSON file `.steelyard` in a source's folder: what the folder holds, and where that came
     from.
     """
@@ -59,8 +59,8 @@ class Manifest(Frozen):
     licence: str
     time: str
     revision: str | None = None  # commit of a hub model
-    downloads: tuple[Downloaded, ...]
-    files: tuple[Piece, ...]
+    downloads: tuple[DownloadedFile, ...]
+    files: tuple[ManifestFile, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -68,7 +68,7 @@ class Manifest(Frozen):
         return sum(piece.size_bytes for piece in self.files)
 
 
-class Pin(Frozen):
+class Pin(FrozenModel):
     """The hash of a file, or the revision of a hub model, as it was at its first download; later
     downloads must equal it.
     """
@@ -80,7 +80,7 @@ class Pin(Frozen):
     time: str
 
 
-class Pins(Frozen):
+class PinFile(FrozenModel):
     """The lock file `pins.json`: pins by `SOURCE/FILE`, or by the id of a hub model."""
 
     version: int = 1
@@ -88,60 +88,60 @@ class Pins(Frozen):
 
 
 @dataclass(frozen=True)
-class Here:
+class StoredSource:
     """A source that is complete in the store: its folder and its manifest."""
 
     path: Path
-    manifest: Manifest
+    manifest: SourceManifest
 
 
 @dataclass(frozen=True)
-class Store:
+class SourceStore:
     """The folder of all fetched sources of one kind, data or weights."""
 
     folder: Path
 
-    def place(self, name: str) -> Path:
+    def source_folder(self, name: str) -> Path:
         """Return the folder of a source, whether it exists or not. Raises RequestError if the name
         is invalid.
         """
-        return self.folder / slug(name)
+        return self.folder / make_folder_name(name)
 
-    def working(self, name: str) -> Path:
+    def working_folder(self, name: str) -> Path:
         """Return the hidden folder in which a source is while it is fetched, whether it exists or
         not.
         """
-        return self.folder / f".{slug(name)}{files.PART}"
+        return self.folder / f".{make_folder_name(name)}{files.PART_SUFFIX}"
 
-    def find(self, name: str) -> Here | None:
+    def find(self, name: str) -> StoredSource | None:
         """Return a source if it is in the store with all files of its manifest at their sizes
         (contents are not read); else None.
         """
-        path = self.place(name)
-        manifest = _read(path / MANIFEST, Manifest)
+        path = self.source_folder(name)
+        manifest = _read_model(path / MANIFEST_NAME, SourceManifest)
         if manifest is None:
             return None
-        for piece in manifest.files:
+        for file in manifest.files:
             with suppress(OSError):
-                if (path / piece.path).stat().st_size == piece.size_bytes:
+                if (path / file.path).stat().st_size == file.size_bytes:
                     continue
             return None
-        return Here(path, manifest)
+        return StoredSource(path, manifest)
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of all sources with a readable manifest, complete or not."""
         if not self.folder.is_dir():
             return []
-        found = (
-            _read(path / MANIFEST, Manifest)
+        manifests = (
+            _read_model(path / MANIFEST_NAME, SourceManifest)
             for path in sorted(self.folder.iterdir())
             if path.is_dir()
         )
-        return [manifest.name for manifest in found if manifest is not None]
+        return [manifest.name for manifest in manifests if manifest is not None]
 
-    def partial_bytes(self, name: str) -> int:
+    def count_partial_bytes(self, name: str) -> int:
         """Return how many bytes of a source's unfinished download are on disk, 0 if none."""
-        working = self.working(name)
+        working = self.working_folder(name)
         return (
             sum(path.stat().st_size for path in working.rglob("*") if path.is_file())
             if working.is_dir()
@@ -149,88 +149,90 @@ class Store:
         )
 
     @contextmanager
-    def locked(self, name: str, waiting: Callable[[], None]) -> Iterator[None]:
+    def lock_source(self, name: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Hold the lock of a source (a file lock, which the kernel releases when the process ends).
         If another process holds it, call `on_wait` once and wait.
         """
-        with (self.folder / f".{slug(name)}.lock").open("w") as file:
+        with (self.folder / f".{make_folder_name(name)}.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                waiting()
+                on_wait()
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def appear(
+    def publish(
         self,
         tree: Path,
         name: str,
         licence: str,
         time: str,
-        downloads: Iterable[Downloaded],
+        downloads: Iterable[DownloadedFile],
         revision: str | None = None,
-    ) -> Here:
+    ) -> StoredSource:
         """Write the manifest into a complete folder and rename it to the source's place, replacing
         an older one; delete the working folder and return the source.
 
         `tree` must be on the same disk; `time` is written into the manifest, and `revision` for
         models of the hub.
         """
-        found = sorted(one for one in tree.rglob("*") if one.is_file() and one.name != MANIFEST)
-        pieces = tuple(
-            Piece(path=one.relative_to(tree).as_posix(), size_bytes=one.stat().st_size)
-            for one in found
+        paths = sorted(
+            path for path in tree.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
         )
-        manifest = Manifest(
+        manifest_files = tuple(
+            ManifestFile(path=path.relative_to(tree).as_posix(), size_bytes=path.stat().st_size)
+            for path in paths
+        )
+        manifest = SourceManifest(
             name=name,
             licence=licence,
             time=time,
             revision=revision,
             downloads=tuple(downloads),
-            files=pieces,
+            files=manifest_files,
         )
-        files.write(tree / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        target, old = self.place(name), self.working(name) / "old"
+        files.write_file(tree / MANIFEST_NAME, manifest.model_dump_json(indent=1).encode())
+        target, old = self.source_folder(name), self.working_folder(name) / "old"
         shutil.rmtree(old, ignore_errors=True)
         if target.exists():
             target.rename(old)
         os.replace(tree, target)
-        files.sync(self.folder)
-        shutil.rmtree(self.working(name), ignore_errors=True)
-        return Here(target, manifest)
+        files.sync_folder(self.folder)
+        shutil.rmtree(self.working_folder(name), ignore_errors=True)
+        return StoredSource(target, manifest)
 
     @property
     def pins_path(self) -> Path:
         """The path of the lock file."""
-        return self.folder / PINS
+        return self.folder / PINS_NAME
 
-    def pins(self) -> dict[str, Pin]:
+    def read_pins(self) -> dict[str, Pin]:
         """Return the pins of the lock file; none if there is no file. Raises RequestError if it is
         malformed.
         """
         if not self.pins_path.exists():
             return {}
-        found = _read(self.pins_path, Pins)
-        if found is None:
+        pin_file = _read_model(self.pins_path, PinFile)
+        if pin_file is None:
             raise RequestError(
                 f"{self.pins_path}: not a lock file of Steelyard; bring it back, or remove it to"
                 " pin anew"
             )
-        return found.pins
+        return pin_file.pins
 
-    def pin(self, found: dict[str, Pin]) -> None:
+    def add_pins(self, new_pins: dict[str, Pin]) -> None:
         """Add pins to the lock file, under a lock because other processes may add too. No pins, no
         write.
         """
-        if found:
-            with self.locked("pins", lambda: None):
-                table = Pins(pins={**self.pins(), **found})
-                files.write(
-                    self.pins_path, table.model_dump_json(indent=1, exclude_none=True).encode()
+        if new_pins:
+            with self.lock_source("pins", lambda: None):
+                pin_file = PinFile(pins={**self.read_pins(), **new_pins})
+                files.write_file(
+                    self.pins_path, pin_file.model_dump_json(indent=1, exclude_none=True).encode()
                 )
 
 
-def slug(name: str) -> str:
+def make_folder_name(name: str) -> str:
     """Return the folder name of a source; the slash of a model's id becomes "--". Raises
     RequestError if it has other characters than letters, digits, '.', '_' and '-', begins with '.',
     or is empty.
@@ -248,9 +250,9 @@ def slug(name: str) -> str:
     return text
 
 
-def _read(path: Path, kind: type[Table]) -> Table | None:
+def _read_model(path: Path, model_class: type[Table]) -> Table | None:
     """Read a JSON file as a model; None if it is missing, too large or invalid."""
     try:
-        return kind.model_validate(files.parse(files.read(path, MOST_BYTES)))
+        return model_class.model_validate(files.parse_json(files.read_file(path, MOST_BYTES)))
     except (OSError, ValueError, files.TooLargeError):
         return None

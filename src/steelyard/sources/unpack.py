@@ -16,13 +16,13 @@ from typing import IO
 from steelyard import files
 from steelyard.data import archive
 from steelyard.errors import RequestError
-from steelyard.sources.download import MismatchError, NoSpaceError, check_space
+from steelyard.sources.download import MismatchError, NoSpaceError, check_disk_space
 
-ZIP = b"PK"
-MOST_FILES = 10_000
-MOST_NAME = 1024
-MOST_DEPTH = 32
-BROKEN = (
+ZIP_MAGIC = b"PK"
+MAX_ENTRIES = 10_000
+MAX_NAME_CHARACTERS = 1024
+MAX_DEPTH = 32
+ARCHIVE_ERRORS = (
     tarfile.TarError,
     zipfile.BadZipFile,
     EOFError,
@@ -33,136 +33,138 @@ BROKEN = (
 )
 
 
-def unpack(source: Path, folder: Path, top: str, most_bytes: int) -> None:
+def unpack_archive(source: Path, folder: Path, top: str, most_bytes: int) -> None:
     """Unpack an archive, and keep as `folder` the directory in it that holds the file `top` (the
     least deep one).
 
     Unpacks into a temporary folder beside it, which is deleted. Raises MismatchError if the archive
     is malformed, unsafe, too large or has no `top`; NoSpaceError if the disk is full.
     """
-    whole = folder.with_name(f"{folder.name}.whole")
-    shutil.rmtree(whole, ignore_errors=True)
-    whole.mkdir()
+    temporary = folder.with_name(f"{folder.name}.whole")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
     try:
-        _all(source, whole, most_bytes)
-        wanted = sorted(
-            (path.parent for path in whole.rglob(top)), key=lambda path: (len(path.parts), path)
+        _write_members(source, temporary, most_bytes)
+        folders = sorted(
+            (path.parent for path in temporary.rglob(top)), key=lambda path: (len(path.parts), path)
         )
-        if not wanted:
+        if not folders:
             raise MismatchError(f"no {top} in it")
-        wanted[0].rename(folder)
+        folders[0].rename(folder)
     finally:
-        shutil.rmtree(whole, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _all(source: Path, folder: Path, most_bytes: int) -> None:
+def _write_members(source: Path, folder: Path, most_bytes: int) -> None:
     """Write all files of an archive into `folder`. Raises MismatchError for an unsafe or repeated
     name (ignoring case), or more than `most_bytes` in all.
     """
-    left, names = most_bytes, set()
-    with _opened(source, most_bytes) as members:
+    left_bytes, names = most_bytes, set()
+    with _open_archive(source, most_bytes) as members:
         for name, size, content in members:
-            path = folder / _inside(name)
+            path = folder / _check_member_name(name)
             if str(path).casefold() in names:
                 raise MismatchError(f"{name[:200]!r} stands in it twice")
             names.add(str(path).casefold())
-            if size > left:
+            if size > left_bytes:
                 raise MismatchError(f"more than {most_bytes} bytes unpacked")
-            check_space(folder, size)
+            check_disk_space(folder, size)
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                left -= _write(content, path, left, most_bytes)
+                left_bytes -= _write_member(content, path, left_bytes, most_bytes)
             except (FileExistsError, NotADirectoryError) as error:
                 raise MismatchError(f"{name[:200]!r} is a file and a folder in it") from error
 
 
-def _write(content: IO[bytes], path: Path, left: int, most_bytes: int) -> int:
+def _write_member(content: IO[bytes], path: Path, left_bytes: int, most_bytes: int) -> int:
     """Write one member to a new file, sync it and return its size. Raises MismatchError beyond
     `left_bytes`, whatever size the archive's header says; `most_bytes` is only for the message.
     """
     size = 0
-    with path.open("xb") as out:
+    with path.open("xb") as target:
         while chunk := content.read(files.CHUNK_BYTES):
             size += len(chunk)
-            if size > left:
+            if size > left_bytes:
                 raise MismatchError(f"more than {most_bytes} bytes unpacked")
-            out.write(chunk)
-        files.synced(out)
+            target.write(chunk)
+        files.sync_file(target)
     return size
 
 
-def _inside(name: str) -> PurePosixPath:
+def _check_member_name(name: str) -> PurePosixPath:
     """Return a member's name as a relative path. Raises MismatchError if it could leave the folder
     on any operating system, is unprintable, too long or too deep.
     """
     parts = name.removeprefix("./").split("/")
-    odd = any(
+    unsafe = any(
         part in ("", ".", "..") or "\\" in part or ":" in part or not part.isprintable()
         for part in parts
     )
-    if odd or len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
+    if unsafe or len(name) > MAX_NAME_CHARACTERS or len(parts) > MAX_DEPTH:
         raise MismatchError(f"a file named {name[:200]!r}, which is no plain path below a folder")
     return PurePosixPath(*parts)
 
 
 @contextmanager
-def _opened(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
+def _open_archive(source: Path, most_bytes: int) -> Iterator[Iterator[tuple[str, int, IO[bytes]]]]:
     """Open a tar or zip and yield an iterator over (name, size, content) of its files. Errors of
     the archive become MismatchError; errors of the disk stay OSError or NoSpaceError.
     """
     try:
         with files.open_regular(source) as file:
-            zipped = file.read(len(ZIP)) == ZIP  # not is_zipfile: a tar that ends in a zip is a tar
+            zipped = (
+                file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+            )  # not is_zipfile: a tar that ends in a zip is a tar
         if zipped:
-            with zipfile.ZipFile(source) as opened:
-                yield _zipped(opened)
+            with zipfile.ZipFile(source) as zip_file:
+                yield _iterate_zip(zip_file)
         else:
-            with archive.opened(source, most_bytes) as (tar, _):
-                yield _tarred(tar)
+            with archive.open_tar(source, most_bytes) as (tar, _):
+                yield _iterate_tar(tar)
     except NoSpaceError:
         raise
     except RequestError as error:  # raised by the bounded stream
         raise MismatchError(str(error).removeprefix(f"{source}: ")) from error
-    except (*BROKEN, OSError) as error:
+    except (*ARCHIVE_ERRORS, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # an error of the disk, not of the archive
         first = str(error).partition("\n")[0].rstrip(":")
         raise MismatchError(f"not a readable tar or zip: {first}") from error
 
 
-def _count(number: int) -> None:
+def _check_entry_count(number: int) -> None:
     """Raise MismatchError if an archive has too many entries; folders count too, because each costs
     memory.
     """
-    if number > MOST_FILES:
-        raise MismatchError(f"more than {MOST_FILES} files and folders")
+    if number > MAX_ENTRIES:
+        raise MismatchError(f"more than {MAX_ENTRIES} files and folders")
 
 
-def _zipped(opened: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+def _iterate_zip(zip_file: zipfile.ZipFile) -> Iterator[tuple[str, int, IO[bytes]]]:
     """Yield (name, size, content) of each file in a zip. Raises MismatchError for links, devices,
     unsafe folder names, and too many entries.
     """
-    _count(len(opened.infolist()))
-    for info in opened.infolist():
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+    _check_entry_count(len(zip_file.infolist()))
+    for info in zip_file.infolist():
+        file_type = stat.S_IFMT(info.external_attr >> 16)
+        if file_type not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise MismatchError(f"{info.filename[:200]!r} is a link or a device")
         if info.is_dir():
-            _inside(info.filename.rstrip("/"))
+            _check_member_name(info.filename.rstrip("/"))
             continue
-        with opened.open(info) as content:
+        with zip_file.open(info) as content:
             yield info.filename, info.file_size, content
 
 
-def _tarred(tar: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
+def _iterate_tar(tar: tarfile.TarFile) -> Iterator[tuple[str, int, IO[bytes]]]:
     """Yield (name, size, content) of each file in a tar. Raises MismatchError for links, devices,
     unsafe folder names, and too many entries.
     """
     for number, member in enumerate(tar, 1):
-        _count(number)
+        _check_entry_count(number)
         if member.isdir():
             if member.name.rstrip("/") not in ("", "."):
-                _inside(member.name.rstrip("/"))
+                _check_member_name(member.name.rstrip("/"))
             continue
         content = tar.extractfile(member) if member.isreg() else None
         if content is None:

@@ -14,23 +14,25 @@ from steelyard.tasks.openwebtext.task import TASK as OPENWEBTEXT
 from steelyard.tasks.superglue_record.task import TASK as SUPERGLUE_RECORD
 from steelyard.tasks.task import Task
 
-GROUP = "steelyard.tasks"
-SHIPPED = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
+ENTRY_POINT_GROUP = "steelyard.tasks"
+SHIPPED_TASKS = [MMLU, LAMBADA, OPENWEBTEXT, ALPACA, SUPERGLUE_RECORD]
 
 
-def table() -> dict[str, Task]:
+def load_tasks() -> dict[str, Task]:
     """Return all tasks by name, those of other packages included. Raises RequestError if a
     package's entry point cannot be loaded or a name is taken twice.
     """
-    return plugins.table(SHIPPED, GROUP, Task, "task")
+    return plugins.load_rows_by_name(SHIPPED_TASKS, ENTRY_POINT_GROUP, Task, "task")
 
 
-def row(name: str) -> Task:
+def find_task(name: str) -> Task:
     """Return a task by its name, or by its spelling in questions (`record` for `superglue_record`).
     Raises RequestError if there is none.
     """
-    rows = table()
-    found = rows.get(name) or next((one for one in rows.values() if one.key == name), None)
-    if found is None:
-        raise RequestError(f"no task {name!r}; known: {', '.join(rows)}")
-    return found
+    tasks = load_tasks()
+    task = tasks.get(name) or next(
+        (candidate for candidate in tasks.values() if candidate.key == name), None
+    )
+    if task is None:
+        raise RequestError(f"no task {name!r}; known: {', '.join(tasks)}")
+    return task

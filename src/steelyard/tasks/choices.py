@@ -10,27 +10,32 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import Frozen, GrownTable
+from steelyard.schema import FrozenModel, GrownModel
 from steelyard.tasks.task import (
     ACCURACY,
     Breakdown,
     Differences,
-    Many,
+    OutputCount,
     Score,
-    Selected,
+    Selection,
     Tally,
     Task,
 )
-from steelyard.words import meaning, pair
+from steelyard.words import get_meanings, get_text_pair
 
 LETTERS = "ABCD"
-ANSWERS = ("items", "best", "choice", "finite")  # an engine's answers: four lists of one length
+ANSWER_COLUMNS = (
+    "items",
+    "best",
+    "choice",
+    "finite",
+)  # an engine's answers: four lists of one length
 UNANSWERED = "?"
-OTHER = "*"  # a token that is not one of the letters
-MOST_TOKENS = 1 << 31  # limit of a vocabulary
+OTHER_TOKEN = "*"  # a token that is not one of the letters
+MAX_TOKENS = 1 << 31  # limit of a vocabulary
 
 
-class ChoiceAnswers(GrownTable):
+class ChoiceAnswers(GrownModel):
     """The answers of one pass, one character per question, `?` where it was not answered.
 
     `choices` is the likeliest of the four letters. `hits` says whether the likeliest token of the
@@ -46,10 +51,10 @@ class ChoiceAnswers(GrownTable):
     not_finite: int
     repeated: int
     argmax: str | None = Field(None, pattern=r"^[ABCD*?]*$")
-    others: list[Many] | None = None
+    others: list[OutputCount] | None = None
 
 
-class ChoiceOutputs(GrownTable):
+class ChoiceOutputs(GrownModel):
     """What a record keeps of a multiple-choice task: per question the right letter (`gold`), its
     subject (`subject_of`, an index into `subjects`) and its position in the whole set (`index`);
     the four letters' token ids; and the answers of each pass. Answers of version 1 have no
@@ -67,64 +72,75 @@ class ChoiceOutputs(GrownTable):
     passes: dict[str, ChoiceAnswers]
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_lengths(self) -> Self:
         """Raise ValueError if the lengths of answers and subjects do not fit the number of
         questions, or a subject does not exist.
         """
         count = len(self.gold)
         lengths = {
-            len(column) for one in self.passes.values() for column in (one.choices, one.hits)
+            len(column)
+            for answers in self.passes.values()
+            for column in (answers.choices, answers.hits)
         }
         if len(self.subject_of) != count or lengths - {count}:
             raise ValueError(f"answers and subjects are not those of {count} questions")
         if any(not 0 <= subject < len(self.subjects) for subject in self.subject_of):
             raise ValueError("a question is of a subject that is not there")
-        for one in self.passes.values():
-            self._fit_argmax(one)
+        for answers in self.passes.values():
+            self._check_argmax(answers)
         return self
 
-    def _fit_argmax(self, one: ChoiceAnswers) -> None:
+    def _check_argmax(self, answers: ChoiceAnswers) -> None:
         """Raise ValueError if a pass's `argmax`, `others` and `hits` contradict each other. A pass
         without `argmax` and `others` is fine.
         """
-        if one.argmax is None and one.others is None:
+        if answers.argmax is None and answers.others is None:
             return
-        if one.argmax is None or one.others is None or len(one.argmax) != len(self.gold):
+        if (
+            answers.argmax is None
+            or answers.others is None
+            or len(answers.argmax) != len(self.gold)
+        ):
             raise ValueError(f"argmax and others are not those of {len(self.gold)} questions")
-        if one.argmax.count(OTHER) != len(one.others) or set(one.others) & set(self.letters):
+        if answers.argmax.count(OTHER_TOKEN) != len(answers.others) or set(answers.others) & set(
+            self.letters
+        ):
             raise ValueError(
                 "others are not the tokens of those questions whose argmax is no letter"
             )
         if any(
-            hit != _hit(best, gold)
-            for hit, best, gold in zip(one.hits, one.argmax, self.gold, strict=True)
+            hit != _mark_hit(best, gold)
+            for hit, best, gold in zip(answers.hits, answers.argmax, self.gold, strict=True)
         ):
             raise ValueError("hits are not those of argmax")
 
 
-def _hit(best: str, gold: str) -> str:
+def _mark_hit(best: str, gold: str) -> str:
     """Return "1" or "0", whether the likeliest token is the right letter, or "?" if the question
     was not answered.
     """
     return UNANSWERED if best == UNANSWERED else str(int(best == gold))
 
 
-def argmax(outputs: ChoiceOutputs, name: str) -> list[int | None] | None:
+def list_likeliest_tokens(outputs: ChoiceOutputs, pass_name: str) -> list[int | None] | None:
     """Return the likeliest token id of each question, None where it was not answered; or None if
     the pass did not keep them. Raises KeyError if there is no such pass.
     """
-    found = outputs.passes[name]
-    if found.argmax is None or found.others is None:
+    answers = outputs.passes[pass_name]
+    if answers.argmax is None or answers.others is None:
         return None
-    others = iter(found.others)
-    known: dict[str, int | None] = {
+    others = iter(answers.others)
+    token_ids: dict[str, int | None] = {
         UNANSWERED: None,
         **dict(zip(LETTERS, outputs.letters, strict=True)),
     }
-    return [next(others) if one == OTHER else known[one] for one in found.argmax]
+    return [
+        next(others) if character == OTHER_TOKEN else token_ids[character]
+        for character in answers.argmax
+    ]
 
 
-def outputs(
+def make_choice_outputs(
     gold: list[int],
     subject_of: list[int],
     subjects: list[str],
@@ -146,7 +162,7 @@ def outputs(
     )
 
 
-def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
+def check_choice_answers(answers: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
     """Return an engine's answers of a pass if a record can be made of them: lists `items`, `best`
     (token id), `choice` (0 to 3) and `finite`, of one length.
 
@@ -154,126 +170,161 @@ def check(table: Any, outputs: ChoiceOutputs) -> dict[str, Any]:
     blamed.
     """
     questions = len(outputs.gold)
-    columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
+    columns: list[Any] = (
+        [answers.get(name) for name in ANSWER_COLUMNS] if isinstance(answers, dict) else []
+    )
     if not columns or not all(
         isinstance(c, list) and all(isinstance(value, int) for value in c) for c in columns
     ):
-        raise TypeError(f"the engine's outputs must be lists of integers: {', '.join(ANSWERS)}")
+        raise TypeError(
+            f"the engine's outputs must be lists of integers: {', '.join(ANSWER_COLUMNS)}"
+        )
     if len({len(column) for column in columns}) != 1:
         raise ValueError("the engine's outputs must be lists of one length")
     items, best, choice, _ = columns
-    if not all(0 <= item < questions for item in items) or not all(0 <= one < 4 for one in choice):
+    if not all(0 <= item < questions for item in items) or not all(
+        0 <= letter < 4 for letter in choice
+    ):
         raise ValueError(
             f"the engine's outputs name a question beyond 0 to {questions - 1}, or a choice beyond"
             " 0 to 3"
         )
-    if not all(0 <= token < MOST_TOKENS for token in best):
-        raise ValueError(f"the engine's outputs have a token in best beyond 0 to {MOST_TOKENS - 1}")
-    return dict(zip(ANSWERS, columns, strict=True))
+    if not all(0 <= token < MAX_TOKENS for token in best):
+        raise ValueError(f"the engine's outputs have a token in best beyond 0 to {MAX_TOKENS - 1}")
+    return dict(zip(ANSWER_COLUMNS, columns, strict=True))
 
 
-def merge(outputs: ChoiceOutputs, name: str, tables: list[dict[str, Any]]) -> ChoiceOutputs:
+def merge_choice_answers(
+    outputs: ChoiceOutputs, pass_name: str, rank_answers: list[dict[str, Any]]
+) -> ChoiceOutputs:
     """Return the outputs with one more pass, from the checked answers of all ranks. A question
     answered twice counts as repeated, and the later answer stays.
     """
     count = len(outputs.gold)
-    choices, argmax, tokens = [UNANSWERED] * count, [UNANSWERED] * count, [0] * count
+    choices, likeliest, tokens = [UNANSWERED] * count, [UNANSWERED] * count, [0] * count
     letter_of = dict(zip(outputs.letters, LETTERS, strict=True))
     repeated = 0
-    bad = 0
-    for table in tables:
-        for item, best, choice, finite in zip(*(table[column] for column in ANSWERS), strict=True):
+    not_finite = 0
+    for columns in rank_answers:
+        for item, best, choice, finite in zip(
+            *(columns[column] for column in ANSWER_COLUMNS), strict=True
+        ):
             repeated += choices[item] != UNANSWERED
-            bad += not finite
+            not_finite += not finite
             choices[item] = LETTERS[choice]
-            argmax[item], tokens[item] = letter_of.get(best, OTHER), best
+            likeliest[item], tokens[item] = letter_of.get(best, OTHER_TOKEN), best
     answers = ChoiceAnswers(
         choices="".join(choices),
-        hits="".join(_hit(best, gold) for best, gold in zip(argmax, outputs.gold, strict=True)),
-        not_finite=bad,
+        hits="".join(
+            _mark_hit(best, gold) for best, gold in zip(likeliest, outputs.gold, strict=True)
+        ),
+        not_finite=not_finite,
         repeated=repeated,
-        argmax="".join(argmax),
-        others=[token for token, one in zip(tokens, argmax, strict=True) if one == OTHER],
+        argmax="".join(likeliest),
+        others=[
+            token
+            for token, character in zip(tokens, likeliest, strict=True)
+            if character == OTHER_TOKEN
+        ],
     )
-    return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
+    return outputs.model_copy(update={"passes": {**outputs.passes, pass_name: answers}})
 
 
-def score(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
+def score_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> dict[str, float]:
     """Score a pass over its answered questions: `acc` (likeliest token of the vocabulary is right)
     with standard error `se`, `macro` (mean accuracy over subjects) and `choice` (likeliest of the
     four letters is right). Empty if the pass is missing or nothing was answered.
     """
-    answers = outputs.passes.get(name)
-    asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
-    if answers is None or not asked:
+    answers = outputs.passes.get(pass_name)
+    answered = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
+    if answers is None or not answered:
         return {}
-    acc = sum(answers.hits[i] == "1" for i in asked) / len(asked)
-    by_subject = subject_accuracy(outputs, name)
+    acc = sum(answers.hits[i] == "1" for i in answered) / len(answered)
+    by_subject = compute_subject_accuracy(outputs, pass_name)
     return {
         "acc": acc,
-        "se": (acc * (1 - acc) / len(asked)) ** 0.5,
+        "se": (acc * (1 - acc) / len(answered)) ** 0.5,
         "macro": fmean(by_subject.values()),
-        "choice": sum(answers.choices[i] == outputs.gold[i] for i in asked) / len(asked),
+        "choice": sum(answers.choices[i] == outputs.gold[i] for i in answered) / len(answered),
     }
 
 
-def subject_accuracy(outputs: ChoiceOutputs, name: str) -> dict[str, float]:
+def compute_subject_accuracy(outputs: ChoiceOutputs, pass_name: str) -> dict[str, float]:
     """Return the accuracy (0 to 1) of a pass in each subject that has answered questions."""
     counts: dict[str, list[int]] = {}
-    for subject, hit in zip(outputs.subject_of, outputs.passes[name].hits, strict=True):
+    for subject, hit in zip(outputs.subject_of, outputs.passes[pass_name].hits, strict=True):
         if hit != UNANSWERED:
             counts.setdefault(outputs.subjects[subject], []).append(int(hit))
     return {subject: sum(hits) / len(hits) for subject, hits in counts.items()}
 
 
-def agreement(outputs: ChoiceOutputs, one: str, other: str) -> float | None:
+def measure_choice_agreement(
+    outputs: ChoiceOutputs, first_pass: str, second_pass: str
+) -> float | None:
     """Return the share of questions, answered in both passes, for which both chose the same letter;
     None if a pass is missing or no question was answered in both.
     """
-    if one not in outputs.passes or other not in outputs.passes:
+    if first_pass not in outputs.passes or second_pass not in outputs.passes:
         return None
-    both = zip(outputs.passes[one].choices, outputs.passes[other].choices, strict=True)
-    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
+    letters = zip(
+        outputs.passes[first_pass].choices, outputs.passes[second_pass].choices, strict=True
+    )
+    pairs = [(a, b) for a, b in letters if UNANSWERED not in (a, b)]
     return sum(a == b for a, b in pairs) / len(pairs) if pairs else None
 
 
-def differences(one: ChoiceOutputs, other: ChoiceOutputs, name: str) -> Differences | None:
+def compare_choice_outputs(
+    first: ChoiceOutputs, second: ChoiceOutputs, pass_name: str
+) -> Differences | None:
     """Compare two runs' letters and likeliest tokens in a pass; None if it is missing in either, or
     the runs asked different questions.
     """
-    if name not in one.passes or name not in other.passes or one.index != other.index:
+    if (
+        pass_name not in first.passes
+        or pass_name not in second.passes
+        or first.index != second.index
+    ):
         return None
-    both = zip(one.passes[name].choices, other.passes[name].choices, strict=True)
-    pairs = [(a, b) for a, b in both if UNANSWERED not in (a, b)]
-    ours, theirs = argmax(one, name), argmax(other, name)
-    tokens = None if ours is None or theirs is None else zip(ours, theirs, strict=True)
-    apart = None if tokens is None else sum(a != b for a, b in tokens if None not in (a, b))
-    return Differences(len(pairs), sum(a != b for a, b in pairs), tokens=apart)
+    letters = zip(first.passes[pass_name].choices, second.passes[pass_name].choices, strict=True)
+    pairs = [(a, b) for a, b in letters if UNANSWERED not in (a, b)]
+    first_tokens, second_tokens = (
+        list_likeliest_tokens(first, pass_name),
+        list_likeliest_tokens(second, pass_name),
+    )
+    tokens = (
+        None
+        if first_tokens is None or second_tokens is None
+        else zip(first_tokens, second_tokens, strict=True)
+    )
+    different_tokens = (
+        None if tokens is None else sum(a != b for a, b in tokens if None not in (a, b))
+    )
+    return Differences(len(pairs), sum(a != b for a, b in pairs), tokens=different_tokens)
 
 
-def off_scope(outputs: ChoiceOutputs, selected: Selected) -> str | None:
+def explain_choice_mismatch(outputs: ChoiceOutputs, selection: Selection) -> str | None:
     """Return why outputs do not answer what the user selected (wrong subjects or rows), or None if
     they do. With a sample, selected subjects may be missing.
     """
-    asked = {outputs.subjects[subject] for subject in outputs.subject_of}
-    wanted = set(selected.subjects or asked)
-    if asked - wanted or (selected.sample is None and wanted - asked):
-        return f"subjects {', '.join(sorted(asked ^ wanted)[:5])}"
-    found = dict(Counter(outputs.subjects[subject] for subject in outputs.subject_of))
+    present = {outputs.subjects[subject] for subject in outputs.subject_of}
+    selected_subjects = set(selection.subjects or present)
+    if present - selected_subjects or (selection.sample is None and selected_subjects - present):
+        return f"subjects {', '.join(sorted(present ^ selected_subjects)[:5])}"
+    group_counts = dict(Counter(outputs.subjects[subject] for subject in outputs.subject_of))
     # checked first: it bounds the size of the lists that are compared next
-    right = selected.row_count in (None, len(outputs.gold))
+    count_fits = selection.row_count in (None, len(outputs.gold))
     if not (
-        right
-        and selected.places in (None, outputs.index)
-        and selected.group_counts in (None, found)
+        count_fits
+        and selection.positions in (None, outputs.index)
+        and selection.group_counts in (None, group_counts)
     ):
         return f"{len(outputs.gold)} questions, which are not the rows named"
     return None
 
 
-def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
+def tally_choice_answers(outputs: ChoiceOutputs, pass_name: str) -> Tally | None:
     """Return how a pass's answers cover the questions; None if there is no such pass."""
-    answers = outputs.passes.get(name)
+    answers = outputs.passes.get(pass_name)
     if answers is None:
         return None
     return Tally(
@@ -284,31 +335,35 @@ def tally(outputs: ChoiceOutputs, name: str) -> Tally | None:
     )
 
 
-def breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
+def make_choice_breakdowns(outputs: ChoiceOutputs) -> list[Breakdown]:
     """Return one table for the page, accuracy by subject in passes val and infer; none if nothing
     was answered.
     """
     passes = [name for name in ("val", "infer") if name in outputs.passes]
-    found = {name: subject_accuracy(outputs, name) for name in passes}
+    accuracies = {name: compute_subject_accuracy(outputs, name) for name in passes}
     subjects = [
-        subject for subject in outputs.subjects if any(subject in one for one in found.values())
+        subject
+        for subject in outputs.subjects
+        if any(subject in accuracy for accuracy in accuracies.values())
     ]
     if not subjects:
         return []
-    rows = tuple((subject, *(found[name].get(subject) for name in passes)) for subject in subjects)
-    columns = (pair("breakdown.subject"), *((name, name) for name in passes))
-    return [Breakdown(pair("breakdown.by_subject"), columns, rows)]
+    rows = tuple(
+        (subject, *(accuracies[name].get(subject) for name in passes)) for subject in subjects
+    )
+    columns = (get_text_pair("breakdown.subject"), *((name, name) for name in passes))
+    return [Breakdown(get_text_pair("breakdown.by_subject"), columns, rows)]
 
 
-SCORES = (
+CHOICE_SCORES = (
     *ACCURACY,
-    Score("acc_choice", "choice", *meaning("mmlu.acc_choice")),
-    Score("acc_choice_val", "choice", *meaning("mmlu.acc_choice_val"), of="val"),
-    Score("acc_macro", "macro", *meaning("mmlu.acc_macro")),
+    Score("acc_choice", "choice", *get_meanings("mmlu.acc_choice")),
+    Score("acc_choice_val", "choice", *get_meanings("mmlu.acc_choice_val"), of="val"),
+    Score("acc_macro", "macro", *get_meanings("mmlu.acc_macro")),
 )
 
 
-def choice_task(name: str, data: type[Frozen], reader: str, data_check: str = "") -> Task:
+def choice_task(name: str, data: type[FrozenModel], reader: str, data_check: str = "") -> Task:
     """Return the `Task` row of a multiple-choice task, which only adds how its data are read:
     `data` is the model of `question.data`, `reader` and `data_check` are "module:function". Its
     reader calls `questions.prepare_questions`.
@@ -322,16 +377,16 @@ def choice_task(name: str, data: type[Frozen], reader: str, data_check: str = ""
         outputs=ChoiceOutputs,
         reader=reader,
         data_check=data_check,
-        check=check,
-        merge=merge,
-        score=score,
-        tally=tally,
-        scores=SCORES,
+        check=check_choice_answers,
+        merge=merge_choice_answers,
+        score=score_choice_answers,
+        tally=tally_choice_answers,
+        scores=CHOICE_SCORES,
         quality="acc",
         passes=("val", "infer"),
-        agreement=agreement,
-        differences=differences,
-        breakdowns=breakdowns,
+        agreement=measure_choice_agreement,
+        differences=compare_choice_outputs,
+        breakdowns=make_choice_breakdowns,
         selects=("subjects", "rows"),
-        off_scope=off_scope,
+        off_scope=explain_choice_mismatch,
     )

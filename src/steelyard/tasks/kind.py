@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from steelyard import plugins
 from steelyard.errors import RequestError
-from steelyard.schema import Layout
+from steelyard.schema import MatmulLayout
 
-GROUP = "steelyard.kinds"
+ENTRY_POINT_GROUP = "steelyard.kinds"
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Kind:
     # whether weights change: questions have a table `train`, runs may write checkpoints
     trains: bool = False
     # layouts of the matmuls that use each weight, of equal FLOPs; the forward is `nt`
-    products: tuple[Layout, ...] = ("nt",)
+    products: tuple[MatmulLayout, ...] = ("nt",)
     pipeline: bool = False  # whether a model may be divided into pipeline stages
     shares: bool = False  # whether division open computes shared prefixes once
     # whether all ranks synchronize in every step, not only after a pass
     ranks_meet: bool = False
-    precisions: str = "steelyard.case.precision:SCORE"  # precision presets by name
+    precisions: str = "steelyard.case.precision:SCORING_PRESETS"  # precision presets by name
 
     # What is measured.
     loop: str = "steelyard.run.measure:measure"  # drives an engine's pass, and times its steps
@@ -82,19 +82,19 @@ class Kind:
         """
         return len(self.products)
 
-    def forwards_of(self, name: str) -> int:
+    def forwards_in_pass(self, pass_name: str) -> int:
         """Return the model FLOPs of a step of this pass as a multiple of one forward's. Passes that
         are not headline passes only run forwards: 1.
         """
-        return self.forwards if name in self.headline else 1
+        return self.forwards if pass_name in self.headline else 1
 
 
 SCORE = Kind(
     name="score",
     noun="inference",
     works={
-        "score_choices": "steelyard.data.counting:count_choices",
-        "score_texts": "steelyard.data.counting:count_texts",
+        "score_choices": "steelyard.data.counting:make_choice_counter",
+        "score_texts": "steelyard.data.counting:make_text_counter",
     },
     passes=("val", "infer", "bare"),
     headline=("infer", "val"),
@@ -108,8 +108,8 @@ TRAIN = Kind(
     name="train",
     noun="training",
     works={
-        "train_rows": "steelyard.data.counting:RowCounts",
-        "train_cloze": "steelyard.data.counting:ClozeCounts",
+        "train_rows": "steelyard.data.counting:TrainingRowCounter",
+        "train_cloze": "steelyard.data.counting:ClozeCounter",
     },
     passes=("before", "train", "after"),
     headline=("train",),
@@ -122,7 +122,7 @@ TRAIN = Kind(
     products=("nt", "nn", "tn"),  # forward, gradient of the input, gradient of the weight
     pipeline=True,
     ranks_meet=True,
-    precisions="steelyard.case.precision:TRAIN",
+    precisions="steelyard.case.precision:TRAINING_PRESETS",
     step_values=("loss", "grad_norm"),
     step_metrics=("loss", "loss_first"),
     steady=True,
@@ -138,19 +138,19 @@ TRAIN = Kind(
     data_heading="data.train",
     tool_heading="tool.train",
 )
-SHIPPED = [SCORE, TRAIN]
+SHIPPED_KINDS = [SCORE, TRAIN]
 
 
-def table() -> dict[str, Kind]:
+def load_kinds() -> dict[str, Kind]:
     """Return all kinds of work by name, those of other packages included. Raises RequestError if a
     package's entry point cannot be loaded or a name is taken twice.
     """
-    return plugins.table(SHIPPED, GROUP, Kind, "kind of work")
+    return plugins.load_rows_by_name(SHIPPED_KINDS, ENTRY_POINT_GROUP, Kind, "kind of work")
 
 
-def row(name: str) -> Kind:
+def find_kind(name: str) -> Kind:
     """Return a kind of work by its name; raise RequestError if there is none."""
-    rows = table()
-    if name not in rows:
-        raise RequestError(f"no kind of work {name!r}; known: {', '.join(rows)}")
-    return rows[name]
+    kinds = load_kinds()
+    if name not in kinds:
+        raise RequestError(f"no kind of work {name!r}; known: {', '.join(kinds)}")
+    return kinds[name]

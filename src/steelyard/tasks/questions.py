@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from steelyard.data import selection
-from steelyard.data.sample import chosen
+from steelyard.data.seeded_draws import choose_items
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen, canonical
+from steelyard.schema import FrozenModel, to_canonical_json
 from steelyard.tasks import choices
 from steelyard.tasks.choices import LETTERS
 from steelyard.tasks.task import (
-    Asked,
     DataFacts,
-    Prepared,
+    PreparedData,
+    TaskRequest,
     TokenizerFacts,
-    fingerprint_of,
+    fingerprint_parts,
     is_published,
 )
 
@@ -54,7 +54,7 @@ class Prompts:
     shortened: int
 
 
-class MadeQuestions(Frozen):
+class GeneratedQuestionsConfig(FrozenModel):
     """How many questions to generate (`questions` in each of `subjects`), and from which seed."""
 
     subjects: int = Field(ge=1)
@@ -62,7 +62,7 @@ class MadeQuestions(Frozen):
     seed: int = 0
 
 
-class QuestionFields(Frozen):
+class QuestionFields(FrozenModel):
     """The fields of `question.data` of a multiple-choice task; a task adds the literal of its
     `kind`. `context` is the most tokens that a prompt may have, `shots` the number of answered
     examples before a question.
@@ -73,26 +73,30 @@ class QuestionFields(Frozen):
     context: int = Field(2048, ge=16)
     subjects: int | None = Field(None, ge=1)  # required number of subjects; None: any
     fingerprint: str | None = None
-    made: MadeQuestions | None = None
+    made: GeneratedQuestionsConfig | None = None
 
 
-def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}") -> Prepared:
+def prepare_questions(
+    request: TaskRequest, subjects: list[Subject], label: str, location: str = "{}"
+) -> PreparedData:
     """Make prompts of the questions that the request selects, with the facts for the record.
 
     `label` names where the subjects came from; `location` is a format string with one `{}` for the
     subject, which names a subject's file in errors. Raises RequestError if the context is longer
     than the model's positions, the selection does not exist, or a prompt does not fit.
     """
-    fields: QuestionFields = asked.data
-    if fields.context > asked.positions:
+    fields: QuestionFields = request.data
+    if fields.context > request.positions:
         raise RequestError(
-            f"question.data.context={fields.context} is more than the model's {asked.positions}"
+            f"question.data.context={fields.context} is more than the model's {request.positions}"
             " positions"
         )
-    tokenizer = asked.tokenizer()
-    pool = select(subjects, asked.subjects, asked.rows)
-    prompts = encode(subjects, fields, tokenizer, asked.sample, asked.seed, pool, place)
-    digest = fingerprint(subjects, tokenizer)
+    tokenizer = request.load_tokenizer()
+    pool = select_questions(subjects, request.subjects, request.rows)
+    prompts = encode_questions(
+        subjects, fields, tokenizer, request.sample, request.seed, pool, location
+    )
+    digest = fingerprint_questions(subjects, tokenizer)
     facts = DataFacts(
         source=label,
         subjects=len(subjects),
@@ -102,20 +106,23 @@ def prepare(asked: Asked, subjects: list[Subject], label: str, place: str = "{}"
         shortened=prompts.shortened,
         fingerprint=digest,
         published=is_published(digest, fields.fingerprint),
-        tokenizer=TokenizerFacts.of(tokenizer),
+        tokenizer=TokenizerFacts.from_tokenizer(tokenizer),
     )
-    common = choices.outputs(
+    empty_outputs = choices.make_choice_outputs(
         prompts.gold, prompts.subject_of, prompts.subjects, prompts.index, prompts.letters
     )
-    return Prepared(prompts, facts, common)
+    return PreparedData(prompts, facts, empty_outputs)
 
 
-def fingerprint(subjects: list[Subject], tokenizer: Tokenizer) -> str:
+def fingerprint_questions(subjects: list[Subject], tokenizer: Tokenizer) -> str:
     """Return the SHA-256 (hex) of all subjects' rows and of the tokenizer's vocabulary."""
-    return fingerprint_of(tokenizer, (canonical([one.name, one.dev, one.test]) for one in subjects))
+    return fingerprint_parts(
+        tokenizer,
+        (to_canonical_json([subject.name, subject.dev, subject.test]) for subject in subjects),
+    )
 
 
-def text(row: McqRow) -> str:
+def format_question(row: McqRow) -> str:
     """Return a question with its four choices, up to "Answer:"."""
     choices = "".join(
         f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row[1:5], strict=True)
@@ -123,46 +130,46 @@ def text(row: McqRow) -> str:
     return f"{row[0]}{choices}\nAnswer:"
 
 
-def header(subject: str) -> str:
+def format_header(subject: str) -> str:
     """Return the first line of a prompt, which names the subject, with an empty line behind it."""
     # Each word has a space before it, the first one too: two spaces, as in the published prompts.
     words = "".join(f" {word}" for word in subject.split("_"))
     return f"The following are multiple choice questions (with answers) about {words}.\n\n"
 
 
-def prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
+def format_prompt(subject: Subject, row: McqRow, shots: int, dropped: int = 0) -> str:
     """Return a prompt: header, the subject's first `shots` examples with answers, without the first
     `dropped` of them, and the question.
     """
     examples = "".join(
-        f"{text(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots]
+        f"{format_question(example)} {example[5]}\n\n" for example in subject.dev[dropped:shots]
     )
-    return header(subject.name) + examples + text(row)
+    return format_header(subject.name) + examples + format_question(row)
 
 
-def select(
+def select_questions(
     subjects: list[Subject], names: tuple[str, ...] | None, rows: tuple[str, ...] | None
 ) -> list[int] | None:
     """Return the positions, in the whole set, of the questions named by row ids, or else by
     subjects; None if neither is given, which means all. Raises RequestError for unknown names.
     """
-    places, begin = {}, 0
+    positions, begin = {}, 0
     for subject in subjects:
-        places[subject.name] = range(begin, begin + len(subject.test))
+        positions[subject.name] = range(begin, begin + len(subject.test))
         begin += len(subject.test)
     if rows is not None:
-        return selection.places(rows, begin, "question", places)
-    return None if names is None else selection.of_groups(names, places)
+        return selection.find_positions(rows, begin, "question", positions)
+    return None if names is None else selection.find_group_positions(names, positions)
 
 
-def encode(
+def encode_questions(
     subjects: list[Subject],
     data: QuestionFields,
     tokenizer: Tokenizer,
     sample: int | None,
     seed: int,
     pool: list[int] | None = None,
-    place: str = "{}",
+    location: str = "{}",
 ) -> Prompts:
     """Tokenize the prompts of all questions, or of those in `pool`, or of a seeded sample of these.
 
@@ -170,46 +177,46 @@ def encode(
     RequestError if a question does not fit even without examples (`location` formats its subject's
     file), or if an answer is not one token.
     """
-    every = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
-    index = chosen(len(every), sample, seed, pool=pool)
-    pairs = [every[i] for i in index]
+    all_pairs = [(s, q) for s, subject in enumerate(subjects) for q in range(len(subject.test))]
+    index = choose_items(len(all_pairs), sample, seed, pool=pool)
+    pairs = [all_pairs[i] for i in index]
     dropped = [0] * len(pairs)
     rows: list[list[int]] = [[] for _ in pairs]
-    todo = list(range(len(pairs)))
-    while todo:
+    pending = list(range(len(pairs)))
+    while pending:
         texts = [
-            prompt(
+            format_prompt(
                 subjects[pairs[i][0]],
                 subjects[pairs[i][0]].test[pairs[i][1]],
                 data.shots,
                 dropped[i],
             )
-            for i in todo
+            for i in pending
         ]
-        for i, ids in zip(todo, tokenizer.encode(texts), strict=True):
+        for i, ids in zip(pending, tokenizer.encode(texts), strict=True):
             rows[i] = ids
-        todo = [i for i in todo if len(rows[i]) > data.context]
-        for i in todo:
+        pending = [i for i in pending if len(rows[i]) > data.context]
+        for i in pending:
             dropped[i] += 1
             if dropped[i] > data.shots:
                 s, q = pairs[i]
                 raise RequestError(
-                    f"{place.format(subjects[s].name)}: row {q + 1} alone has {len(rows[i])}"
+                    f"{location.format(subjects[s].name)}: row {q + 1} alone has {len(rows[i])}"
                     f" tokens; the context is {data.context}"
                 )
     return Prompts(
         rows=rows,
-        groups=_number([(s, d) for (s, _), d in zip(pairs, dropped, strict=True)]),
+        groups=_number_keys([(s, d) for (s, _), d in zip(pairs, dropped, strict=True)]),
         index=index,
         gold=[LETTERS.index(subjects[s].test[q][5]) for s, q in pairs],
         subject_of=[s for s, _ in pairs],
         subjects=[subject.name for subject in subjects],
-        letters=answer_tokens(tokenizer),
+        letters=find_answer_tokens(tokenizer),
         shortened=sum(1 for d in dropped if d),
     )
 
 
-def _number(keys: list[tuple[int, int]]) -> list[int]:
+def _number_keys(keys: list[tuple[int, int]]) -> list[int]:
     """Replace each key by a number, equal keys by equal ones, counted from 0 in order of
     appearance.
     """
@@ -217,20 +224,20 @@ def _number(keys: list[tuple[int, int]]) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def answer_tokens(tokenizer: Tokenizer) -> list[int]:
+def find_answer_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of " A" to " D" as they follow "Answer:". Raises RequestError if one of
     them is not exactly one token.
     """
     before, *after = tokenizer.encode(["Answer:", *(f"Answer: {letter}" for letter in LETTERS)])
-    out = []
+    tokens = []
     for letter, ids in zip(LETTERS, after, strict=True):
         if ids[: len(before)] != before or len(ids) != len(before) + 1:
             raise RequestError(
                 f"tokenizer {tokenizer.source}: the answer ' {letter}' is not one token; it cannot"
                 " be scored"
             )
-        out.append(ids[-1])
-    return out
+        tokens.append(ids[-1])
+    return tokens
 
 
 _NOUNS = (
@@ -251,20 +258,20 @@ _VERBS = ("holds", "carries", "follows", "covers", "crosses", "reaches", "feeds"
 _MADE_NAMES = ("tides", "orchards", "signals", "quarries", "ledgers", "lanterns")
 
 
-def make(task: str, made: MadeQuestions, shots: int) -> list[Subject]:
+def generate_questions(task: str, config: GeneratedQuestionsConfig, shots: int) -> list[Subject]:
     """Generate subjects of questions about which thing stands in which relation to another, from a
     seed and the task's name; each subject has `shots` examples.
     """
-    rng = random.Random(f"{task}:{made.seed}")
-    out = []
-    for i in range(made.subjects):
+    rng = random.Random(f"{task}:{config.seed}")
+    subjects = []
+    for i in range(config.subjects):
         name = f"made_{_MADE_NAMES[i % len(_MADE_NAMES)]}_{i}"
-        rows = [_made_row(rng) for _ in range(shots + made.questions)]
-        out.append(Subject(name, tuple(rows[:shots]), tuple(rows[shots:])))
-    return sorted(out, key=lambda subject: subject.name)
+        rows = [_generate_question(rng) for _ in range(shots + config.questions)]
+        subjects.append(Subject(name, tuple(rows[:shots]), tuple(rows[shots:])))
+    return sorted(subjects, key=lambda subject: subject.name)
 
 
-def _made_row(rng: random.Random) -> McqRow:
+def _generate_question(rng: random.Random) -> McqRow:
     """Generate one question with four shuffled choices and the right letter."""
     things = rng.sample(_NOUNS, 5)
     verb, filler = rng.choice(_VERBS), " ".join(rng.choices(_NOUNS, k=rng.randrange(0, 9)))

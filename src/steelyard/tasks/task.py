@@ -20,17 +20,17 @@ from steelyard.data import tokenizer as tokenizers
 from steelyard.data.division import Division
 from steelyard.data.tokenizer import Tokenizer
 from steelyard.errors import RequestError
-from steelyard.schema import Frozen, OpenTable
+from steelyard.schema import ExtensibleModel, FrozenModel
 from steelyard.tasks import kind as kinds
 from steelyard.tasks.kind import Kind
-from steelyard.words import meaning
+from steelyard.words import get_meanings
 
-Many = Annotated[int, Field(ge=0, le=10**18)]  # bounded so that no formula overflows
-Meaning = tuple[str, str]  # title and meaning, or English and Chinese
+OutputCount = Annotated[int, Field(ge=0, le=10**18)]  # bounded so that no formula overflows
+TextPair = tuple[str, str]  # title and meaning, or English and Chinese
 Selector = Literal["subjects", "rows"]  # options of `run` that select items
 BatchUnit = Literal["rows", "samples"]
 GroupName = Annotated[str, Field(min_length=1, max_length=200)]
-RowId = Annotated[str, Field(pattern=selection.ID), AfterValidator(selection.checked)]
+RowId = Annotated[str, Field(pattern=selection.ID_PATTERN), AfterValidator(selection.normalize_id)]
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,20 @@ class Sources:
     tokenizer: Path | None
     weights: Path | None
 
-    def tokenizer_places(self) -> list[Path]:
+    def tokenizer_paths(self) -> list[Path]:
         """Return where to look for a tokenizer: only at `--tokenizer` if that was given, else in
         the weights' folder and then in the data's.
         """
         if self.tokenizer is not None:
             return [self.tokenizer]
-        beside = self.data.parent if self.data is not None and not self.data.is_dir() else self.data
-        return [place for place in (self.weights, beside) if place is not None]
+        data_folder = (
+            self.data.parent if self.data is not None and not self.data.is_dir() else self.data
+        )
+        return [path for path in (self.weights, data_folder) if path is not None]
 
 
 @dataclass(frozen=True)
-class Selected:
+class Selection:
     """What the user selected of a task's data: subject names, row ids, a sample size; None where he
     did not.
     """
@@ -64,34 +66,36 @@ class Selected:
     @property
     def row_count(self) -> int | None:
         """The number of rows that the ids name; None if no ids were given."""
-        return None if self.rows is None else selection.size(self.rows)
+        return None if self.rows is None else selection.count_ids(self.rows)
 
     @property
     def group_counts(self) -> dict[str, int] | None:
         """The number of named rows in each group; None if no ids were given or one of them names no
         group.
         """
-        spans = [] if self.rows is None else selection.spans(self.rows)
-        if not spans or not all(span.group for span in spans):
+        ranges = [] if self.rows is None else selection.parse_ids(self.rows)
+        if not ranges or not all(id_range.group for id_range in ranges):
             return None
         return {
-            group: sum(len(span) for span in spans if span.group == group)
-            for group in {span.group for span in spans}
+            group: sum(len(id_range) for id_range in ranges if id_range.group == group)
+            for group in {id_range.group for id_range in ranges}
         }
 
     @property
-    def places(self) -> list[int] | None:
+    def positions(self) -> list[int] | None:
         """The positions of the named rows in the whole set; None if no ids were given, or one is
         relative to a group, whose position only the data tell.
         """
-        spans = [] if self.rows is None else selection.spans(self.rows)
-        if not spans or any(span.group for span in spans):
+        ranges = [] if self.rows is None else selection.parse_ids(self.rows)
+        if not ranges or any(id_range.group for id_range in ranges):
             return None
-        return [place for span in spans for place in range(span.first, span.last + 1)]
+        return [
+            position for id_range in ranges for position in range(id_range.first, id_range.last + 1)
+        ]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskRequest:
     """What a task's reader gets: the parts of the question that concern data, the user's selection
     and paths.
 
@@ -114,16 +118,16 @@ class Asked:
     subjects: tuple[str, ...] | None = None  # --subjects; only if Task.selects has it
     rows: tuple[str, ...] | None = None  # --rows: ids as data.selection spells them
 
-    def tokenizer(self) -> Tokenizer:
+    def load_tokenizer(self) -> Tokenizer:
         """Load the tokenizer that the user named, or the one beside the weights or data. Raises
         RequestError if there is none or its size does not fit the model. Generated data (no data
         path) have a tokenizer of their own.
         """
         if self.sources.data is None:
-            return tokenizers.MadeTokenizer(self.vocab)
-        found = tokenizers.load(self.sources.tokenizer_places())
-        tokenizers.check_vocab(found, self.vocab)
-        return found
+            return tokenizers.WordHashTokenizer(self.vocab)
+        loaded = tokenizers.load_tokenizer(self.sources.tokenizer_paths())
+        tokenizers.check_vocabulary_size(loaded, self.vocab)
+        return loaded
 
     def step_batch(self) -> int:
         """Return how many items of the global batch a step takes: all, or `--sample` of them.
@@ -137,7 +141,7 @@ class Asked:
         return self.sample or self.batch
 
 
-class TokenizerFacts(OpenTable):
+class TokenizerFacts(ExtensibleModel):
     """What a record says of the tokenizer: its file name, number of tokens, and the hash of its
     vocabulary.
     """
@@ -147,12 +151,12 @@ class TokenizerFacts(OpenTable):
     sha256: str
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
         """Return the facts of a tokenizer."""
         return cls(source=tokenizer.source, vocab=tokenizer.vocab, sha256=tokenizer.sha256)
 
 
-class DataFacts(OpenTable):
+class DataFacts(ExtensibleModel):
     """What a record says of the data that were read; a task adds its own counts. `published` says
     whether they are the published data set; None if the case does not say which that is.
     """
@@ -164,7 +168,7 @@ class DataFacts(OpenTable):
     tokenizer: TokenizerFacts | None = None
 
 
-def fingerprint_of(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
+def fingerprint_parts(tokenizer: Tokenizer, parts: Iterable[str]) -> str:
     """Return the SHA-256 (hex) of a tokenizer's vocabulary followed by these parts of the data."""
     digest = hashlib.sha256(tokenizer.sha256.encode())
     for part in parts:
@@ -177,7 +181,7 @@ def is_published(fingerprint: str, published: str | None) -> bool | None:
     return None if published is None else fingerprint == published
 
 
-class Stopped(OpenTable):
+class EarlyStop(ExtensibleModel):
     """Why training ended before its last step: `nan` (the loss is not finite), `bound` (the loss,
     kept in `value`, is above the case's limit) or `target` (an evaluation reached its goal).
     """
@@ -188,14 +192,14 @@ class Stopped(OpenTable):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedData:
     """What a task's reader returns: inputs for the engine, facts on the data for the record, and
     outputs that have no passes yet.
     """
 
     inputs: Any  # what the engine's work takes: texts, training rows or a cloze data set
     facts: DataFacts
-    outputs: Frozen
+    outputs: FrozenModel
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,8 @@ class Score:
 
     name: str
     value: str
-    en: Meaning
-    zh: Meaning
+    en: TextPair
+    zh: TextPair
     unit: str = ""
     better: str = "higher"
     form: str = "percent"
@@ -251,8 +255,8 @@ class Breakdown:
     and Chinese.
     """
 
-    title: Meaning  # English and Chinese
-    columns: tuple[Meaning, ...]
+    title: TextPair  # English and Chinese
+    columns: tuple[TextPair, ...]
     rows: tuple[tuple[str | int | float | None, ...], ...]
 
 
@@ -266,8 +270,8 @@ class Task:
     kind: str  # name of a kind of work, see tasks.kind
     work: str  # what an engine must support: see docs/engines.md
     noun: str  # what one item is called in messages
-    data: type[Frozen]  # the fields of `question.data`
-    outputs: type[Frozen]  # what a record keeps of the answers
+    data: type[FrozenModel]  # the fields of `question.data`
+    outputs: type[FrozenModel]  # what a record keeps of the answers
     reader: str  # `module:function` from TaskRequest to PreparedData; only workers load it
     # engine's answers, outputs → the answers; TypeError or ValueError if they do not fit
     check: Callable[[Any, Any], dict[str, Any]]
@@ -283,7 +287,7 @@ class Task:
     # two runs' outputs, pass → how they differ
     differences: Callable[[Any, Any, str], Differences | None] | None = None
     breakdowns: Callable[[Any], list[Breakdown]] = lambda outputs: []
-    stopped: Callable[[Any], Stopped | None] = lambda outputs: None
+    stopped: Callable[[Any], EarlyStop | None] = lambda outputs: None
     # whether a pass's held-out loss is finite; None: it has none
     held_out_finite: Callable[[Any, str], bool | None] = lambda outputs, name: None
     batch_unit: BatchUnit = "samples"  # what the global batch counts
@@ -296,15 +300,15 @@ class Task:
     published_facts: tuple[str, ...] = ()  # allowed keys of a case's `published` table
     selects: tuple[Selector, ...] = ()  # selecting options it accepts, beside --sample
     # outputs, selection → why they do not belong together, or None
-    off_scope: Callable[[Any, Selected], str | None] = lambda outputs, selected: None
+    off_scope: Callable[[Any, Selection], str | None] = lambda outputs, selected: None
     spelling: str = ""  # in questions, records and keys; "": its name
     data_check: str = ""  # `module:function` that takes a path: see check_data
 
-    def prepare(self, asked: Asked) -> Prepared:
+    def prepare(self, request: TaskRequest) -> PreparedData:
         """Read the task's data and return inputs for the engine; loads the reader's module. Raises
         RequestError if the data are missing or wrong.
         """
-        prepared: Prepared = plugins.load(self.reader)(asked)
+        prepared: PreparedData = plugins.load_reference(self.reader)(request)
         return prepared
 
     def check_data(self, source: Path) -> None:
@@ -313,7 +317,7 @@ class Task:
         processes; a worker later reads all data.
         """
         if self.data_check:
-            plugins.load(self.data_check)(source)
+            plugins.load_reference(self.data_check)(source)
 
     @property
     def key(self) -> str:
@@ -325,11 +329,11 @@ class Task:
         """The task's kind of work. Raises RequestError if no installed package has a kind of that
         name.
         """
-        return kinds.row(self.kind)
+        return kinds.find_kind(self.kind)
 
 
 ACCURACY = (
-    Score("acc", "acc", *meaning("score.acc")),
-    Score("acc_val", "acc", *meaning("score.acc_val"), of="val"),
-    Score("acc_se", "se", *meaning("score.acc_se"), better=""),
+    Score("acc", "acc", *get_meanings("score.acc")),
+    Score("acc_val", "acc", *get_meanings("score.acc_val"), of="val"),
+    Score("acc_se", "se", *get_meanings("score.acc_se"), better=""),
 )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from steelyard.models.attention import Layout, steady_layout
-from steelyard.models.tensors import send
-from steelyard.training.packing import Packed, PackedRows
+from steelyard.models.attention import PackedLayout, make_fixed_size_layout
+from steelyard.models.tensors import send_array
+from steelyard.training.packing import RowPack, RowPacker
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,25 @@ class MicroBatch:
 
     tokens: Tensor
     positions: Tensor
-    rows: Layout
+    layout: PackedLayout
     pick: Tensor
     targets: Tensor
 
 
-def to_device(pack: Packed, length: int, device: torch.device) -> MicroBatch:
+def send_rows(pack: RowPack, length: int, device: torch.device) -> MicroBatch:
     """Copy packed rows of at most `length` tokens to the device, without waiting for it."""
-    rows = steady_layout(pack.lens, length, device)
-    tokens, positions = send(pack.tokens, device), send(pack.positions, device)
-    return MicroBatch(tokens, positions, rows, send(pack.pick, device), send(pack.targets, device))
+    layout = make_fixed_size_layout(pack.segment_lengths, length, device)
+    tokens, positions = send_array(pack.tokens, device), send_array(pack.positions, device)
+    return MicroBatch(
+        tokens, positions, layout, send_array(pack.pick, device), send_array(pack.targets, device)
+    )
 
 
-class RowBatches(PackedRows):
+class RowBatches(RowPacker):
     """Makes a replica's micro-batches of packed rows on a torch device (the loop's
     `MicroBatchMaker`).
     """
 
-    def to_device(self, pack: Packed) -> MicroBatch:
+    def to_device(self, pack: RowPack) -> MicroBatch:
         """Copy a micro-batch to the job's device, without waiting for it."""
-        return to_device(pack, self.length, self.job.device.torch_device)
+        return send_rows(pack, self.length, self.job.device.torch_device)

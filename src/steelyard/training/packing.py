@@ -10,83 +10,85 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.data.rows import IGNORED, Key, Row
+from steelyard.data.training_rows import IGNORED, RowKey, TrainingRow
 from steelyard.engine.job import Job
 
-GRAIN = 128  # tokens: matmul kernels work in tiles
+TOKEN_MULTIPLE = 128  # tokens: matmul kernels work in tiles
 
 
 @dataclass(frozen=True)
-class Packed:
+class RowPack:
     """The rows of a micro-batch as host arrays, laid end to end. `segment_lengths` are the lengths
     of all segments; `counts` has tokens, samples, padded, logits, pairs and square.
     """
 
     tokens: np.ndarray[Any, np.dtype[np.int64]]
     positions: np.ndarray[Any, np.dtype[np.int64]]
-    lens: list[int]
+    segment_lengths: list[int]
     pick: np.ndarray[Any, np.dtype[np.int64]]  # indices of tokens that have a target
     targets: np.ndarray[Any, np.dtype[np.int64]]
     counts: dict[str, int]
 
 
-def packed(rows: list[Row]) -> Packed:
+def pack_rows(rows: list[TrainingRow]) -> RowPack:
     """Return the rows laid end to end, with the positions of tokens in their segments and the
     counts. Padding is counted as `padded` and in no other count.
     """
     targets = np.concatenate([row.targets for row in rows])
     pick = np.flatnonzero(targets != IGNORED)
-    lens = [n for row in rows for n in row.lens]
-    real = [n for row in rows for n in _real(row)]
-    return Packed(
+    lengths = [n for row in rows for n in row.lens]
+    real_lengths = [n for row in rows for n in _get_real_lengths(row)]
+    return RowPack(
         tokens=np.concatenate([row.tokens for row in rows]),
-        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lens]),
-        lens=lens,
+        positions=np.concatenate([np.arange(n, dtype=np.int64) for n in lengths]),
+        segment_lengths=lengths,
         pick=pick,
         targets=targets[pick],
         counts={
-            "tokens": sum(real),
+            "tokens": sum(real_lengths),
             "samples": sum(row.samples for row in rows),
-            "padded": sum(lens) - sum(real),
+            "padded": sum(lengths) - sum(real_lengths),
             "logits": len(pick),
-            "pairs": sum(n * (n + 1) // 2 for n in real),
-            "square": sum(n * n for n in real),
+            "pairs": sum(n * (n + 1) // 2 for n in real_lengths),
+            "square": sum(n * n for n in real_lengths),
         },
     )
 
 
-def _real(row: Row) -> tuple[int, ...]:
+def _get_real_lengths(row: TrainingRow) -> tuple[int, ...]:
     """Return the lengths of a row's segments that are not padding; padding is the last segment."""
     return row.lens if row.real == len(row.tokens) else row.lens[:-1]
 
 
-def empty_row(length: int) -> Row:
+def make_padding_row(length: int) -> TrainingRow:
     """Return a row of `length` padding tokens without targets, for a micro-batch that has too few
     rows.
     """
-    return Row(
+    return TrainingRow(
         np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64), (length,), 0, 0
     )
 
 
-def without_padding(rows: list[Row], grain: int = GRAIN) -> list[Row]:
+def drop_padding(
+    rows: list[TrainingRow], token_multiple: int = TOKEN_MULTIPLE
+) -> list[TrainingRow]:
     """Return the rows without their padding, and one more row of padding that makes their tokens
     together a multiple of `token_multiple`, if they are not. For no rows, return one row of
     `token_multiple` padding tokens.
     """
-    short = [row if row.real == len(row.tokens) else _cut(row) for row in rows]
-    left = -sum(row.real for row in rows) % grain if rows else grain
-    return [*short, empty_row(left)] if left else short
+    cut_rows = [row if row.real == len(row.tokens) else _cut_padding(row) for row in rows]
+    padding = -sum(row.real for row in rows) % token_multiple if rows else token_multiple
+    return [*cut_rows, make_padding_row(padding)] if padding else cut_rows
 
 
-def _cut(row: Row) -> Row:
+def _cut_padding(row: TrainingRow) -> TrainingRow:
     """Return a row without its padding segment."""
     return replace(
         row, tokens=row.tokens[: row.real], targets=row.targets[: row.real], lens=row.lens[:-1]
     )
 
 
-class PackedRows:
+class RowPacker:
     """Makes a replica's micro-batches of a task's rows, as host arrays.
 
     With `padded` every row has its full length and missing rows are padding. Otherwise rows are not
@@ -94,27 +96,34 @@ class PackedRows:
     Subclasses add `to_device`.
     """
 
-    def __init__(self, job: Job, length: int, padded: bool = True, grain: int = GRAIN) -> None:
-        self.job, self.length, self.padded, self.grain = job, length, padded, grain
+    def __init__(
+        self, job: Job, length: int, padded: bool = True, token_multiple: int = TOKEN_MULTIPLE
+    ) -> None:
+        self.job, self.length, self.padded, self.token_multiple = (
+            job,
+            length,
+            padded,
+            token_multiple,
+        )
 
-    def groups(self, keys: list[Key], size: int | None = None) -> list[list[Key]]:
+    def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
         """Return the row keys of this replica's micro-batches; None is a missing row."""
-        return deal(self.job, keys, size)
+        return deal_keys(self.job, keys, size)
 
-    def pack(self, keys: list[Key]) -> Packed:
+    def pack(self, keys: list[RowKey]) -> RowPack:
         """Return one micro-batch as arrays. A key None becomes a row of padding, or is left out if
         rows are not padded.
         """
-        texts = self.job.inputs
+        rows = self.job.inputs
         if self.padded:
-            return packed(
-                [empty_row(self.length) if key is None else texts.row(key) for key in keys]
+            return pack_rows(
+                [make_padding_row(self.length) if key is None else rows.row(key) for key in keys]
             )
-        return packed(
-            without_padding([texts.row(key) for key in keys if key is not None], self.grain)
+        return pack_rows(
+            drop_padding([rows.row(key) for key in keys if key is not None], self.token_multiple)
         )
 
-    def targets(self, pack: Packed) -> int:
+    def count_targets(self, pack: RowPack) -> int:
         """Return the number of tokens with a target."""
         return len(pack.pick)
 
@@ -122,7 +131,7 @@ class PackedRows:
         """Do nothing: there is no dropout in these models."""
 
 
-def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
+def deal_keys(job: Job, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
     """Deal row keys to replicas in turn, and return this replica's, divided into micro-batches of
     equal size.
 
@@ -133,6 +142,6 @@ def deal(job: Job, keys: list[Key], size: int | None = None) -> list[list[Key]]:
     replica, replicas = job.place.dp, job.plan.dp
     count = -(-len(keys) // (replicas * (size or job.case.tune.micro_batch)))
     size = size or -(-len(keys) // (replicas * count))
-    full = [*keys, *[None] * (size * count * replicas - len(keys))]
-    own = full[replica::replicas]
-    return [own[i : i + size] for i in range(0, size * count, size)]
+    padded_keys = [*keys, *[None] * (size * count * replicas - len(keys))]
+    replica_keys = padded_keys[replica::replicas]
+    return [replica_keys[i : i + size] for i in range(0, size * count, size)]

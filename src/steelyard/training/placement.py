@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steelyard.models.llama_fused import Gradient
-from steelyard.training.optimizer import Adam, total_norm
+from steelyard.models.llama_fused import GradientOf
+from steelyard.training.adamw import MixedPrecisionAdamW, compute_total_norm
 
-BUCKET = 64 << 20  # gradient elements that replicas sum in one call
+BUCKET_NUMBERS = 64 << 20  # gradient elements that replicas sum in one call
 
-Weigh = Callable[[Tensor], Tensor]  # turns a summed loss into what `backward` is called on
+WeighLoss = Callable[[Tensor], Tensor]  # turns a summed loss into what `backward` is called on
 
 
-class Model(ABC):
+class TrainableModel(ABC):
     """A model that is trained, as far as this rank holds it. What a micro-batch is, is between a
     model and its batches.
     """
 
     weights: dict[str, Any]  # where they came from, for the record; set by `build`
-    roots: Sequence[nn.Module] = ()  # outermost modules whose parameters FSDP gathers
+    fsdp_roots: Sequence[nn.Module] = ()  # outermost modules whose parameters FSDP gathers
 
     @abstractmethod
     def build(self) -> list[Tensor] | None:
@@ -41,7 +41,7 @@ class Model(ABC):
         """Return the trained parameters that this rank updates, with their names."""
 
     @abstractmethod
-    def compile(self, gradient: Gradient) -> None:
+    def compile(self, gradient: GradientOf) -> None:
         """Choose and compile what computes the loss. `gradient(parameter)` returns the tensor in
         which that parameter's gradient is summed.
         """
@@ -56,7 +56,7 @@ class Model(ABC):
         """
         return self.loss(micro)
 
-    def variants(self, micro: Any) -> Iterable[Any]:
+    def list_variants(self, micro: Any) -> Iterable[Any]:
         """Return micro-batches of the size of `micro` that together run all code that can run for
         this size; here only `micro` itself.
         """
@@ -67,7 +67,7 @@ class Model(ABC):
         """Return what the model chose by itself, for the record."""
 
 
-class SingleDevice:
+class SingleDevicePlacement:
     """A model on one device. Other placements subclass this one, and override where the ranks of
     their plan exchange data in a step.
     """
@@ -76,22 +76,22 @@ class SingleDevice:
     lockstep = True
     # Whether ranks exchange data only in `sum_over_replicas` and `reduce`, so that the time of the
     # exchange can be measured. False if they exchange inside forward and backward, or are alone.
-    separate = False
+    exchanges_separately = False
 
-    def attach(self, model: Model, optimizer: Adam) -> None:
+    def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
         """Prepare the optimizer's gradients for the sums over ranks; here nothing."""
 
-    def no_losses(self) -> list[Tensor]:
+    def start_losses(self) -> list[Tensor]:
         """Return the list that a step's losses are appended to: one zero on ranks that may have no
         micro-batch, here empty.
         """
         return []
 
-    def evaluate(self, model: Model, micro: Any) -> Tensor:
+    def evaluate(self, model: TrainableModel, micro: Any) -> Tensor:
         """Return what an evaluation reads of a micro-batch."""
         return model.evaluate(micro)
 
-    def backward(self, model: Model, micros: list[Any], weigh: Weigh) -> None:
+    def backward(self, model: TrainableModel, micros: list[Any], weigh: WeighLoss) -> None:
         """Run forward and backward of all micro-batches of a step. `weigh` turns a micro-batch's
         summed loss into the tensor that `backward` is called on.
         """
@@ -104,66 +104,66 @@ class SingleDevice:
         """
         return loss
 
-    def total(self, count: Tensor) -> Tensor:
+    def sum_over_replicas(self, count: Tensor) -> Tensor:
         """Return a count summed over replicas (in place); here the count itself."""
         return count
 
-    def norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
+    def compute_norm(self, grads: list[Tensor], overflows: list[Tensor]) -> Tensor:
         """Return the 2-norm of all gradients of all ranks. `overflows` are fp16's overflow flags,
         which placements on several ranks may have to agree on.
         """
-        return total_norm(grads, overflows)
+        return compute_total_norm(grads, overflows)
 
-    def updated(self) -> None:
+    def send_updates(self) -> None:
         """Send the weights that the optimizer has changed on this rank to the ranks that need them;
         here nothing.
         """
 
-    def stored(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the optimizer's tensors as they are named and divided in a checkpoint; here
         unchanged.
         """
         return state
 
 
-class Replicated(SingleDevice):
+class ReplicatedPlacement(SingleDevicePlacement):
     """Replicas that each hold the whole model, and may have no samples in a step; one replica is
     one device. Gradients lie in a few buckets, which are all-reduced once a step.
     """
 
     lockstep = False
 
-    def __init__(self, replicas: int, compute: torch.dtype, device: torch.device) -> None:
-        self.replicas, self.device, self.separate = replicas, device, replicas > 1
-        self.wide = torch.promote_types(compute, torch.float32)
+    def __init__(self, replicas: int, matmul_dtype: torch.dtype, device: torch.device) -> None:
+        self.replicas, self.device, self.exchanges_separately = replicas, device, replicas > 1
+        self.loss_dtype = torch.promote_types(matmul_dtype, torch.float32)
         self.buckets: list[Tensor] = []
 
-    def attach(self, model: Model, optimizer: Adam) -> None:
+    def attach(self, model: TrainableModel, optimizer: MixedPrecisionAdamW) -> None:
         """Move all gradients into buckets, and make the optimizer zero them and not drop them. Also
         initialize its loss scale, which a replica without samples needs too.
         """
         self.buckets = bucket_gradients(optimizer.master)
         # from this call on gradients are zeroed and not dropped
-        optimizer.gradient(optimizer.parameters[0])
+        optimizer.get_gradient(optimizer.parameters[0])
         # a replica without samples in a step needs the loss scale too
         optimizer.scale(torch.zeros((), device=self.device))
 
-    def no_losses(self) -> list[Tensor]:
+    def start_losses(self) -> list[Tensor]:
         """Return one zero, since a replica may have no samples in a step."""
-        return [torch.zeros((), dtype=self.wide, device=self.device)]
+        return [torch.zeros((), dtype=self.loss_dtype, device=self.device)]
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Sum the gradient buckets and the loss over replicas in place, wait for that, and return
         the loss.
         """
         if self.replicas > 1:
-            works = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            pending = [dist.all_reduce(flat, async_op=True) for flat in (*self.buckets, loss)]
+            for collective in pending:
+                if collective is not None:
+                    collective.wait()
         return loss
 
-    def total(self, count: Tensor) -> Tensor:
+    def sum_over_replicas(self, count: Tensor) -> Tensor:
         """Sum a count over replicas in place, and return it."""
         if self.replicas > 1:
             dist.all_reduce(count)
@@ -178,7 +178,7 @@ def bucket_gradients(parameters: list[Tensor]) -> list[Tensor]:
     """
     buckets: list[list[Tensor]] = [[]]
     for parameter in parameters:
-        if buckets[-1] and sum(p.numel() for p in buckets[-1]) + parameter.numel() > BUCKET:
+        if buckets[-1] and sum(p.numel() for p in buckets[-1]) + parameter.numel() > BUCKET_NUMBERS:
             buckets.append([])
         buckets[-1].append(parameter)
     out = []

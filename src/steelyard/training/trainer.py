@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from steelyard.engine.job import Job, Part
-from steelyard.training import checkpoint_files
-from steelyard.training.checkpoints import Numbers, State
-from steelyard.training.optimizer import Adam
-from steelyard.training.placement import Model, SingleDevice
+from steelyard.training import checkpoint_storage
+from steelyard.training.adamw import MixedPrecisionAdamW
+from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScalars
+from steelyard.training.placement import SingleDevicePlacement, TrainableModel
 
 
-class Kept(ABC):
+class TorchLearner(ABC):
     """A learner with torch tensors: copies losses to the host, and saves and loads checkpoints."""
 
     job: Job
 
     @abstractmethod
-    def state(self) -> dict[str, Tensor]:
+    def list_state(self) -> dict[str, Tensor]:
         """Return all tensors of this rank that a checkpoint stores, by name, to be saved, or to be
         filled in place before `restore`.
         """
 
     @abstractmethod
-    def restore(self, numbers: Numbers) -> None:
+    def restore(self, scalars: OptimizerScalars) -> None:
         """Continue from the tensors that `list_state` returned and that have been filled since, and
         these scalars.
         """
@@ -41,39 +41,39 @@ class Kept(ABC):
         """
         if loss.device.type == "cpu":
             return float(loss)
-        host = torch.empty((), dtype=loss.dtype, pin_memory=True)
-        host.copy_(loss, non_blocking=True)
+        host_loss = torch.empty((), dtype=loss.dtype, pin_memory=True)
+        host_loss.copy_(loss, non_blocking=True)
         event = torch.Event(loss.device)
         event.record()
 
-        def read() -> float:
+        def wait_for_loss() -> float:
             """Wait for the copy of the loss, and return it."""
             event.synchronize()
-            return float(host)
+            return float(host_loss)
 
-        return read
+        return wait_for_loss
 
-    def save(self, folder: Path, state: State) -> None:
+    def save(self, folder: Path, state: CheckpointState) -> None:
         """Write a checkpoint into `folder`; all ranks call it together. Raises OSError if it cannot
         be written.
         """
-        checkpoint_files.save(folder, state, self.state(), self.job.rank)
+        checkpoint_storage.save_checkpoint(folder, state, self.list_state(), self.job.rank)
 
-    def load(self, path: Path, numbers: Numbers) -> None:
+    def load(self, path: Path, scalars: OptimizerScalars) -> None:
         """Load the checkpoint `path`, which may have been written under another plan, and continue
         from it; all ranks call it together. Raises RequestError if it does not match the model or
         is damaged.
         """
-        checkpoint_files.load(path, self.state())
-        self.restore(numbers)
+        checkpoint_storage.load_checkpoint(path, self.list_state())
+        self.restore(scalars)
 
 
-class Trainer(Kept):
+class Trainer(TorchLearner):
     """Trains a model under a placement with `MixedPrecisionAdamW`; the optimizer is created by
     `prepare`.
     """
 
-    def __init__(self, job: Job, model: Model, placement: SingleDevice) -> None:
+    def __init__(self, job: Job, model: TrainableModel, placement: SingleDevicePlacement) -> None:
         self.job, self.model, self.placement = job, model, placement
         self.device: torch.device = job.device.torch_device
 
@@ -85,31 +85,31 @@ class Trainer(Kept):
         with part("weights"):
             master = self.model.build()
             parameters = [parameter for _, parameter in self.model.named_parameters()]
-            self.optimizer = Adam(
-                parameters, master, self.job.train, precision, self.placement.norm
+            self.optimizer = MixedPrecisionAdamW(
+                parameters, master, self.job.train, precision, self.placement.compute_norm
             )
             self.placement.attach(self.model, self.optimizer)
             self.job.device.synchronize()
-        self.model.compile(self.optimizer.gradient)
+        self.model.compile(self.optimizer.get_gradient)
 
-    def warm(self, micro: Any) -> None:
+    def warm_up(self, micro: Any) -> None:
         """Run evaluation, forward and backward once for a micro-batch, and compile the update, so
         that nothing is compiled inside a pass. Weights do not change, and gradients are zero
         afterwards.
         """
-        for one in self.model.variants(micro):
-            self.evaluate(one)
+        for variant in self.model.list_variants(micro):
+            self.evaluate(variant)
             if self.placement.lockstep:
-                self.learn([one], self.total(1))
+                self.compute_gradients([variant], self.sum_over_replicas(1))
             else:
-                self.backward([one], torch.ones((), device=self.device))
+                self.backward([variant], torch.ones((), device=self.device))
             self.optimizer.zero_grad()
-        self.optimizer.warm()
+        self.optimizer.compile_update()
 
     @property
-    def separate(self) -> bool:
+    def exchanges_separately(self) -> bool:
         """Return whether ranks exchange data only in `sum_over_replicas` and `reduce`."""
-        return self.placement.separate
+        return self.placement.exchanges_separately
 
     def evaluate(self, micro: Any) -> Tensor:
         """Return what an evaluation reads of a micro-batch, without gradients: its summed loss in
@@ -118,7 +118,7 @@ class Trainer(Kept):
         with torch.no_grad():
             return self.placement.evaluate(self.model, micro)
 
-    def learn(self, micros: list[Any], targets: Tensor) -> Tensor:
+    def compute_gradients(self, micros: list[Any], targets: Tensor) -> Tensor:
         """Run forward and backward of a step and sum gradients over replicas: gradients of Σ loss /
         targets. Return that mean loss over all replicas.
         """
@@ -128,7 +128,7 @@ class Trainer(Kept):
         """Run forward and backward of a step's micro-batches, and return this replica's part of the
         mean loss Σ loss / targets. Ranks exchange data in it unless `exchanges_separately`.
         """
-        losses = self.placement.no_losses()
+        losses = self.placement.start_losses()
 
         def weigh(nll: Tensor) -> Tensor:
             """Divide a micro-batch's summed loss by the targets of the step, note it, and return it
@@ -150,34 +150,34 @@ class Trainer(Kept):
         Return the gradients' norm before clipping.
         """
         norm = self.optimizer.step(lr)
-        self.placement.updated()
+        self.placement.send_updates()
         return norm
 
-    def total(self, number: int) -> Tensor:
+    def sum_over_replicas(self, number: int) -> Tensor:
         """Return a count of this rank summed over all replicas, on the device."""
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
-        return self.placement.total(count)
+        return self.placement.sum_over_replicas(count)
 
-    def state(self) -> dict[str, Tensor]:
+    def list_state(self) -> dict[str, Tensor]:
         """Return all tensors of this rank that a checkpoint stores, by name, to be saved, or to be
         filled in place before `restore`.
         """
-        return self.placement.stored(
-            self.optimizer.state([name for name, _ in self.model.named_parameters()])
+        return self.placement.to_checkpoint_tensors(
+            self.optimizer.list_state([name for name, _ in self.model.named_parameters()])
         )
 
-    def numbers(self) -> Numbers:
+    def read_scalars(self) -> OptimizerScalars:
         """Return the optimizer's number of updates and loss scale; equal on all ranks."""
-        self.state()  # creates the optimizer's state, from which they are read
-        return self.optimizer.numbers()
+        self.list_state()  # creates the optimizer's state, from which they are read
+        return self.optimizer.read_scalars()
 
-    def restore(self, numbers: Numbers) -> None:
+    def restore(self, scalars: OptimizerScalars) -> None:
         """Continue from the tensors that `list_state` returned and that have been filled since, and
         these scalars; updated weights are sent to ranks that need them.
         """
-        self.optimizer.restore(numbers)
-        self.placement.updated()
+        self.optimizer.restore(scalars)
+        self.placement.send_updates()
 
     def details(self) -> dict[str, Any]:
         """Return the model's choices and what the optimizer holds, for the record."""

@@ -26,47 +26,47 @@ from torch import Tensor
 from steelyard import files
 from steelyard.errors import LostError, RequestError
 from steelyard.models.llama import LlamaShape
-from steelyard.models.llama_init import shape_of
+from steelyard.models.llama_init import get_llama_shape
 from steelyard.models.shapes import LlamaModel
-from steelyard.schema import canonical
-from steelyard.weights import checkpoint, load
-from steelyard.weights import write as writing
-from steelyard.weights.checkpoint import (
-    JOURNAL,
+from steelyard.schema import to_canonical_json
+from steelyard.weights import checkpoint_tensors, llama_weights
+from steelyard.weights import checkpoint_writer as writing
+from steelyard.weights.checkpoint_tensors import (
+    JOURNAL_NAME,
     ByteProgress,
-    Checkpoint,
-    Headers,
-    Piece,
+    CheckpointHeaders,
+    LlamaCheckpoint,
     TensorPart,
+    TensorPiece,
 )
-from steelyard.weights.write import File, FilePlan, Planned, Planning
+from steelyard.weights.checkpoint_writer import FilePlan, PlannedFile, PlannedTensor, PlanRequest
 
-LOCK = "conversion.lock"
+LOCK_NAME = "conversion.lock"
 # errors of file systems without locks, such as those of some clusters
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+NO_LOCKS_ERRNOS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 SAMPLE_BYTES = 4 << 10
 SAMPLE_EVERY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConversionResult:
     """The files of a finished conversion by name and size, and how many of them an earlier run had
     already completed: all, if there was nothing left to do.
     """
 
     files: list[tuple[str, int]]
     size_bytes: int
-    kept: int
+    reused: int
 
 
-def convert(
+def convert_checkpoint(
     source: Path,
     target: Path,
     to: str,
     tp: int,
     model: LlamaModel | None = None,
     progress: ByteProgress | None = None,
-) -> Conversion:
+) -> ConversionResult:
     """Write a Llama checkpoint's weights to a folder in format `to` (`hf` or `megatron`) with `tp`
     tensor-parallel shards, bit for bit, and return the files.
 
@@ -76,127 +76,139 @@ def convert(
     not usable, the request is impossible, the target is not empty, lies in or above the source, is
     being written by another conversion, or is too small; LostError if writing fails.
     """
-    opened = load.open_folder(source)
-    shape, headers = _shape(opened, model), opened.headers
+    opened = llama_weights.open_llama_checkpoint(source)
+    shape, headers = _choose_shape(opened, model), opened.headers
     _check_request(to, tp, shape)
-    pieces = checkpoint.by_parameter(opened.pieces(shape))
+    pieces = checkpoint_tensors.group_by_parameter(opened.list_pieces(shape))
     opened.check_values(shape)
-    plan = writing.PLANS[to](
-        Planning(shape, lambda p: _dtype(p, pieces), headers.iteration, headers.step), tp
+    plan = writing.PLANNERS[to](
+        PlanRequest(shape, lambda p: _choose_dtype(p, pieces), headers.iteration, headers.step), tp
     )
     _check_apart(target, (source, *headers.folders))
-    what = {"source": _identity(headers), "to": to, "tp": tp, "shape": checkpoint.as_table(shape)}
-    journal = Journal.open(target, what, plan.names)
-    kept = len(plan.names)
-    if not journal.complete:
+    request = {
+        "source": _identify_source(headers),
+        "to": to,
+        "tp": tp,
+        "shape": checkpoint_tensors.shape_to_json(shape),
+    }
+    journal = ConversionJournal.open(target, request, plan.names)
+    reused = len(plan.names)
+    if not journal.is_complete:
         _check_room(target, plan, journal)
-        with _locked(target):
+        with _hold_lock(target):
             # another conversion, which held the lock until now, may have changed it
-            journal = Journal.open(target, what, plan.names)
-            kept = len([name for name in plan.names if journal.finished(name)])
-            if not journal.complete:
-                _write(target, plan, journal, lambda planned: _make(planned, pieces), progress)
+            journal = ConversionJournal.open(target, request, plan.names)
+            reused = len([name for name in plan.names if journal.is_finished(name)])
+            if not journal.is_complete:
+                _write_checkpoint(
+                    target, plan, journal, lambda planned: _make_tensor(planned, pieces), progress
+                )
     written = [(name, (target / name).stat().st_size) for name in plan.names]
-    return Conversion(written, sum(size for _, size in written), kept)
+    return ConversionResult(written, sum(size for _, size in written), reused)
 
 
-def _identity(headers: Headers) -> dict[str, Any]:
+def _identify_source(headers: CheckpointHeaders) -> dict[str, Any]:
     """Return what distinguishes a source from another of the same shapes, for the journal: the
     digest of its headers, and name, size, mtime in ns and a hash of sampled bytes of each file.
 
     The times alone do not suffice: unpacking an archive may restore them. Raise RequestError if a
     file cannot be read.
     """
-    out: list[Any] = []
+    file_marks: list[Any] = []
     for name, size in headers.files:
         path = headers.folders[0] / name
         try:
-            out.append([name, size, path.stat().st_mtime_ns, _sample(path, size)])
+            file_marks.append([name, size, path.stat().st_mtime_ns, _hash_sample(path, size)])
         except OSError as error:
             raise RequestError(
                 f"{path}: cannot be read ({error.strerror}); make it readable, or fetch it again"
             ) from error
-    return {"headers": headers.digest, "files": out}
+    return {"headers": headers.digest, "files": file_marks}
 
 
-def _sample(path: Path, size: int) -> str:
+def _hash_sample(path: Path, size: int) -> str:
     """Return a SHA-256 over 4 KiB at a pseudo-random position in every stretch of a file: at least
     16 stretches of at most 32 MiB. A file of up to 64 KiB is hashed whole. Positions depend on
     `size` alone.
     """
-    places, digest = random.Random(size), hashlib.sha256()
-    stretch = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
+    positions, digest = random.Random(size), hashlib.sha256()
+    stretch_bytes = max(SAMPLE_BYTES, min(SAMPLE_EVERY_BYTES, size // 16))
     with files.open_regular(path) as file:
-        for begin in range(0, size, stretch):
-            file.seek(begin + places.randrange(stretch - SAMPLE_BYTES + 1))
+        for begin in range(0, size, stretch_bytes):
+            file.seek(begin + positions.randrange(stretch_bytes - SAMPLE_BYTES + 1))
             digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
-def _shape(opened: Checkpoint, model: LlamaModel | None) -> LlamaShape:
+def _choose_shape(opened: LlamaCheckpoint, model: LlamaModel | None) -> LlamaShape:
     """Return the whole model's shape: the case's if `model` is given, with the number of positions
     that the files tell, else what the files tell. Raise RequestError if they do not tell enough.
     """
     if model is None:
-        return checkpoint.shape_in(opened)
-    shape = shape_of(model)
-    return replace(shape, positions=opened.config()["positions"] or shape.positions)
+        return checkpoint_tensors.read_shape(opened)
+    shape = get_llama_shape(model)
+    return replace(shape, positions=opened.read_dimensions()["positions"] or shape.positions)
 
 
 def _check_request(to: str, tp: int, shape: LlamaShape) -> None:
     """Raise RequestError if the format is unknown, the number of shards is not possible for it, or
     it does not divide the model's KV heads and feed-forward size.
     """
-    if to not in writing.PLANS:
-        raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANS)}")
+    if to not in writing.PLANNERS:
+        raise RequestError(f"layout {to!r} is not known; allowed: {', '.join(writing.PLANNERS)}")
     if tp < 1 or (to == "hf" and tp != 1):
         raise RequestError(
             f"tensor parallel size {tp} is not possible for {to}; allowed: 1, for megatron more"
         )
-    for what, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
+    for dimension, size in (("kv_heads", shape.kv_heads), ("ffn", shape.ffn)):
         if size % tp:
             raise RequestError(
-                f"{what} {size} cannot be divided by {tp}; give a tensor parallel size that"
+                f"{dimension} {size} cannot be divided by {tp}; give a tensor parallel size that"
                 " divides it"
             )
 
 
-def _dtype(part: TensorPart, pieces: dict[str, list[Piece]]) -> str:
+def _choose_dtype(part: TensorPart, pieces: dict[str, list[TensorPiece]]) -> str:
     """Return the dtype name of a tensor that is to be written: that of the pieces it is made from,
     or the most frequent of all weights if it is made from none, such as a zero bias. Raise
     RequestError if its pieces have different dtypes.
     """
-    own = pieces.get(part.parameter, [])
-    every = own or [piece for of_one in pieces.values() for piece in of_one]
-    found = Counter(
-        piece.stored.dtype for piece, _ in checkpoint.common(own, lambda name: part.box)
+    own_pieces = pieces.get(part.parameter, [])
+    all_pieces = own_pieces or [
+        piece for parameter_pieces in pieces.values() for piece in parameter_pieces
+    ]
+    dtypes = Counter(
+        piece.stored.dtype
+        for piece, _ in checkpoint_tensors.find_overlaps(own_pieces, lambda name: part.box)
     )
-    found = found or Counter(piece.stored.dtype for piece in every)
-    if own and len(found) > 1:
-        first, *_ = own
+    dtypes = dtypes or Counter(piece.stored.dtype for piece in all_pieces)
+    if own_pieces and len(dtypes) > 1:
+        first, *_ = own_pieces
         raise RequestError(
             f"{first.stored}: is to be joined with tensors of another dtype"
-            f" ({', '.join(sorted(found))}); save the weights in one dtype"
+            f" ({', '.join(sorted(dtypes))}); save the weights in one dtype"
         )
-    return found.most_common(1)[0][0]
+    return dtypes.most_common(1)[0][0]
 
 
-def _make(planned: Planned, pieces: dict[str, list[Piece]]) -> Tensor:
+def _make_tensor(planned: PlannedTensor, pieces: dict[str, list[TensorPiece]]) -> Tensor:
     """Return the values of a planned tensor, copied from the source's pieces; zero where there are
     none, as in padding.
     """
     part = planned.part
-    whole = torch.zeros(part.logical_shape, dtype=checkpoint.DTYPES[planned.dtype])
-    for piece, both in checkpoint.common(pieces.get(part.parameter, ()), lambda name: part.box):
-        checkpoint.copy(piece, both, part.inside(whole), part.box)
-    return whole
+    tensor = torch.zeros(part.logical_shape, dtype=checkpoint_tensors.DTYPES[planned.dtype])
+    for piece, overlap_box in checkpoint_tensors.find_overlaps(
+        pieces.get(part.parameter, ()), lambda name: part.box
+    ):
+        checkpoint_tensors.copy_overlap(piece, overlap_box, part.view_box(tensor), part.box)
+    return tensor
 
 
-def _write(
+def _write_checkpoint(
     target: Path,
     plan: FilePlan,
-    journal: "Journal",
-    make: Callable[[Planned], Tensor],
+    journal: "ConversionJournal",
+    make_tensor: Callable[[PlannedTensor], Tensor],
     progress: ByteProgress | None,
 ) -> None:
     """Write all files of the plan that are not complete yet, then the small ones, and finish the
@@ -205,18 +217,26 @@ def _write(
     `make_tensor` returns the values of a planned tensor. Raise RequestError if the folder cannot be
     written at all, LostError if writing fails later; complete files stay.
     """
-    done = sum(file.nbytes for file in plan.files if journal.finished(file.name))
-    written = checkpoint.Progress(progress, sum(file.nbytes for file in plan.files), done)
+    done_bytes = sum(file.nbytes for file in plan.files if journal.is_finished(file.name))
+    counter = checkpoint_tensors.ByteCounter(
+        progress, sum(file.nbytes for file in plan.files), done_bytes
+    )
     journal.begin()
     try:
-        for left in target.rglob(f"*{files.PART}"):  # left by a conversion that was killed
-            left.unlink()
+        for leftover in target.rglob(
+            f"*{files.PART_SUFFIX}"
+        ):  # left by a conversion that was killed
+            leftover.unlink()
         for file in plan.files:
             _write_file(
-                target / file.name, file, journal, make, lambda planned: written.add(planned.nbytes)
+                target / file.name,
+                file,
+                journal,
+                make_tensor,
+                lambda planned: counter.add(planned.nbytes),
             )
-        for name, content in plan.last.items():
-            files.write(target / name, content)
+        for name, content in plan.small_files.items():
+            files.write_file(target / name, content)
         journal.finish(plan.names)
     except OSError as error:
         raise LostError(
@@ -226,31 +246,35 @@ def _write(
 
 
 def _write_file(
-    path: Path, file: File, journal: "Journal", make: writing.Make, tell: writing.Tell
+    path: Path,
+    file: PlannedFile,
+    journal: "ConversionJournal",
+    make_tensor: writing.MakeTensor,
+    on_written: writing.OnWritten,
 ) -> None:
     """Write one file under a temporary name, rename it and note it in the journal; do nothing if
     the journal has it already.
     """
-    if not journal.finished(file.name):
+    if not journal.is_finished(file.name):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + files.PART)
-        file.write(temporary, file, make, tell)
-        files.place(temporary, path)
-        journal.note(file.name)
+        temporary = path.with_name(path.name + files.PART_SUFFIX)
+        file.write(temporary, file, make_tensor, on_written)
+        files.move_into_place(temporary, path)
+        journal.add_file(file.name)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _hold_lock(folder: Path) -> Iterator[None]:
     """Return a context manager that creates a folder and holds an exclusive lock file in it, which
     is removed at the end.
 
     The kernel releases the lock of a killed process, whose file stays. Raise RequestError if
     another conversion has the lock, or the folder cannot be written.
     """
-    path = folder / LOCK
+    path = folder / LOCK_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _lock(path)
+        handle = _open_locked(path)
     except BlockingIOError as error:
         raise RequestError(
             f"target {str(folder)!r}: another conversion is writing there; wait for it, or give"
@@ -267,7 +291,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _lock(path: Path) -> int:
+def _open_locked(path: Path) -> int:
     """Create and lock a lock file, and return its descriptor. Raise BlockingIOError if another
     process has the lock. Where the file system has no locks, the descriptor is returned without
     one.
@@ -276,10 +300,10 @@ def _lock(path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _same(handle, path):
+            if _is_same_file(handle, path):
                 return handle
         except OSError as error:
-            if error.errno in NO_LOCKS:
+            if error.errno in NO_LOCKS_ERRNOS:
                 return handle
             os.close(handle)
             raise
@@ -287,7 +311,7 @@ def _lock(path: Path) -> int:
         os.close(handle)
 
 
-def _same(handle: int, path: Path) -> bool:
+def _is_same_file(handle: int, path: Path) -> bool:
     """Return whether an open descriptor is the file that is now at this path."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
@@ -297,88 +321,92 @@ def _same(handle: int, path: Path) -> bool:
 
 def _check_apart(target: Path, sources: tuple[Path, ...]) -> None:
     """Raise RequestError if the target is a folder of the source, inside one, or around one."""
-    there = target.resolve()
+    target_path = target.resolve()
     for source in sources:
-        here = source.resolve()
-        if here.is_relative_to(there) or there.is_relative_to(here):
+        source_path = source.resolve()
+        if source_path.is_relative_to(target_path) or target_path.is_relative_to(source_path):
             raise RequestError(
                 f"target {str(target)!r} is the source {str(source)!r}, in it or above it; give"
                 " another folder"
             )
 
 
-def _check_room(target: Path, plan: FilePlan, journal: "Journal") -> None:
+def _check_room(target: Path, plan: FilePlan, journal: "ConversionJournal") -> None:
     """Raise RequestError if the disk of the target has less free space than the files that are
     still to be written need.
     """
-    need = sum(file.nbytes for file in plan.files if not journal.finished(file.name))
-    free = shutil.disk_usage(
+    needed_bytes = sum(file.nbytes for file in plan.files if not journal.is_finished(file.name))
+    free_bytes = shutil.disk_usage(
         next(folder for folder in (target, *target.resolve().parents) if folder.is_dir())
     ).free
-    if need > free:
+    if needed_bytes > free_bytes:
         raise RequestError(
-            f"target {str(target)!r} needs {need} bytes and {free} are free; make room, or give"
+            f"target {str(target)!r} needs {needed_bytes} bytes and {free_bytes} are free; make room, or give"
             " another folder"
         )
 
 
-class Journal:
+class ConversionJournal:
     """The journal of a conversion, a JSON file in its target: what is converted to what
     (`request`), the size of every complete file, and whether all are complete.
     """
 
     def __init__(
-        self, folder: Path, what: dict[str, Any], files: dict[str, int], complete: bool
+        self, folder: Path, request: dict[str, Any], files: dict[str, int], is_complete: bool
     ) -> None:
-        self.path = folder / JOURNAL
-        self.what = what
+        self.path = folder / JOURNAL_NAME
+        self.request = request
         self.files = files
-        self.complete = complete
+        self.is_complete = is_complete
 
     @classmethod
-    def open(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+    def open(
+        cls, folder: Path, request: dict[str, Any], names: tuple[str, ...]
+    ) -> "ConversionJournal":
         """Return the journal of a conversion with the same `request`, interrupted or complete, or a
         new empty one if the folder is absent or empty. Nothing is written yet.
 
         `names` are the files of the complete conversion. Raise RequestError if the folder holds
         anything else, or cannot be read.
         """
-        path = folder / JOURNAL
+        path = folder / JOURNAL_NAME
         try:
             if path.is_file():
-                return cls._found(folder, what, names)
-            if folder.exists() and not all(_left(item.name) for item in folder.iterdir()):
-                raise _not_empty(folder)
+                return cls._read_existing(folder, request, names)
+            if folder.exists() and not all(_is_leftover(item.name) for item in folder.iterdir()):
+                raise _make_not_empty_error(folder)
         except OSError as error:
             raise RequestError(
                 f"target {str(folder)!r} cannot be read ({error.strerror}); give another folder"
             ) from error
-        return cls(folder, what, {}, False)
+        return cls(folder, request, {}, False)
 
     @classmethod
-    def _found(cls, folder: Path, what: dict[str, Any], names: tuple[str, ...]) -> "Journal":
+    def _read_existing(
+        cls, folder: Path, request: dict[str, Any], names: tuple[str, ...]
+    ) -> "ConversionJournal":
         """Read the journal in a folder. Raise RequestError if it is none, is of another conversion,
         or says that all is complete and a file has another size.
         """
-        path = folder / JOURNAL
-        found = checkpoint.read_journal(path)
-        files, complete = found.get("files"), found.get("finished") is True
+        path = folder / JOURNAL_NAME
+        content = checkpoint_tensors.read_journal(path)
+        files, is_complete = content.get("files"), content.get("finished") is True
         if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
             raise RequestError(
                 f"{path}: is not the journal of a conversion; give another folder, or empty"
                 " this one"
             )
-        differ = sorted(key for key in what if found.get(key) != what[key])
-        if differ and complete:
-            raise _not_empty(folder)
-        if differ:
+        different_keys = sorted(key for key in request if content.get(key) != request[key])
+        if different_keys and is_complete:
+            raise _make_not_empty_error(folder)
+        if different_keys:
             raise RequestError(
-                f"{path}: is of another conversion ({', '.join(differ)} differ); give another"
+                f"{path}: is of another conversion ({', '.join(different_keys)} differ); give another"
                 " folder, or empty this one"
             )
-        journal = cls(folder, what, files, complete)
-        changed = [name for name in names if not journal.finished(name)]
-        if complete and changed:
+        journal = cls(folder, request, files, is_complete)
+        changed = [name for name in names if not journal.is_finished(name)]
+        if is_complete and changed:
             raise RequestError(
                 f"{path}: says that its folder is complete, and {changed[0]} is not as it was"
                 " written; give another folder, or empty this one"
@@ -397,12 +425,12 @@ class Journal:
                 f"target {str(folder)!r} cannot be written ({error.strerror}); give another folder"
             ) from error
 
-    def finished(self, name: str) -> bool:
+    def is_finished(self, name: str) -> bool:
         """Return whether a file is in the journal and on disk with the noted size."""
         path = self.path.parent / name
         return name in self.files and path.is_file() and path.stat().st_size == self.files[name]
 
-    def note(self, name: str) -> None:
+    def add_file(self, name: str) -> None:
         """Add a complete file with its size, and write the journal."""
         self.files[name] = (self.path.parent / name).stat().st_size
         self.write()
@@ -410,23 +438,27 @@ class Journal:
     def finish(self, names: tuple[str, ...]) -> None:
         """Set the sizes of all files, mark the conversion complete, and write the journal."""
         self.files = {name: (self.path.parent / name).stat().st_size for name in names}
-        self.complete = True
+        self.is_complete = True
         self.write()
 
     def write(self) -> None:
         """Write the journal file, completely or not at all."""
-        table = {**self.what, "files": self.files} | ({"finished": True} if self.complete else {})
-        files.write(self.path, canonical(table).encode())
+        content = {**self.request, "files": self.files} | (
+            {"finished": True} if self.is_complete else {}
+        )
+        files.write_file(self.path, to_canonical_json(content).encode())
 
 
-def _left(name: str) -> bool:
+def _is_leftover(name: str) -> bool:
     """Return whether a run that was killed at its very beginning may have left a file of this name:
     the lock, or a half-written journal.
     """
-    return name == LOCK or (name.lstrip(".").startswith(JOURNAL) and name.endswith(files.PART))
+    return name == LOCK_NAME or (
+        name.lstrip(".").startswith(JOURNAL_NAME) and name.endswith(files.PART_SUFFIX)
+    )
 
 
-def _not_empty(folder: Path) -> RequestError:
+def _make_not_empty_error(folder: Path) -> RequestError:
     """Return the error that the target folder is not empty."""
     return RequestError(
         f"target {str(folder)!r} is not empty; give a folder that is, or that does not exist"

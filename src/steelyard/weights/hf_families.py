@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from steelyard.models.shapes import LinearRope, Llama3Rope, real_window
+from steelyard.models.shapes import LinearRope, Llama3Rope, get_effective_window
 
 Config = Mapping[str, Any]
-Fields = Mapping[str, Any]  # fields of a model that are known so far
+ModelFields = Mapping[str, Any]  # fields of a model that are known so far
 
 # the newer and the older object of config.json for rotary positions
 ROPE_TABLES = ("rope_parameters", "rope_scaling")
 ROPE_TYPES = ("rope_type", "type")  # the newer and the older spelling
-SLIDING = "sliding_attention"
+SLIDING_LAYER = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ConfigKey:
 
     key: str
     field: str
-    absent: Callable[[Config, Fields], Any] = lambda config, fields: None
+    default: Callable[[Config, ModelFields], Any] = lambda config, fields: None
 
 
-def _head_dim(config: Config, fields: Fields) -> int | None:
+def _default_head_dim(config: Config, fields: ModelFields) -> int | None:
     """Return the hidden size divided by the number of heads; None if either is unknown or not an
     integer.
     """
@@ -39,7 +39,7 @@ def _head_dim(config: Config, fields: Fields) -> int | None:
     return hidden // heads if type(hidden) is int and type(heads) is int and heads else None
 
 
-def _groups(usual: int | None) -> ConfigKey:
+def _make_kv_heads_key(default_kv_heads: int | None) -> ConfigKey:
     """Return the key of the number of KV heads. If it is absent from config.json its value is
     `default_kv_heads`; if it is null there, or that default is None, it is the number of heads.
     """
@@ -47,12 +47,14 @@ def _groups(usual: int | None) -> ConfigKey:
     return ConfigKey(
         key,
         "kv_heads",
-        lambda config, fields: fields["heads"] if usual is None or key in config else usual,
+        lambda config, fields: (
+            fields["heads"] if default_kv_heads is None or key in config else default_kv_heads
+        ),
     )
 
 
 # Keys whose default depends on other fields come after those.
-SIZES = (
+COMMON_KEYS = (
     ConfigKey("hidden_size", "hidden"),
     ConfigKey("num_hidden_layers", "layers"),
     ConfigKey("num_attention_heads", "heads"),
@@ -62,16 +64,16 @@ SIZES = (
     ConfigKey("rms_norm_eps", "norm_eps", lambda config, fields: 1e-6),
     ConfigKey("tie_word_embeddings", "tied", lambda config, fields: False),
 )
-BIAS = ConfigKey("attention_bias", "qkv_bias", lambda config, fields: False)
-HEAD_DIM = ConfigKey("head_dim", "head_dim", _head_dim)
+BIAS_KEY = ConfigKey("attention_bias", "qkv_bias", lambda config, fields: False)
+HEAD_DIM_KEY = ConfigKey("head_dim", "head_dim", _default_head_dim)
 
 
 # `window` of model types without a sliding window
-def _never(config: Config, fields: Fields) -> None:
+def _find_no_window(config: Config, fields: ModelFields) -> None:
     return None
 
 
-def _every_layer(config: Config, fields: Fields) -> int | None:
+def _find_mistral_window(config: Config, fields: ModelFields) -> int | None:
     """Return the sliding window of all layers as Mistral's config gives it: 4096 if the key is
     absent, None if it is null.
     """
@@ -79,7 +81,7 @@ def _every_layer(config: Config, fields: Fields) -> int | None:
     return window
 
 
-def sliding_layers(config: Config, layers: Any) -> int:
+def count_sliding_layers(config: Config, layers: Any) -> int:
     """Return how many layers of a Qwen have a sliding window, given the number of layers; 0 if that
     is not an integer, or windows are switched off.
     """
@@ -91,18 +93,18 @@ def sliding_layers(config: Config, layers: Any) -> int:
         return 0
     types = config.get("layer_types")
     if isinstance(types, list):
-        return types[:layers].count(SLIDING)
-    first = config.get("max_window_layers", 28)
-    return max(0, layers - first) if type(first) is int else layers
+        return types[:layers].count(SLIDING_LAYER)
+    first_sliding = config.get("max_window_layers", 28)
+    return max(0, layers - first_sliding) if type(first_sliding) is int else layers
 
 
-def _some_layers(config: Config, fields: Fields) -> int | None:
+def _find_qwen_window(config: Config, fields: ModelFields) -> int | None:
     """Return the sliding window of a Qwen if any layer has one, else None."""
     window: int | None = config.get("sliding_window", 4096)
-    return window if sliding_layers(config, fields["layers"]) else None
+    return window if count_sliding_layers(config, fields["layers"]) else None
 
 
-def mixes(config: Config, fields: Fields) -> bool:
+def has_mixed_windows(config: Config, fields: ModelFields) -> bool:
     """Return whether some layers have a sliding window and others none, and the window is shorter
     than the longest row, so that it would matter.
     """
@@ -110,10 +112,10 @@ def mixes(config: Config, fields: Fields) -> bool:
     if (
         type(window) is not int
         or type(positions) is not int
-        or real_window(window, positions) is None
+        or get_effective_window(window, positions) is None
     ):
         return False
-    return "use_sliding_window" in config and sliding_layers(config, layers) < layers
+    return "use_sliding_window" in config and count_sliding_layers(config, layers) < layers
 
 
 @dataclass(frozen=True)
@@ -130,130 +132,142 @@ class HfFamily:
     architecture: str  # the class in transformers
     keys: tuple[ConfigKey, ...]
     positions: int  # default of max_position_embeddings
-    told: Fields = field(default_factory=dict)
-    window: Callable[[Config, Fields], int | None] = _never
+    fixed_fields: ModelFields = field(default_factory=dict)
+    window: Callable[[Config, ModelFields], int | None] = _find_no_window
     # whether a QKV bias comes with a bias of the output projection, which our model lacks
     out_bias: bool = False
-    writes: Callable[[Any], bool] = lambda shape: False
+    can_write: Callable[[Any], bool] = lambda shape: False
     # keys of config.json that only this model type has
-    beyond: Callable[[Any], dict[str, Any]] = lambda shape: {}
+    extra_config: Callable[[Any], dict[str, Any]] = lambda shape: {}
 
 
-def _qwen_window(shape: Any) -> dict[str, Any]:
+def _make_qwen_window_config(shape: Any) -> dict[str, Any]:
     """Return the keys about sliding windows in a Qwen's config.json, for a shape of which all
     layers or none have one.
     """
-    slides = shape.window is not None
+    has_window = shape.window is not None
     return {
-        "use_sliding_window": slides,
+        "use_sliding_window": has_window,
         "sliding_window": shape.window,
-        "max_window_layers": 0 if slides else shape.layers,
-        "layer_types": [SLIDING if slides else "full_attention"] * shape.layers,
+        "max_window_layers": 0 if has_window else shape.layers,
+        "layer_types": [SLIDING_LAYER if has_window else "full_attention"] * shape.layers,
     }
 
 
-_LLAMA = (*SIZES, _groups(None), BIAS, HEAD_DIM)
+_LLAMA_KEYS = (*COMMON_KEYS, _make_kv_heads_key(None), BIAS_KEY, HEAD_DIM_KEY)
 # Defaults: the configuration classes of transformers 5.
-ROWS = {
+HF_FAMILIES = {
     row.model_type: row
     for row in (
         HfFamily(
             "llama",
             "LlamaForCausalLM",
-            _LLAMA,
+            _LLAMA_KEYS,
             2048,
             {"qk_norm": False},
             out_bias=True,
-            writes=lambda shape: True,
-            beyond=lambda shape: {"attention_bias": shape.qkv_bias, "mlp_bias": False},
+            can_write=lambda shape: True,
+            extra_config=lambda shape: {"attention_bias": shape.qkv_bias, "mlp_bias": False},
         ),
-        HfFamily("aquila", "LlamaForCausalLM", _LLAMA, 2048, {"qk_norm": False}, out_bias=True),
+        HfFamily(
+            "aquila", "LlamaForCausalLM", _LLAMA_KEYS, 2048, {"qk_norm": False}, out_bias=True
+        ),
         HfFamily(
             "mistral",
             "MistralForCausalLM",
-            (*SIZES, _groups(8), HEAD_DIM),
+            (*COMMON_KEYS, _make_kv_heads_key(8), HEAD_DIM_KEY),
             131072,
             {"qkv_bias": False, "qk_norm": False},
-            window=_every_layer,
-            writes=lambda shape: shape.window is not None,
-            beyond=lambda shape: {"sliding_window": shape.window},
+            window=_find_mistral_window,
+            can_write=lambda shape: shape.window is not None,
+            extra_config=lambda shape: {"sliding_window": shape.window},
         ),
         HfFamily(
             "qwen2",
             "Qwen2ForCausalLM",
-            (*SIZES, _groups(32), HEAD_DIM),
+            (*COMMON_KEYS, _make_kv_heads_key(32), HEAD_DIM_KEY),
             32768,
             {"qkv_bias": True, "qk_norm": False},
-            window=_some_layers,
-            writes=lambda shape: shape.qkv_bias,
-            beyond=_qwen_window,
+            window=_find_qwen_window,
+            can_write=lambda shape: shape.qkv_bias,
+            extra_config=_make_qwen_window_config,
         ),
         HfFamily(
             "qwen3",
             "Qwen3ForCausalLM",
             (
-                *SIZES,
-                _groups(32),
-                BIAS,
+                *COMMON_KEYS,
+                _make_kv_heads_key(32),
+                BIAS_KEY,
                 ConfigKey("head_dim", "head_dim", lambda config, fields: 128),
             ),
             32768,
             {"qk_norm": True},
-            window=_some_layers,
+            window=_find_qwen_window,
             out_bias=True,
-            writes=lambda shape: shape.qk_norm,
-            beyond=lambda shape: {"attention_bias": shape.qkv_bias} | _qwen_window(shape),
+            can_write=lambda shape: shape.qk_norm,
+            extra_config=lambda shape: (
+                {"attention_bias": shape.qkv_bias} | _make_qwen_window_config(shape)
+            ),
         ),
     )
 }
 
 
-def written_as(shape: Any) -> HfFamily:
+def choose_written_family(shape: Any) -> HfFamily:
     """Return the row of the model type as which a shape is written: the last one that can express
     it.
     """
-    return [row for row in ROWS.values() if row.writes(shape)][-1]
+    return [row for row in HF_FAMILIES.values() if row.can_write(shape)][-1]
 
 
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_POSITIONS_KEY = "original_max_position_embeddings"
 # Kinds of scaled rotary positions: our name of each number and its key in config.json, for reading
 # and writing.
-SCALED = {
+SCALING_KEYS = {
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low": "low_freq_factor",
         "high": "high_freq_factor",
-        "original_positions": ORIGINAL,
+        "original_positions": ORIGINAL_POSITIONS_KEY,
     },
 }
 
 
-def read_scaling(kind: str, table: Config, config: Config) -> dict[str, Any]:
+def parse_rope_scaling(kind: str, rope_object: Config, config: Config) -> dict[str, Any]:
     """Return scaled rotary positions of a kind in a case's form, from their object in config.json
     and the whole config. Numbers that are not told are None; original positions default to the
     model's, as in transformers.
     """
     # The newer place of the original positions comes first; if both are absent, transformers takes
     # the model's positions.
-    told = table.get(ORIGINAL, config.get(ORIGINAL))
-    known = {**table, ORIGINAL: config.get("max_position_embeddings") if told is None else told}
-    return {"kind": kind, **{ours: known.get(theirs) for ours, theirs in SCALED[kind].items()}}
+    original_positions = rope_object.get(ORIGINAL_POSITIONS_KEY, config.get(ORIGINAL_POSITIONS_KEY))
+    values = {
+        **rope_object,
+        ORIGINAL_POSITIONS_KEY: config.get("max_position_embeddings")
+        if original_positions is None
+        else original_positions,
+    }
+    return {
+        "kind": kind,
+        **{ours: values.get(theirs) for ours, theirs in SCALING_KEYS[kind].items()},
+    }
 
 
-def _written_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
+def _format_rope_scaling(scaling: LinearRope | Llama3Rope) -> dict[str, Any]:
     """Return scaled rotary positions as config.json spells them."""
-    names = SCALED[scaling.kind]
+    names = SCALING_KEYS[scaling.kind]
     return {
         "rope_type": scaling.kind,
         **{theirs: getattr(scaling, ours) for ours, theirs in names.items()},
     }
 
 
-def written(shape: Any) -> dict[str, Any]:
+def make_hf_config(shape: Any) -> dict[str, Any]:
     """Return the content of config.json for a shape, without its dtype."""
-    row, scaling = written_as(shape), shape.rope_scaling
-    told = None if scaling is None else _written_scaling(scaling)
+    row, scaling = choose_written_family(shape), shape.rope_scaling
+    rope_config = None if scaling is None else _format_rope_scaling(scaling)
     return {
         "architectures": [row.architecture],
         "model_type": row.model_type,
@@ -266,13 +280,13 @@ def written(shape: Any) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "max_position_embeddings": shape.positions,
         "rope_theta": shape.rope_base,
-        "rope_scaling": told,
+        "rope_scaling": rope_config,
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": shape.tied,
         "hidden_act": "silu",
-        **row.beyond(shape),
+        **row.extra_config(shape),
     }
 
 
 PLAIN_ROPE = "default"
-NOT_SCALED = {"dynamic": "depends on the length of the batch"}  # kinds that are refused, and why
+REFUSED_ROPE = {"dynamic": "depends on the length of the batch"}  # kinds that are refused, and why

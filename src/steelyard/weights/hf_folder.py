@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.errors import RequestError, short_repr
-from steelyard.models.auto_shape import AutoModel, wanted
+from steelyard.models.auto_shape import AutoModel, remove_unwanted_keys
 from steelyard.models.shapes import LlamaModel
 from steelyard.weights import hf_config
 from steelyard.weights.hf_config import CONFIG_NAME, INDEX_NAME, SINGLE_NAME
-from steelyard.weights.hf_families import NOT_SCALED, ROPE_TABLES, ROPE_TYPES
+from steelyard.weights.hf_families import REFUSED_ROPE, ROPE_TABLES, ROPE_TYPES
 
-OWN = "to run them: steelyard run --model DIR --task TASK"
+OWN_MODEL_HINT = "to run them: steelyard run --model DIR --task TASK"
 # by the dtype in config.json
 PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME
@@ -24,7 +24,7 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True)
-class Folder:
+class HfFolder:
     """A Hugging Face folder with its parsed config.json. `weights` is the name of the file with the
     weights, or of the index of several; None if there is neither.
     """
@@ -50,11 +50,11 @@ class Folder:
         """Return `fp32`, `fp16` or `bf16` as config.json says weights are stored, or None if it
         says nothing or something else.
         """
-        told = self.config.get("dtype", self.config.get("torch_dtype"))
-        return PRECISIONS.get(told) if isinstance(told, str) else None
+        dtype = self.config.get("dtype", self.config.get("torch_dtype"))
+        return PRECISIONS.get(dtype) if isinstance(dtype, str) else None
 
 
-def read(path: Path) -> Folder:
+def read_hf_folder(path: Path) -> HfFolder:
     """Read a Hugging Face folder; weights may be missing. Raise RequestError if it is no folder,
     has no valid config.json, or its weights are quantized. A hub id instead of a path gets a hint
     to download it.
@@ -69,40 +69,40 @@ def read(path: Path) -> Folder:
             f"{str(path)!r} is not a folder; give a Hugging Face folder: {CONFIG_NAME}, weights and"
             " tokenizer"
         )
-    config = hf_config.read_json(path / CONFIG_NAME)
-    check_plain(path, config)
-    found = next(
+    config = hf_config.read_hf_json(path / CONFIG_NAME)
+    check_not_quantized(path, config)
+    weights_name = next(
         (name for name in (SINGLE_NAME, INDEX_NAME, *PICKLES) if (path / name).is_file()), None
     )
-    return Folder(path, config, found)
+    return HfFolder(path, config, weights_name)
 
 
-def check_complete(found: Folder, instead: str = "") -> None:
+def check_has_weights(folder: HfFolder, hint: str = "") -> None:
     """Raise RequestError if a folder has no weights; `hint` is added to the message to say what
     else can be done.
     """
-    if found.weights is None:
+    if folder.weights is None:
         raise RequestError(
-            f"{str(found.path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete"
-            f" Hugging Face folder{instead}"
+            f"{str(folder.path)!r} has neither {SINGLE_NAME} nor {INDEX_NAME}; give a complete"
+            f" Hugging Face folder{hint}"
         )
 
 
-def check_code(path: Path, config: dict[str, Any]) -> None:
+def check_no_remote_code(path: Path, config: dict[str, Any]) -> None:
     """Raise RequestError if config.json names Python code of the folder (`auto_map`): it is never
     run. Called for model types that transformers cannot compute without; folders of other types may
     name such files too.
     """
     if config.get("auto_map"):
-        kind = short_repr(config.get("model_type"))
+        model_type = short_repr(config.get("model_type"))
         raise RequestError(
-            f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {kind},"
+            f"{path / CONFIG_NAME}: auto_map names code of the folder itself (model_type {model_type},"
             " trust_remote_code), which is never run here; give a model that transformers has by"
             " itself"
         )
 
 
-def check_plain(path: Path, config: dict[str, Any]) -> None:
+def check_not_quantized(path: Path, config: dict[str, Any]) -> None:
     """Raise RequestError if config.json says that weights are quantized: read without their scales
     they are another model's.
     """
@@ -113,20 +113,20 @@ def check_plain(path: Path, config: dict[str, Any]) -> None:
         )
 
 
-def check_rope(path: Path, config: dict[str, Any]) -> None:
+def check_static_rope(path: Path, config: dict[str, Any]) -> None:
     """Raise RequestError if rotary positions depend on the length of the batch, which no engine may
     use.
     """
     for table in (config.get(name) for name in ROPE_TABLES):
         kinds = [table.get(key) for key in ROPE_TYPES] if isinstance(table, dict) else []
-        for kind in (kind for kind in kinds if isinstance(kind, str) and kind in NOT_SCALED):
+        for kind in (kind for kind in kinds if isinstance(kind, str) and kind in REFUSED_ROPE):
             raise RequestError(
-                f"{path / CONFIG_NAME}: rope_type is {kind!r}, which {NOT_SCALED[kind]}; give"
+                f"{path / CONFIG_NAME}: rope_type is {kind!r}, which {REFUSED_ROPE[kind]}; give"
                 " another model"
             )
 
 
-def check_llama(folder: Path, model: LlamaModel) -> None:
+def check_llama_folder(folder: Path, model: LlamaModel) -> None:
     """Raise RequestError if a folder has a config.json of another model than the case's, or
     quantized weights; checked before a worker starts.
 
@@ -134,35 +134,35 @@ def check_llama(folder: Path, model: LlamaModel) -> None:
     """
     path = folder / CONFIG_NAME
     if path.is_file():
-        config = hf_config.read_json(path)
-        check_plain(folder, config)
+        config = hf_config.read_hf_json(path)
+        check_not_quantized(folder, config)
         if config.get("model_type") is None:  # some converters leave it out
             return
         try:
             hf_config.check_config(path, config, {**dict(model), "head_dim": model.dim})
         except RequestError as error:
             raise RequestError(
-                f"other weights, of model_type {short_repr(config['model_type'])}: {error}; {OWN}"
+                f"other weights, of model_type {short_repr(config['model_type'])}: {error}; {OWN_MODEL_HINT}"
             ) from error
 
 
-def check_auto(folder: Path, model: AutoModel) -> None:
+def check_auto_folder(folder: Path, model: AutoModel) -> None:
     """Raise RequestError if a folder's config.json is not the case's for a model that transformers
     computes: model type and every key that matters must be equal, and weights not quantized.
     """
     path = folder / CONFIG_NAME
-    config = hf_config.read_json(path)
-    check_plain(folder, config)
-    found = config.get("model_type")
-    if found != model.model_type:
+    config = hf_config.read_hf_json(path)
+    check_not_quantized(folder, config)
+    model_type = config.get("model_type")
+    if model_type != model.model_type:
         raise RequestError(
-            f"other weights, of model_type {short_repr(found)}: {path}: the case's model_type is"
-            f" {model.model_type!r}; {OWN}"
+            f"other weights, of model_type {short_repr(model_type)}: {path}: the case's model_type is"
+            f" {model.model_type!r}; {OWN_MODEL_HINT}"
         )
-    ours, theirs = dict(model.config), wanted(config)
+    ours, theirs = dict(model.config), remove_unwanted_keys(config)
     for key in sorted({*ours, *theirs} - {"model_type"}):
         if ours.get(key) != theirs.get(key):
             raise RequestError(
                 f"other weights: {path}: {key} is {short_repr(theirs.get(key))}, "
-                f"the case's is {short_repr(ours.get(key))}; {OWN}"
+                f"the case's is {short_repr(ours.get(key))}; {OWN_MODEL_HINT}"
             )

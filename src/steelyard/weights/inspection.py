@@ -11,11 +11,11 @@ from typing import Any
 from steelyard import plugins
 from steelyard.errors import RequestError
 from steelyard.models import families
-from steelyard.models.shapes import VARIANTS
-from steelyard.schema import Frozen
-from steelyard.weights.checkpoint import Opened, family_of
+from steelyard.models.shapes import VARIANT_FIELDS
+from steelyard.schema import FrozenModel
+from steelyard.weights.checkpoint_tensors import OpenedCheckpoint, detect_family
 
-SHOWN = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+DTYPE_LABELS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Inspection:
     header_sha256: str  # of the headers, as in a record
 
 
-def inspect(folder: Path) -> Inspection:
+def inspect_checkpoint(folder: Path) -> Inspection:
     """Read the headers of a folder's checkpoint and describe it.
 
     An incomplete model is not refused: the problem becomes a note, and the parameters are then
@@ -45,16 +45,16 @@ def inspect(folder: Path) -> Inspection:
     checkpoint; a folder that no family recognizes is opened as a Llama's, whose reader says what is
     missing.
     """
-    family = families.row(family_of(folder) or families.LLAMA.name)
-    source: Opened = plugins.load(family.checkpoint)(folder)
-    headers, config = source.headers, source.config()
+    family = families.find_family(detect_family(folder) or families.LLAMA.name)
+    source: OpenedCheckpoint = plugins.load_reference(family.checkpoint)(folder)
+    headers, config = source.headers, source.read_dimensions()
     notes = [*headers.notes]
     dtypes, parameters = Counter[str](), 0
     for stored in headers.tensors:
-        dtypes[SHOWN.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
+        dtypes[DTYPE_LABELS.get(stored.dtype, stored.dtype.lower())] += math.prod(stored.shape)
         parameters += math.prod(stored.shape)
     try:
-        parameters = source.count()
+        parameters = source.count_parameters()
     except RequestError as error:
         notes.append(str(error))
     return Inspection(
@@ -66,25 +66,25 @@ def inspect(folder: Path) -> Inspection:
         size_bytes=sum(size for _, size in headers.files),
         files=headers.files,
         shape={
-            field: _plain(value)
+            field: _to_plain(value)
             for field, value in config.items()
-            if field not in VARIANTS or _unusual(config, field)
+            if field not in VARIANT_FIELDS or _is_unusual(config, field)
         },
         notes=notes,
         header_sha256=headers.digest,
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Return a pydantic model as a dict, any other value as it is."""
-    return value.model_dump() if isinstance(value, Frozen) else value
+    return value.model_dump() if isinstance(value, FrozenModel) else value
 
 
-def _unusual(config: dict[str, Any], field: str) -> bool:
+def _is_unusual(config: dict[str, Any], field: str) -> bool:
     """Return whether a dimension that few models set differs from a plain Llama's: it is set, or
     for `head_dim` it is known and not `hidden / heads`.
     """
     if field != "head_dim":
         return bool(config[field])
-    told = [config[name] for name in ("head_dim", "heads", "hidden")]
-    return None not in told and told[0] * told[1] != told[2]
+    dimensions = [config[name] for name in ("head_dim", "heads", "hidden")]
+    return None not in dimensions and dimensions[0] * dimensions[1] != dimensions[2]

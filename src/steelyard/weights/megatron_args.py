@@ -12,15 +12,18 @@ from typing import Any
 
 from steelyard.errors import RequestError
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import Shard
-from steelyard.weights import checkpoint
+from steelyard.models.llama_placements import Shard
+from steelyard.weights import setting_checks
 from steelyard.weights.torch_files import Stub
 
-ROOT = "language_model."
-STACKS = ("encoder.", "transformer.", "decoder.")
-TOP = {"embedding.word_embeddings.weight": "embed.weight", "output_layer.weight": "output.weight"}
-STACK = {"final_layernorm.weight": "norm.weight", "final_norm.weight": "norm.weight"}
-LAYER = {
+NAME_ROOT = "language_model."
+STACK_PREFIXES = ("encoder.", "transformer.", "decoder.")
+TOP_NAMES = {
+    "embedding.word_embeddings.weight": "embed.weight",
+    "output_layer.weight": "output.weight",
+}
+STACK_NAMES = {"final_layernorm.weight": "norm.weight", "final_norm.weight": "norm.weight"}
+LAYER_NAMES = {
     "input_layernorm.weight": "attention_norm.weight",
     "input_norm.weight": "attention_norm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "attention_norm.weight",
@@ -48,40 +51,42 @@ LAYER = {
 }
 
 _IN_LAYER = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.(.+)", re.ASCII)
-_WRITTEN = {ours: name for names in (LAYER, TOP) for name, ours in reversed(names.items())}
-_WRITTEN |= {ours: STACKS[0] + name for name, ours in reversed(STACK.items())}
+_WRITTEN_NAMES = {
+    ours: name for names in (LAYER_NAMES, TOP_NAMES) for name, ours in reversed(names.items())
+}
+_WRITTEN_NAMES |= {ours: STACK_PREFIXES[0] + name for name, ours in reversed(STACK_NAMES.items())}
 
 
-def ours(name: str) -> str | None:
+def to_our_name(name: str) -> str | None:
     """Return our name of a Megatron parameter, or None if our model has no such parameter."""
-    rest = name.removeprefix(ROOT)
-    for stack in STACKS:
-        if rest.startswith(stack):
-            inner = rest.removeprefix(stack)
-            found = _IN_LAYER.fullmatch(inner)
-            if found and found[2] in LAYER:
-                return f"layers.{found[1]}.{LAYER[found[2]]}"
-            return STACK.get(inner)
-    return TOP.get(rest)
+    below_root = name.removeprefix(NAME_ROOT)
+    for stack in STACK_PREFIXES:
+        if below_root.startswith(stack):
+            inner = below_root.removeprefix(stack)
+            match = _IN_LAYER.fullmatch(inner)
+            if match and match[2] in LAYER_NAMES:
+                return f"layers.{match[1]}.{LAYER_NAMES[match[2]]}"
+            return STACK_NAMES.get(inner)
+    return TOP_NAMES.get(below_root)
 
 
-def theirs(parameter: str) -> str:
+def to_megatron_name(parameter: str) -> str:
     """Return the name with which a parameter is written to a Megatron shard, without the leading
     `language_model.`.
     """
-    if parameter in _WRITTEN:
-        return _WRITTEN[parameter]
+    if parameter in _WRITTEN_NAMES:
+        return _WRITTEN_NAMES[parameter]
     _, index, leaf = parameter.split(".", 2)
-    return f"{STACKS[0]}layers.{index}.{_WRITTEN[leaf]}"
+    return f"{STACK_PREFIXES[0]}layers.{index}.{_WRITTEN_NAMES[leaf]}"
 
 
-Args = dict[str, Any]
+MegatronArgs = dict[str, Any]
 
-RANK = "tensor_model_parallel_rank"  # index of the shard; we write it, Megatron does not
+SHARD_RANK_KEY = "tensor_model_parallel_rank"  # index of the shard; we write it, Megatron does not
 
 
 @dataclass(frozen=True)
-class Argument:
+class MegatronArgument:
     """A training argument of Megatron: its names, of which the first that is set counts, the field
     of the shape that it must equal, and the value that older versions without it used (`default`;
     None if unknown).
@@ -89,32 +94,32 @@ class Argument:
 
     keys: tuple[str, ...]
     field: str
-    absent: Any = None  # of versions without the argument; None: unknown
+    default: Any = None  # of versions without the argument; None: unknown
 
-    def found(self, args: Args) -> tuple[str, Any]:
+    def find_value(self, args: MegatronArgs) -> tuple[str, Any]:
         """Return the name and value of the argument; the first name with the default if it is not
         set, and None as value if there are no arguments at all.
         """
-        told = [(key, args[key]) for key in self.keys if args.get(key) is not None]
-        return told[0] if told else (self.keys[0], self.absent if args else None)
+        set_values = [(key, args[key]) for key in self.keys if args.get(key) is not None]
+        return set_values[0] if set_values else (self.keys[0], self.default if args else None)
 
 
 ARGUMENTS = (
-    Argument(("num_layers",), "layers"),
-    Argument(("hidden_size",), "hidden"),
-    Argument(("num_attention_heads",), "heads"),
-    Argument(("kv_channels",), "head_dim"),
-    Argument(("ffn_hidden_size",), "ffn"),
-    Argument(("true_vocab_size", "vocab_size"), "vocab"),
-    Argument(("norm_epsilon", "layernorm_epsilon"), "norm_eps"),
-    Argument(("rotary_base",), "rope_base", 10000.0),
-    Argument(("add_qkv_bias",), "qkv_bias"),
+    MegatronArgument(("num_layers",), "layers"),
+    MegatronArgument(("hidden_size",), "hidden"),
+    MegatronArgument(("num_attention_heads",), "heads"),
+    MegatronArgument(("kv_channels",), "head_dim"),
+    MegatronArgument(("ffn_hidden_size",), "ffn"),
+    MegatronArgument(("true_vocab_size", "vocab_size"), "vocab"),
+    MegatronArgument(("norm_epsilon", "layernorm_epsilon"), "norm_eps"),
+    MegatronArgument(("rotary_base",), "rope_base", 10000.0),
+    MegatronArgument(("add_qkv_bias",), "qkv_bias"),
 )
 # not compared: no weight depends on it
-POSITIONS = Argument(("max_position_embeddings", "seq_length"), "positions")
+POSITIONS_ARGUMENT = MegatronArgument(("max_position_embeddings", "seq_length"), "positions")
 
 # Values that models/llama.py computes. None, and an absent argument, are allowed for each.
-COMPUTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED_ARGS: dict[str, tuple[Any, ...]] = {
     "swiglu": (True,),
     "quick_geglu": (False,),
     "openai_gelu": (False,),
@@ -138,27 +143,27 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     "window_size": ((-1, -1),),
     "pipeline_model_parallel_size": (1,),
 }
-_PLAIN = str | int | float | None
+_PLAIN_TYPES = str | int | float | None
 
 
-def plain(args: Any) -> Args:
+def to_plain_args(args: Any) -> MegatronArgs:
     """Return the arguments of an unpickled Namespace as a dict of numbers, strings, None and lists
     or tuples of these. Everything else in it is dropped; an empty dict if it is no Namespace.
     """
     state = args.state if isinstance(args, Stub) else args
     if not isinstance(state, dict):
         return {}
-    rows = {
+    value_lists = {
         key: value if isinstance(value, list | tuple) else (value,) for key, value in state.items()
     }
     return {
         key: state[key]
-        for key, row in rows.items()
-        if all(isinstance(value, _PLAIN) for value in row)
+        for key, values in value_lists.items()
+        if all(isinstance(value, _PLAIN_TYPES) for value in values)
     }
 
 
-def _groups(args: Args) -> tuple[str, Any]:
+def _find_kv_heads(args: MegatronArgs) -> tuple[str, Any]:
     """Return the argument that tells the number of KV heads, and its value: the number of heads
     unless attention is grouped.
     """
@@ -167,7 +172,7 @@ def _groups(args: Args) -> tuple[str, Any]:
     return "num_attention_heads without group_query_attention", args.get("num_attention_heads")
 
 
-def _tied(args: Args) -> tuple[str, Any]:
+def _find_tied(args: MegatronArgs) -> tuple[str, Any]:
     """Return the argument that tells whether the output is tied to the embedding, and its value;
     None if it is not set.
     """
@@ -175,24 +180,28 @@ def _tied(args: Args) -> tuple[str, Any]:
     return "not untie_embeddings_and_output_weights", None if untied is None else not untied
 
 
-def check(path: Path, args: Args, shape: LlamaShape, tp: int) -> None:
+def check_args(path: Path, args: MegatronArgs, shape: LlamaShape, tp: int) -> None:
     """Raise RequestError if arguments differ from a model's shape or from what our own Llama
     computes, or are of another number of shards than `tp`. Arguments that are absent pass.
     """
-    found = [(argument.field, argument.found(args)) for argument in ARGUMENTS]
-    for field, (key, value) in (*found, ("kv_heads", _groups(args)), ("tied", _tied(args))):
+    argument_values = [(argument.field, argument.find_value(args)) for argument in ARGUMENTS]
+    for field, (key, value) in (
+        *argument_values,
+        ("kv_heads", _find_kv_heads(args)),
+        ("tied", _find_tied(args)),
+    ):
         if value is not None:
-            checkpoint.agree(path, key, value, field, getattr(shape, field))
+            setting_checks.check_setting_equals(path, key, value, field, getattr(shape, field))
     # The older argument for rope wins over the newer one, which had another default.
-    older = (
+    overridden = (
         {"position_embedding_type"} if args.get("use_rotary_position_embeddings") is True else set()
     )
-    for key, allowed in (COMPUTED | {"tensor_model_parallel_size": (tp,)}).items():
-        if key not in older:
-            checkpoint.allow(path, key, args.get(key), allowed)
+    for key, allowed in (SUPPORTED_ARGS | {"tensor_model_parallel_size": (tp,)}).items():
+        if key not in overridden:
+            setting_checks.check_setting_allowed(path, key, args.get(key), allowed)
 
 
-def check_plain(shape: LlamaShape) -> None:
+def check_shape_supported(shape: LlamaShape) -> None:
     """Raise RequestError if a shape has QK norms, a sliding window or scaled rotary positions,
     which are neither read nor written in this format.
     """
@@ -204,12 +213,21 @@ def check_plain(shape: LlamaShape) -> None:
             )
 
 
-def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str, Any]:
+def derive_shape_fields(
+    args: MegatronArgs, shapes: dict[str, tuple[int, ...]], tp: int
+) -> dict[str, Any]:
     """Return the fields of a shape from the arguments, and where these say nothing from the shapes
     of the tensors in one of `tp` shards, by our names; None for what neither tells.
     """
-    out = {argument.field: argument.found(args)[1] for argument in (*ARGUMENTS, POSITIONS)}
-    out |= {"kv_heads": _groups(args)[1], "tied": _tied(args)[1], "qk_norm": False}
+    shape_fields = {
+        argument.field: argument.find_value(args)[1]
+        for argument in (*ARGUMENTS, POSITIONS_ARGUMENT)
+    }
+    shape_fields |= {
+        "kv_heads": _find_kv_heads(args)[1],
+        "tied": _find_tied(args)[1],
+        "qk_norm": False,
+    }
     norm, gate_up = shapes.get("norm.weight", (None,)), shapes.get("layers.0.gate_up.weight", (0,))
     from_tensors = {
         "layers": len([name for name in shapes if name.endswith(".qkv.weight")]) or None,
@@ -218,14 +236,19 @@ def config(args: Args, shapes: dict[str, tuple[int, ...]], tp: int) -> dict[str,
         "qkv_bias": "layers.0.qkv.bias" in shapes,
         "tied": "output.weight" not in shapes,
     }
-    out |= {field: value for field, value in from_tensors.items() if out[field] is None}
-    whole = all(isinstance(out[field], int) and out[field] for field in ("hidden", "heads"))
-    if out["head_dim"] is None and whole:
-        out["head_dim"] = out["hidden"] // out["heads"]
-    return out
+    shape_fields |= {
+        field: value for field, value in from_tensors.items() if shape_fields[field] is None
+    }
+    are_known = all(
+        isinstance(shape_fields[field], int) and shape_fields[field]
+        for field in ("hidden", "heads")
+    )
+    if shape_fields["head_dim"] is None and are_known:
+        shape_fields["head_dim"] = shape_fields["hidden"] // shape_fields["heads"]
+    return shape_fields
 
 
-def written(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> Args:
+def make_args(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> MegatronArgs:
     """Return the arguments that are written with a shard. `rows` is the number of vocabulary rows
     per shard, padding included.
     """
@@ -259,7 +282,7 @@ def written(shape: LlamaShape, shard: Shard, rows: int, dtype: str) -> Args:
         "normalization": "RMSNorm",
         "apply_layernorm_1p": False,
         "tensor_model_parallel_size": tp,
-        RANK: shard.index,
+        SHARD_RANK_KEY: shard.index,
         "pipeline_model_parallel_size": 1,
         "bf16": dtype == "BF16",
         "fp16": dtype == "F16",

@@ -23,8 +23,8 @@ MAX_DIRECTORY_BYTES = 128 << 20
 MAX_DIMENSIONS = 64  # torch's own limit
 
 # the magic number with which torch's old format begins
-LEGACY = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
-STORAGES = {
+LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+STORAGE_DTYPES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
     "torch.HalfStorage": torch.float16,
@@ -41,7 +41,7 @@ STORAGES = {
 }
 
 
-class RefusedError(ValueError):
+class MalformedFileError(ValueError):
     """A torch.save file is damaged, or has content that is not read; the text says what.
     weights/torch_files.py turns it into a RequestError.
     """
@@ -85,25 +85,25 @@ class TensorRef:
     def __post_init__(self) -> None:
         """Raise MalformedFileError unless all values have their type and fit torch's limits."""
         if not isinstance(self.dtype, torch.dtype):
-            raise RefusedError("a tensor's dtype is not one")
+            raise MalformedFileError("a tensor's dtype is not one")
         if (
             type(self.shape) is not tuple
             or type(self.stride) is not tuple
             or len(self.shape) != len(self.stride)
         ):
-            raise RefusedError("a tensor's shape and stride are not two tuples of one length")
+            raise MalformedFileError("a tensor's shape and stride are not two tuples of one length")
         if len(self.shape) > MAX_DIMENSIONS:
-            raise RefusedError(
+            raise MalformedFileError(
                 f"a tensor has {len(self.shape)} dimensions, at most {MAX_DIMENSIONS} are allowed"
             )
         for value in (self.offset_bytes, *self.shape, *self.stride):
             if type(value) is not int or not 0 <= value < 1 << 63:
-                raise RefusedError(
+                raise MalformedFileError(
                     f"a tensor's offset, shape or stride has {short_repr(value)}, allowed: 0 to"
                     " 2**63 - 1"
                 )
         if math.prod(size or 1 for size in self.shape) * self.dtype.itemsize >= 1 << 63:
-            raise RefusedError("a tensor is larger than 2**63 bytes")
+            raise MalformedFileError("a tensor is larger than 2**63 bytes")
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +146,7 @@ class TensorRef:
         return raw.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-class Bounded(io.FileIO):
+class LimitedReadFile(io.FileIO):
     """A file that refuses to read more than `MAX_DIRECTORY_BYTES` at once: zipfile trusts the size
     of a zip's directory and reads all of it into memory.
     """
@@ -156,11 +156,13 @@ class Bounded(io.FileIO):
         asked for.
         """
         if size is not None and size > MAX_DIRECTORY_BYTES:
-            raise RefusedError(f"its zip directory is larger than {MAX_DIRECTORY_BYTES} bytes")
+            raise MalformedFileError(
+                f"its zip directory is larger than {MAX_DIRECTORY_BYTES} bytes"
+            )
         return super().read(size)
 
 
-class Archive:
+class TorchArchive:
     """The zip of a torch.save file: where in the file each of its entries lies.
 
     Creating one reads the directory. Raises MalformedFileError if it is damaged or not laid out as
@@ -168,20 +170,22 @@ class Archive:
     files.
     """
 
-    def __init__(self, path: Path, file: Bounded) -> None:
+    def __init__(self, path: Path, file: LimitedReadFile) -> None:
         self.path, self.file = path, file
         self.size = file.seek(0, io.SEEK_END)
-        every = self._directory()
-        self.entries = {info.filename: info for info in every}
-        if len(every) > MAX_ENTRIES or len(every) != len(self.entries):
-            raise RefusedError(f"its zip has more than {MAX_ENTRIES} entries, or two of one name")
+        directory = self._read_directory()
+        self.entries = {info.filename: info for info in directory}
+        if len(directory) > MAX_ENTRIES or len(directory) != len(self.entries):
+            raise MalformedFileError(
+                f"its zip has more than {MAX_ENTRIES} entries, or two of one name"
+            )
         roots = [
             name[:-9]
             for name in self.entries
             if name.endswith("/data.pkl") and name.count("/") == 1
         ]
         if len(roots) != 1:
-            raise RefusedError(f"its zip has {len(roots)} data.pkl, one is expected")
+            raise MalformedFileError(f"its zip has {len(roots)} data.pkl, one is expected")
         self.root = roots[0]
         if any(
             name.startswith((f"{self.root}/constants.pkl", f"{self.root}/code/"))
@@ -193,20 +197,20 @@ class Archive:
             )
         if (
             f"{self.root}/byteorder" in self.entries
-            and (order := self.content("byteorder", 16)) != b"little"
+            and (order := self.read_entry("byteorder", 16)) != b"little"
         ):
             raise RequestError(
                 f"{path}: its byte order is {short_repr(order)}, allowed: little; save it again on"
                 " such a machine"
             )
 
-    def _directory(self) -> list[zipfile.ZipInfo]:
+    def _read_directory(self) -> list[zipfile.ZipInfo]:
         """Read the zip's directory. Raise RequestError for torch's old format, MalformedFileError
         if it is no zip, or the end is missing.
         """
         self.file.seek(0)
         head = self.file.read(32)
-        if LEGACY in head:
+        if LEGACY_MAGIC in head:
             raise RequestError(
                 f"{self.path}: torch's old format is not read; load it and save it again with a"
                 " newer torch"
@@ -215,14 +219,14 @@ class Archive:
             with zipfile.ZipFile(self.file) as archive:
                 return archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, struct.error) as error:
-            cut = (
+            problem = (
                 "its end, the zip directory, is missing or damaged"
                 if head.startswith(b"PK")
                 else "it is no zip"
             )
-            raise RefusedError(cut) from error
+            raise MalformedFileError(problem) from error
 
-    def span(self, name: str) -> tuple[int, int]:
+    def locate_entry(self, name: str) -> tuple[int, int]:
         """Return offset and size in bytes of an entry's content, `name` without the archive's root
         folder. Its local header must be read: only that says where the content begins.
 
@@ -231,54 +235,58 @@ class Archive:
         """
         info = self.entries.get(f"{self.root}/{name}")
         if info is None:
-            raise RefusedError(f"{short_repr(name)} is asked for and is not in it")
+            raise MalformedFileError(f"{short_repr(name)} is asked for and is not in it")
         if (
             info.compress_type != zipfile.ZIP_STORED
             or info.flag_bits & 1
             or info.compress_size != info.file_size
         ):
-            raise RefusedError(
+            raise MalformedFileError(
                 f"{short_repr(name)} is compressed or encrypted, torch.save stores it as it is"
             )
         self.file.seek(max(info.header_offset, 0))
         header = self.file.read(30)
         if not header.startswith(b"PK\x03\x04") or len(header) < 30:
-            raise RefusedError(f"{short_repr(name)} has no header")
+            raise MalformedFileError(f"{short_repr(name)} has no header")
         start = info.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
         if start + info.file_size > self.size:
-            raise RefusedError(f"{short_repr(name)} reaches beyond the end of the file")
+            raise MalformedFileError(f"{short_repr(name)} reaches beyond the end of the file")
         return start, info.file_size
 
-    def content(self, name: str, limit: int) -> bytes:
+    def read_entry(self, name: str, max_bytes: int) -> bytes:
         """Return the content of an entry. Raise MalformedFileError if it has more than `max_bytes`,
         or as `locate_entry` does.
         """
-        start, size = self.span(name)
-        if size > limit:
-            raise RefusedError(f"{name} has {size} bytes, at most {limit} are allowed")
+        start, size = self.locate_entry(name)
+        if size > max_bytes:
+            raise MalformedFileError(f"{name} has {size} bytes, at most {max_bytes} are allowed")
         self.file.seek(start)
         return self.file.read(size)
 
-    def storage(self, pid: Any) -> TensorRef:
+    def locate_storage(self, persistent_id: Any) -> TensorRef:
         """Return the range of bytes of a storage from torch's persistent id: a tuple of "storage",
         type, key, device and number of elements. Raise MalformedFileError if it is not one, or its
         entry is too small.
         """
         if (
-            type(pid) is not tuple
-            or len(pid) != 5
-            or pid[0] != "storage"
-            or type(pid[2]) is not str
+            type(persistent_id) is not tuple
+            or len(persistent_id) != 5
+            or persistent_id[0] != "storage"
+            or type(persistent_id[2]) is not str
         ):
-            raise RefusedError("an external object is asked for that is not a storage of torch")
-        kind, key, count = pid[1], pid[2], pid[4]
-        dtype = STORAGES.get(kind.name) if isinstance(kind, Stub) else None
-        if dtype is None:
-            raise RefusedError(f"a storage is of the type {short_repr(kind)}, which is not read")
-        start, size = self.span(f"data/{key}")
-        whole = TensorRef(self.path, start, dtype, (count,), (1,))
-        if whole.nbytes > size:
-            raise RefusedError(
-                f"storage {short_repr(key)} has {size} bytes, {whole.nbytes} are asked for"
+            raise MalformedFileError(
+                "an external object is asked for that is not a storage of torch"
             )
-        return whole
+        storage_type, key, count = persistent_id[1], persistent_id[2], persistent_id[4]
+        dtype = STORAGE_DTYPES.get(storage_type.name) if isinstance(storage_type, Stub) else None
+        if dtype is None:
+            raise MalformedFileError(
+                f"a storage is of the type {short_repr(storage_type)}, which is not read"
+            )
+        start, size = self.locate_entry(f"data/{key}")
+        storage_ref = TensorRef(self.path, start, dtype, (count,), (1,))
+        if storage_ref.nbytes > size:
+            raise MalformedFileError(
+                f"storage {short_repr(key)} has {size} bytes, {storage_ref.nbytes} are asked for"
+            )
+        return storage_ref

@@ -18,26 +18,32 @@ from typing import Any
 import torch
 
 from steelyard.errors import RequestError, short_repr
-from steelyard.weights.torch_archive import Archive, Bounded, RefusedError, Stub, TensorRef
+from steelyard.weights.torch_archive import (
+    LimitedReadFile,
+    MalformedFileError,
+    Stub,
+    TensorRef,
+    TorchArchive,
+)
 
-__all__ = ["Stub", "TensorRef", "read"]
+__all__ = ["Stub", "TensorRef", "read_torch_file"]
 
 MAX_PICKLE_BYTES = 64 << 20
 MAX_OPCODES = 500_000  # takes seconds; a shard of 1,000 tensors has about 40,000
-MAX_NAME = 500
+MAX_NAME_CHARACTERS = 500
 MAX_EXPANDED_BYTES = 64 << 20  # limit for a tensor larger than its storage (stride 0)
 
-AGAIN = "fetch it again, or save it again with torch.save"
+FETCH_AGAIN_HINT = "fetch it again, or save it again with torch.save"
 
 FLOATS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 complex128"
 INTEGERS = "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 DTYPES: dict[str, torch.dtype] = {
     f"torch.{name}": getattr(torch, name) for name in f"{FLOATS} {INTEGERS}".split()
 }
-TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
+PLAIN_TENSOR_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
-def read(path: Path) -> Any:
+def read_torch_file(path: Path) -> Any:
     """Return the object in a torch.save file: dicts, lists, tuples, sets, numbers and strings as
     they are, tensors as TensorRef, everything else as Stub.
 
@@ -46,11 +52,11 @@ def read(path: Path) -> Any:
     if not path.is_file():  # opening a pipe would wait for ever
         raise RequestError(f"{path}: is not a file; give a checkpoint written by torch.save")
     try:
-        with Bounded(path) as file:
-            return _Machine(Archive(path, file)).run()
+        with LimitedReadFile(path) as file:
+            return _PickleMachine(TorchArchive(path, file)).run()
     except OSError as error:
         raise RequestError(
-            f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {AGAIN}"
+            f"{path}: cannot be read ({error.strerror or short_repr(str(error))}); {FETCH_AGAIN_HINT}"
         ) from error
     except (
         ValueError,
@@ -61,17 +67,17 @@ def read(path: Path) -> Any:
         MemoryError,
         EOFError,
     ) as error:
-        what = (
+        problem = (
             error
-            if isinstance(error, RefusedError)
+            if isinstance(error, MalformedFileError)
             else short_repr(f"{type(error).__name__} {error}")
         )
         raise RequestError(
-            f"{path}: is not a whole file written by torch.save ({what}); {AGAIN}"
+            f"{path}: is not a whole file written by torch.save ({problem}); {FETCH_AGAIN_HINT}"
         ) from error
 
 
-def _tensor(
+def _locate_tensor(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: Any, metadata: Any
 ) -> TensorRef:
     """Return the range of bytes of a tensor in a storage; `offset` counts elements.
@@ -80,25 +86,25 @@ def _tensor(
     much larger size (stride 0), or is lazily negated or conjugated (`metadata`).
     """
     if not isinstance(storage, TensorRef) or storage.stride != (1,):
-        raise RefusedError("a tensor is made of something that is not a storage")
+        raise MalformedFileError("a tensor is made of something that is not a storage")
     if metadata:
-        raise RefusedError("a tensor is lazily negated or conjugated, which is not read")
-    place = TensorRef(storage.path, 0, dtype, size, stride)
+        raise MalformedFileError("a tensor is lazily negated or conjugated, which is not read")
+    tensor_ref = TensorRef(storage.path, 0, dtype, size, stride)
     if (
         type(offset) is not int
-        or not 0 <= offset * dtype.itemsize <= storage.nbytes - place.span_bytes
+        or not 0 <= offset * dtype.itemsize <= storage.nbytes - tensor_ref.span_bytes
     ):
-        raise RefusedError(
+        raise MalformedFileError(
             f"a tensor at {short_repr(offset)} reaches beyond its storage of {storage.nbytes} bytes"
         )
-    if place.nbytes > max(storage.nbytes, MAX_EXPANDED_BYTES):
-        raise RefusedError(
-            f"a tensor repeats its storage of {storage.nbytes} bytes into {place.nbytes}"
+    if tensor_ref.nbytes > max(storage.nbytes, MAX_EXPANDED_BYTES):
+        raise MalformedFileError(
+            f"a tensor repeats its storage of {storage.nbytes} bytes into {tensor_ref.nbytes}"
         )
-    return replace(place, offset_bytes=storage.offset_bytes + offset * dtype.itemsize)
+    return replace(tensor_ref, offset_bytes=storage.offset_bytes + offset * dtype.itemsize)
 
 
-def _typed(
+def _rebuild_typed(
     storage: Any,
     offset: Any,
     size: Any,
@@ -110,10 +116,10 @@ def _typed(
     """Rebuild a tensor with the dtype of its storage, with the arguments of torch's
     _rebuild_tensor_v2. Gradient flag and hooks are ignored.
     """
-    return _tensor(storage, offset, size, stride, getattr(storage, "dtype", None), meta)
+    return _locate_tensor(storage, offset, size, stride, getattr(storage, "dtype", None), meta)
 
 
-def _untyped(
+def _rebuild_untyped(
     store: Any,
     offset: Any,
     size: Any,
@@ -126,34 +132,34 @@ def _untyped(
     """Rebuild a tensor with its own dtype in an untyped storage, with the arguments of torch's
     _rebuild_tensor_v3. Gradient flag and hooks are ignored.
     """
-    return _tensor(store, offset, size, stride, dtype, meta)
+    return _locate_tensor(store, offset, size, stride, dtype, meta)
 
 
-def _of_type(make: Any, kind: Any, args: Any, state: Any) -> Any:
+def _rebuild_from_type(rebuild: Any, tensor_type: Any, args: Any, state: Any) -> Any:
     """Rebuild a plain tensor or parameter that has attributes, which are dropped, with the
     arguments of torch's _rebuild_from_type_v2. Any other subclass becomes a Stub: it may interpret
     its bytes differently.
     """
-    known = REBUILD.get(make.name) if isinstance(make, Stub) else None
+    rebuild_function = REBUILD_FUNCTIONS.get(rebuild.name) if isinstance(rebuild, Stub) else None
     if (
-        known is None
-        or not isinstance(kind, Stub)
-        or kind.name not in TENSORS
+        rebuild_function is None
+        or not isinstance(tensor_type, Stub)
+        or tensor_type.name not in PLAIN_TENSOR_TYPES
         or type(args) is not tuple
     ):
-        return Stub("torch._tensor._rebuild_from_type_v2", (make, kind, args, state))
-    return known(*args)
+        return Stub("torch._tensor._rebuild_from_type_v2", (rebuild, tensor_type, args, state))
+    return rebuild_function(*args)
 
 
-REBUILD: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _typed,
-    "torch._utils._rebuild_tensor_v2": _typed,
-    "torch._utils._rebuild_tensor_v3": _untyped,
+REBUILD_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _rebuild_typed,
+    "torch._utils._rebuild_tensor_v2": _rebuild_typed,
+    "torch._utils._rebuild_tensor_v3": _rebuild_untyped,
 }
-KNOWN: dict[str, Callable[..., Any]] = REBUILD | {
+INTERPRETED_FUNCTIONS: dict[str, Callable[..., Any]] = REBUILD_FUNCTIONS | {
     "torch._utils._rebuild_parameter": lambda data, grad, hooks: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, grad, hooks, state: data,
-    "torch._tensor._rebuild_from_type_v2": _of_type,
+    "torch._tensor._rebuild_from_type_v2": _rebuild_from_type,
     "torch.Size": lambda size=(): size,
     "collections.OrderedDict": lambda *pairs: (
         Stub("collections.OrderedDict", pairs) if pairs else {}
@@ -161,15 +167,15 @@ KNOWN: dict[str, Callable[..., Any]] = REBUILD | {
 }
 
 
-class _Machine:
+class _PickleMachine:
     """Executes the pickle of an archive: a stack and a memo. A mark sets the stack aside and starts
     a new one, so that no opcode reaches below a mark.
     """
 
-    def __init__(self, archive: Archive) -> None:
+    def __init__(self, archive: TorchArchive) -> None:
         self.archive = archive
         self.stack: list[Any] = []
-        self.below: list[list[Any]] = []
+        self.stacks_below: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
@@ -177,153 +183,162 @@ class _Machine:
         unknown opcode or after `MAX_OPCODES`, or another ValueError, TypeError or LookupError if
         the pickle is malformed.
         """
-        raw = self.archive.content("data.pkl", MAX_PICKLE_BYTES)
+        raw = self.archive.read_entry("data.pkl", MAX_PICKLE_BYTES)
         for count, (opcode, value, _) in enumerate(pickletools.genops(raw)):
             if count == MAX_OPCODES:
-                raise RefusedError(f"its pickle has more than {MAX_OPCODES} opcodes")
-            if opcode.name not in STEPS:
-                raise RefusedError(f"its pickle has the opcode {opcode.name}, which is not read")
-            STEPS[opcode.name](self, value)
+                raise MalformedFileError(f"its pickle has more than {MAX_OPCODES} opcodes")
+            if opcode.name not in OPCODE_STEPS:
+                raise MalformedFileError(
+                    f"its pickle has the opcode {opcode.name}, which is not read"
+                )
+            OPCODE_STEPS[opcode.name](self, value)
         return self.stack.pop()
 
     def push(self, value: Any) -> None:
         """Push a value on the stack."""
         self.stack.append(value)
 
-    def take(self, count: int) -> tuple[Any, ...]:
+    def pop_values(self, count: int) -> tuple[Any, ...]:
         """Remove the top `count` values from the stack, and return them in the order they were
         pushed. Raise MalformedFileError if there are fewer.
         """
         if len(self.stack) < count:
-            raise RefusedError("its pickle takes more than it put")
+            raise MalformedFileError("its pickle takes more than it put")
         taken = tuple(self.stack[-count:])
         del self.stack[-count:]
         return taken
 
-    def mark(self) -> None:
+    def push_mark(self) -> None:
         """Set the stack aside and start an empty one."""
-        self.below.append(self.stack)
+        self.stacks_below.append(self.stack)
         self.stack = []
 
-    def marked(self) -> list[Any]:
+    def pop_marked(self) -> list[Any]:
         """Return all values since the last mark, and restore the stack below it. Raise IndexError
         without a mark.
         """
-        parts, self.stack = self.stack, self.below.pop()
+        parts, self.stack = self.stack, self.stacks_below.pop()
         return parts
 
-    def named(self, module: Any, name: Any) -> Any:
+    def resolve_global(self, module: Any, name: Any) -> Any:
         """Return what a global of a pickle stands for: a torch dtype, or a Stub with its name;
         nothing is imported. Raise MalformedFileError if the name is no text or too long.
         """
-        if type(module) is not str or type(name) is not str or len(module) + len(name) > MAX_NAME:
-            raise RefusedError(f"a global's name is not text of at most {MAX_NAME} characters")
+        if (
+            type(module) is not str
+            or type(name) is not str
+            or len(module) + len(name) > MAX_NAME_CHARACTERS
+        ):
+            raise MalformedFileError(
+                f"a global's name is not text of at most {MAX_NAME_CHARACTERS} characters"
+            )
         return DTYPES.get(f"{module}.{name}") or Stub(f"{module}.{name}")
 
-    def call(self, made: Any, args: Any) -> None:
+    def push_call(self, function: Any, args: Any) -> None:
         """Push the result of calling `function`: what one of the interpreted names of torch
         describes, else a Stub that keeps the arguments. Raise MalformedFileError unless it is a
         Stub called with a tuple.
         """
-        if not isinstance(made, Stub) or type(args) is not tuple:
-            raise RefusedError(f"{short_repr(made)} is called with {short_repr(args)}")
-        known = KNOWN.get(made.name)
-        self.push(known(*args) if known else Stub(made.name, args))
+        if not isinstance(function, Stub) or type(args) is not tuple:
+            raise MalformedFileError(f"{short_repr(function)} is called with {short_repr(args)}")
+        interpret = INTERPRETED_FUNCTIONS.get(function.name)
+        self.push(interpret(*args) if interpret else Stub(function.name, args))
 
-    def build(self) -> None:
+    def set_state(self) -> None:
         """Store the top of the stack as the state of the Stub below it; for a dict it is dropped (a
         state_dict's _metadata). Raise MalformedFileError for any other object.
         """
-        made, state = self.take(2)
-        if isinstance(made, Stub):
-            made.state = state
+        target, state = self.pop_values(2)
+        if isinstance(target, Stub):
+            target.state = state
         # attributes of an OrderedDict, such as a state_dict's _metadata, are dropped
-        elif type(made) is not dict:
-            raise RefusedError(f"{short_repr(made)} is given a state")
-        self.push(made)
+        elif type(target) is not dict:
+            raise MalformedFileError(f"{short_repr(target)} is given a state")
+        self.push(target)
 
-    def put(self, parts: Sequence[Any]) -> None:
+    def set_items(self, keys_and_values: Sequence[Any]) -> None:
         """Add alternating keys and values to the dict, or the Stub of a dict, on top of the stack,
         in place. Raise MalformedFileError if it is something else, or for a bad key.
         """
         top = self.stack[-1]
         target = top.items if isinstance(top, Stub) else top
         if type(target) is not dict:
-            raise RefusedError(f"{short_repr(top)} is given items")
+            raise MalformedFileError(f"{short_repr(top)} is given items")
         target.update(
-            (_key(key), value) for key, value in zip(parts[::2], parts[1::2], strict=True)
+            (_check_key(key), value)
+            for key, value in zip(keys_and_values[::2], keys_and_values[1::2], strict=True)
         )
 
-    def add(self, parts: Sequence[Any]) -> None:
+    def add_values(self, values: Sequence[Any]) -> None:
         """Add values to the list, set or Stub on top of the stack, in place. Raise
         MalformedFileError if it is something else.
         """
         top = self.stack[-1]
         target = top.values if isinstance(top, Stub) else top
         if type(target) is set:
-            target.update(map(_key, parts))
+            target.update(map(_check_key, values))
         elif type(target) is list:
-            target.extend(parts)
+            target.extend(values)
         else:
-            raise RefusedError(f"{short_repr(top)} is given values")
+            raise MalformedFileError(f"{short_repr(top)} is given values")
 
 
-def _key(key: Any, deep: int = 3) -> Any:
+def _check_key(key: Any, max_depth: int = 3) -> Any:
     """Return a key of a dict or set if it is safe to hash: a plain value, dtype, Stub, or a tuple
     of at most 16 of these, at most `max_depth` deep. Raise MalformedFileError if not: hashing a
     tuple visits all parts in C, however deep.
     """
-    if type(key) is tuple and len(key) <= 16 and deep:
+    if type(key) is tuple and len(key) <= 16 and max_depth:
         for part in key:
-            _key(part, deep - 1)
+            _check_key(part, max_depth - 1)
     elif not isinstance(key, (str, bytes, int, float, type(None), torch.dtype, Stub)):
-        raise RefusedError(f"{short_repr(key)} is a key")
+        raise MalformedFileError(f"{short_repr(key)} is a key")
     return key
 
 
-def _object(machine: _Machine, _: Any) -> None:
+def _call_object(machine: _PickleMachine, _: Any) -> None:
     """Carry out opcode OBJ: call the first value since the mark with the others."""
-    made, *args = machine.marked()
-    machine.call(made, tuple(args))
+    function, *args = machine.pop_marked()
+    machine.push_call(function, tuple(args))
 
 
-def _object_with_names(machine: _Machine, _: Any) -> None:
+def _call_with_keywords(machine: _PickleMachine, _: Any) -> None:
     """Carry out opcode NEWOBJ_EX: call with arguments and, if there are any, keyword arguments; the
     Stub keeps both.
     """
-    made, args, named = machine.take(3)
-    machine.call(made, (args, named) if named else args)
+    function, args, keywords = machine.pop_values(3)
+    machine.push_call(function, (args, keywords) if keywords else args)
 
 
-def _table(machine: _Machine, _: Any) -> None:
+def _push_dict(machine: _PickleMachine, _: Any) -> None:
     """Carry out opcode DICT: push a dict of the alternating keys and values since the mark."""
-    parts = machine.marked()
+    parts = machine.pop_marked()
     machine.push({})
-    machine.put(parts)
+    machine.set_items(parts)
 
 
-def _pop(machine: _Machine, _: Any) -> None:
+def _drop_top(machine: _PickleMachine, _: Any) -> None:
     """Carry out opcode POP: drop the top of the stack, or the last mark if nothing was pushed
     since.
     """
     if machine.stack:
         machine.stack.pop()
     else:
-        machine.marked()
+        machine.pop_marked()
 
 
-LITERALS = (
+LITERAL_OPCODES = (
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING"
     " UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8"
 )
-STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
-    **dict.fromkeys(LITERALS.split(), _Machine.push),
+OPCODE_STEPS: dict[str, Callable[[_PickleMachine, Any], Any]] = {
+    **dict.fromkeys(LITERAL_OPCODES.split(), _PickleMachine.push),
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, value: None),
     **dict.fromkeys(
         ("PUT", "BINPUT", "LONG_BINPUT"), lambda m, index: m.memo.update({index: m.stack[-1]})
     ),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), lambda m, index: m.push(m.memo[index])),
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.call(*m.take(2))),
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m, _: m.push_call(*m.pop_values(2))),
     "MEMOIZE": lambda m, _: m.memo.update({len(m.memo): m.stack[-1]}),
     "NONE": lambda m, _: m.push(None),
     "NEWTRUE": lambda m, _: m.push(True),
@@ -332,27 +347,29 @@ STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
     "EMPTY_LIST": lambda m, _: m.push([]),
     "EMPTY_DICT": lambda m, _: m.push({}),
     "EMPTY_SET": lambda m, _: m.push(set()),
-    "TUPLE1": lambda m, _: m.push(m.take(1)),
-    "TUPLE2": lambda m, _: m.push(m.take(2)),
-    "TUPLE3": lambda m, _: m.push(m.take(3)),
-    "TUPLE": lambda m, _: m.push(tuple(m.marked())),
-    "LIST": lambda m, _: m.push(m.marked()),
-    "DICT": _table,
-    "FROZENSET": lambda m, _: m.push(frozenset(map(_key, m.marked()))),
-    "APPEND": lambda m, _: m.add(m.take(1)),
-    "APPENDS": lambda m, _: m.add(m.marked()),
-    "ADDITEMS": lambda m, _: m.add(m.marked()),
-    "SETITEM": lambda m, _: m.put(m.take(2)),
-    "SETITEMS": lambda m, _: m.put(m.marked()),
-    "MARK": lambda m, _: m.mark(),
-    "POP": _pop,
-    "POP_MARK": lambda m, _: m.marked(),
+    "TUPLE1": lambda m, _: m.push(m.pop_values(1)),
+    "TUPLE2": lambda m, _: m.push(m.pop_values(2)),
+    "TUPLE3": lambda m, _: m.push(m.pop_values(3)),
+    "TUPLE": lambda m, _: m.push(tuple(m.pop_marked())),
+    "LIST": lambda m, _: m.push(m.pop_marked()),
+    "DICT": _push_dict,
+    "FROZENSET": lambda m, _: m.push(frozenset(map(_check_key, m.pop_marked()))),
+    "APPEND": lambda m, _: m.add_values(m.pop_values(1)),
+    "APPENDS": lambda m, _: m.add_values(m.pop_marked()),
+    "ADDITEMS": lambda m, _: m.add_values(m.pop_marked()),
+    "SETITEM": lambda m, _: m.set_items(m.pop_values(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.pop_marked()),
+    "MARK": lambda m, _: m.push_mark(),
+    "POP": _drop_top,
+    "POP_MARK": lambda m, _: m.pop_marked(),
     "DUP": lambda m, _: m.push(m.stack[-1]),
-    "GLOBAL": lambda m, names: m.push(m.named(*names.split(" ", 1))),
-    "STACK_GLOBAL": lambda m, _: m.push(m.named(*m.take(2))),
-    "INST": lambda m, names: m.call(m.named(*names.split(" ", 1)), tuple(m.marked())),
-    "OBJ": _object,
-    "NEWOBJ_EX": _object_with_names,
-    "BUILD": lambda m, _: m.build(),
-    "BINPERSID": lambda m, _: m.push(m.archive.storage(*m.take(1))),
+    "GLOBAL": lambda m, names: m.push(m.resolve_global(*names.split(" ", 1))),
+    "STACK_GLOBAL": lambda m, _: m.push(m.resolve_global(*m.pop_values(2))),
+    "INST": lambda m, names: m.push_call(
+        m.resolve_global(*names.split(" ", 1)), tuple(m.pop_marked())
+    ),
+    "OBJ": _call_object,
+    "NEWOBJ_EX": _call_with_keywords,
+    "BUILD": lambda m, _: m.set_state(),
+    "BINPERSID": lambda m, _: m.push(m.archive.locate_storage(*m.pop_values(1))),
 }

@@ -14,41 +14,43 @@ from typing import Any, overload
 
 from steelyard import plugins
 from steelyard.words import chinese, english, version_1
-from steelyard.words.message import LANGS, Lang, Message, Text, Value, Values
+from steelyard.words.coded_message import LANGS, Lang, Message, MessageValue, MessageValues, Text
 
 __all__ = [
-    "GROUP",
+    "ENTRY_POINT_GROUP",
     "LANGS",
     "Lang",
     "Meaning",
     "Message",
+    "MessageValue",
+    "MessageValues",
+    "PageWords",
     "Text",
-    "Value",
-    "Values",
-    "Words",
-    "all_among",
-    "both",
-    "case_text",
-    "in_english",
-    "items",
-    "meaning",
-    "pair",
-    "storable",
-    "stored",
-    "table",
-    "text",
-    "unit",
+    "are_all_among",
+    "get_meanings",
+    "get_text_pair",
+    "join_messages",
+    "load_texts",
+    "make_storable",
+    "name_items",
+    "render_in_english",
+    "render_text",
+    "to_stored_form",
+    "translate_case_text",
+    "translate_unit",
 ]
 
-GROUP = "steelyard.words"
+ENTRY_POINT_GROUP = "steelyard.words"
 Meaning = tuple[str, str]  # name and explanation
-SHIPPED = {code: Text(code, english.TEXTS[code], chinese.TEXTS[code]) for code in english.TEXTS}
+SHIPPED_TEXTS = {
+    code: Text(code, english.TEXTS[code], chinese.TEXTS[code]) for code in english.TEXTS
+}
 # 1 and 2: older records store English sentences; 3: records store messages
 WORDINGS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
-class Words:
+class PageWords:
     """The shipped texts in the language of one page."""
 
     lang: Lang
@@ -57,119 +59,129 @@ class Words:
         """Return the text of a shipped code with `values` in its numbered placeholders. Raise
         KeyError for an unknown code.
         """
-        return SHIPPED[code].of(self.lang).format(*values)
+        return SHIPPED_TEXTS[code].in_language(self.lang).format(*values)
 
-    def known(self, code: str, fallback: str) -> str:
+    def get_or_fallback(self, code: str, fallback: str) -> str:
         """Return the text of a code if it is a shipped one, else `fallback`: the bare name that a
         record uses.
         """
-        return self(code) if code in SHIPPED else fallback
+        return self(code) if code in SHIPPED_TEXTS else fallback
 
-    def meaning(self, code: str) -> Meaning:
+    def get_meaning(self, code: str) -> Meaning:
         """Return what a metric, score or setting is called and what it means, in this language.
         Raise KeyError for an unknown code.
         """
-        return meaning(code)[LANGS.index(self.lang)]
+        return get_meanings(code)[LANGS.index(self.lang)]
 
 
-def pair(code: str) -> tuple[str, str]:
+def get_text_pair(code: str) -> tuple[str, str]:
     """Return the text of a shipped code in English and in Chinese. Raise KeyError for an unknown
     code.
     """
-    return SHIPPED[code].en, SHIPPED[code].zh
+    return SHIPPED_TEXTS[code].en, SHIPPED_TEXTS[code].zh
 
 
-def meaning(code: str) -> tuple[Meaning, Meaning]:
+def get_meanings(code: str) -> tuple[Meaning, Meaning]:
     """Return what a metric, score or setting is called and what it means: (name, meaning) in
     English, then in Chinese. Raise KeyError for an unknown code.
     """
     return english.MEANINGS[code], chinese.MEANINGS[code]
 
 
-def table() -> dict[str, Text]:
+def load_texts() -> dict[str, Text]:
     """Return all texts by their code: the shipped ones, and those of installed packages, which are
     imported. Raise RequestError if a package's text cannot be loaded or repeats a code.
     """
-    return plugins.table(list(SHIPPED.values()), GROUP, Text, "text")
+    return plugins.load_rows_by_name(list(SHIPPED_TEXTS.values()), ENTRY_POINT_GROUP, Text, "text")
 
 
-def _known(code: str) -> Text | None:
+def _find_text(code: str) -> Text | None:
     """Return the text of a code, shipped or of an installed package, or None."""
-    return SHIPPED.get(code) or table().get(code)
+    return SHIPPED_TEXTS.get(code) or load_texts().get(code)
 
 
-def text(said: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
+def render_text(message: Message | str, lang: Lang = "en", wording: int = WORDINGS[-1]) -> str:
     """Render a message as a sentence; a sentence, as older records store it, is returned as it is.
 
     `wording` 1 takes the English of older records for codes whose text has changed since. If no
     template fits (its package is not installed, or the record was changed by hand), the code and
     the values are returned, separated by spaces.
     """
-    if isinstance(said, str):
-        return said
-    values = {name: _shown(value, lang, wording) for name, value in said.values.items()}
-    found = _known(said.code)
-    old = version_1.NOTES.get(said.code) if wording == 1 else None
-    template = old or (None if found is None else found.of(lang))
+    if isinstance(message, str):
+        return message
+    values = {name: _render_value(value, lang, wording) for name, value in message.values.items()}
+    template_pair = _find_text(message.code)
+    old_template = version_1.NOTES.get(message.code) if wording == 1 else None
+    template = old_template or (None if template_pair is None else template_pair.in_language(lang))
     with suppress(LookupError, ValueError):
         if template is not None:
             return template.format_map(values)
-    return " ".join(map(str, [said.code, *values.values()]))
+    return " ".join(map(str, [message.code, *values.values()]))
 
 
-def in_english(said: Message | str | None) -> str | None:
+def render_in_english(message: Message | str | None) -> str | None:
     """Render a message as an English sentence; None stays None, and a sentence stays as it is."""
-    return None if said is None else text(said)
+    return None if message is None else render_text(message)
 
 
-def _shown(value: Value, lang: Lang, wording: int) -> Any:
+def _render_value(value: MessageValue, lang: Lang, wording: int) -> Any:
     """Return a message's value as its template takes it: messages are rendered, tuples become a
     list in one text, and all else stays as it is.
     """
     if isinstance(value, Message):
-        return text(value, lang, wording)
+        return render_text(value, lang, wording)
     if isinstance(value, tuple):
-        return SHIPPED["listed"].of(lang).join(text(one, lang, wording) for one in value)
+        return (
+            SHIPPED_TEXTS["listed"]
+            .in_language(lang)
+            .join(render_text(item, lang, wording) for item in value)
+        )
     return value
 
 
 @overload
-def stored(message: Message, wording: int | None) -> Message | str: ...
+def to_stored_form(message: Message, wording: int | None) -> Message | str: ...
 @overload
-def stored(message: Message | None, wording: int | None) -> Message | str | None: ...
-def stored(message: Message | None, wording: int | None) -> Message | str | None:
+def to_stored_form(message: Message | None, wording: int | None) -> Message | str | None: ...
+def to_stored_form(message: Message | None, wording: int | None) -> Message | str | None:
     """Return a message in the form in which a record of this wording stores it: for 3 a message
     with storable values, for 1, 2 and None (which is 1) an English sentence. None stays None.
     """
     if message is None or wording == WORDINGS[-1]:
-        return message and storable(message)
-    return text(message, wording=wording or 1)
+        return message and make_storable(message)
+    return render_text(message, wording=wording or 1)
 
 
-def storable(message: Message) -> Message:
+def make_storable(message: Message) -> Message:
     """Return a copy of a message whose values can be written to JSON. Any other value, such as NaN,
     infinity or wrong data from a damaged rank file, becomes its `str`; nested messages are copied
     the same way.
     """
-    return Message(message.code, {name: _storable(value) for name, value in message.values.items()})
+    return Message(
+        message.code, {name: _make_value_storable(value) for name, value in message.values.items()}
+    )
 
 
-def _storable(value: Value) -> Value:
+def _make_value_storable(value: MessageValue) -> MessageValue:
     """Return a message's value if JSON can hold it, else its `str`."""
     if isinstance(value, Message):
-        return storable(value)
-    plain = isinstance(value, str | int | tuple) or (isinstance(value, float) and isfinite(value))
-    return value if plain else str(value)
+        return make_storable(value)
+    is_plain = isinstance(value, str | int | tuple) or (
+        isinstance(value, float) and isfinite(value)
+    )
+    return value if is_plain else str(value)
 
 
-def all_among(told: Iterable[Message | str], every: Collection[Message | str]) -> bool:
+def are_all_among(messages: Iterable[Message | str], candidates: Collection[Message | str]) -> bool:
     """Return whether each of `messages` equals one of `candidates`. Floats are equal within a
     relative 1e-9; all else must be the same.
     """
-    return all(any(_same(one, other) for other in every) for one in told)
+    return all(
+        any(_are_equal(message, candidate) for candidate in candidates) for message in messages
+    )
 
 
-def _same(one: Value, other: Value) -> bool:
+def _are_equal(one: MessageValue, other: MessageValue) -> bool:
     """Compare two values of messages: nested messages and tuples part by part, floats within a
     relative 1e-9.
     """
@@ -178,45 +190,45 @@ def _same(one: Value, other: Value) -> bool:
         return (
             one.code == other.code
             and names == other.values.keys()
-            and all(_same(one.values[name], other.values[name]) for name in names)
+            and all(_are_equal(one.values[name], other.values[name]) for name in names)
         )
     if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_are_equal, one, other))
     if isinstance(one, float) and isinstance(other, float):
         return isclose(one, other, rel_tol=1e-9)
     return one == other
 
 
-def both(*messages: Message | None) -> Message | None:
+def join_messages(*messages: Message | None) -> Message | None:
     """Join messages to one, in their order, leaving out None: None if nothing is left, and a single
     message as it is.
     """
-    known = [one for one in messages if one is not None]
-    out = known[0] if known else None
-    for one in known[1:]:
-        out = Message("both", {"first": out or "", "second": one})
-    return out
+    present = [message for message in messages if message is not None]
+    joined = present[0] if present else None
+    for message in present[1:]:
+        joined = Message("both", {"first": joined or "", "second": message})
+    return joined
 
 
-def items(noun: str) -> Message | str:
+def name_items(noun: str) -> Message | str:
     """Return what a task calls its items, in the plural: a message if there is a text `items.NOUN`,
     else the noun with an `s`.
     """
     code = f"items.{noun}"
-    return Message(code) if _known(code) is not None else f"{noun}s"
+    return Message(code) if _find_text(code) is not None else f"{noun}s"
 
 
-def unit(name: str, lang: Lang) -> str:
+def translate_unit(name: str, lang: Lang) -> str:
     """Return the name of a unit in a language; the name in the record for English, and where no
     text `unit.NAME` exists.
     """
-    found = _known(f"unit.{name}") if lang != "en" else None
-    return name if found is None else found.of(lang)
+    translation = _find_text(f"unit.{name}") if lang != "en" else None
+    return name if translation is None else translation.in_language(lang)
 
 
-def case_text(told: str, lang: Lang) -> str:
+def translate_case_text(english_text: str, lang: Lang) -> str:
     """Return a text of a shipped case (title, description, source or note of a published row) in a
     language. Texts that have no translation, such as those of a user's own case file, are returned
     as they are.
     """
-    return chinese.CASES.get(told, told) if lang == "zh" else told
+    return chinese.CASES.get(english_text, english_text) if lang == "zh" else english_text

@@ -107,7 +107,7 @@ def full_disk() -> None:
     def write(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    files.write = write
+    files.write_file = write
 
 
 def die(number: int) -> Callable[[], None]:
@@ -185,7 +185,7 @@ def in_checkpoint() -> None:
     def made(self: Phase, told: str) -> None:
         real(self, told)
         if told == "checkpoint":
-            writer = sys.modules["steelyard.training.checkpoint_files"].CheckpointWriter
+            writer = sys.modules["steelyard.training.checkpoint_storage"].CheckpointWriter
             write = writer.write_data
 
             def then(*arguments: Any) -> Any:
@@ -202,52 +202,52 @@ def at_rank_file() -> None:
     """When a rank leaves its result."""
     from steelyard import files
 
-    real = files.write
+    real = files.write_file
 
     def write(path: Path, content: Any, *more: Any, **options: Any) -> None:
         if path.name.startswith("rank-") and b'"status":"done"' in content:
             happen()
         real(path, content, *more, **options)
 
-    files.write = write
+    files.write_file = write
 
 
 def at_hello() -> None:
     from steelyard.run.host import Host
 
-    real = Host.hello
-    Host.hello = lambda self: (happen(), real(self))[1]
+    real = Host.make_hello
+    Host.make_hello = lambda self: (happen(), real(self))[1]
 
 
 def in_news() -> None:
     """When the agent looks at how far its ranks are, and they are in the pass, or have just left
     it.
     """
-    from steelyard.run.ranks import Ranks
+    from steelyard.run.ranks import HostRanks
 
-    real = Ranks._progress
+    real = HostRanks._read_progress
 
-    def progress(self: Ranks) -> Any:
+    def progress(self: HostRanks) -> Any:
         said = real(self)
         if said.phase in ("train", "prepare after", "after"):
             happen()
         return said
 
-    Ranks._progress = progress
+    HostRanks._read_progress = progress
 
 
 def at_record() -> None:
     """When the parent writes the record of a run that has ended."""
     from steelyard.record import record
 
-    real = record.write
+    real = record.write_record
 
     def write(table: Any, folder: Path, end: str = "") -> Path:
         if not end:
             happen()
         return real(table, folder, end)
 
-    record.write = write
+    record.write_record = write
 
 
 def install(phase: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from steelyard.engines.flagscale.config import LOOPBACK, NAME
+from steelyard.engines.flagscale.config import CONFIG_NAME, LOOPBACK
 from steelyard.errors import RequestError
 
 DRYRUN_S = 300.0  # first imports over a network file system take their time
@@ -22,7 +22,7 @@ COMMAND = re.compile(r'^cmd="(.*)"$', re.MULTILINE)
 PATHS = re.compile(r"^export PYTHONPATH=(.*)$", re.MULTILINE)
 SETTING = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 OPERATORS = set("();<>|&")
-EXPANDED = set('$`\\"')  # what a shell would put something else for
+EXPANDED_CHARS = set('$`\\"')  # what a shell would put something else for
 LAUNCHERS = (
     ("torchrun",),
     ("python", "-m", "torch.distributed.run"),
@@ -43,44 +43,51 @@ OPTIONS = {
 }
 # Of the program: a run writes nothing that it does not need, above all no checkpoint after its last
 # step.
-LEFT_OUT = ("--save", "--load", "--tensorboard-dir", "--wandb-save-dir")
+REMOVED_ARGUMENTS = ("--save", "--load", "--tensorboard-dir", "--wandb-save-dir")
 # of this process, and not the program's
-OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTHONSAFEPATH")
 
 
 @dataclass(frozen=True)
-class Command:
+class ProgramCommand:
     """A program to start: its argument list, its whole environment, and its working directory."""
 
-    words: list[str]
-    variables: dict[str, str]
+    arguments: list[str]
+    environment: dict[str, str]
     folder: Path
 
 
-def environment(checkout: Path) -> dict[str, str]:
+def program_environment(checkout: Path) -> dict[str, str]:
     """Return the environment for a program in the checkout: this process's without rank variables,
     and with the checkout first in PYTHONPATH.
     """
-    kept = {name: value for name, value in os.environ.items() if name not in OWN}
+    inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return {
-        **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), kept.get("PYTHONPATH")))),
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(checkout), inherited.get("PYTHONPATH")))),
     }
 
 
-def dry_run(checkout: Path, config: Path, output: Path) -> str:
+def run_dry(checkout: Path, config: Path, output: Path) -> str:
     """Run FlagScale's dry run in a subprocess and return the text of the launch script that it
     wrote below `output`; the script is not run.
 
     Raises RequestError if it takes longer than 300 s, exits with an error, or writes not exactly
     one script.
     """
-    words = ["run.py", "--config-path", str(config.parent), "--config-name", NAME, "action=dryrun"]
+    words = [
+        "run.py",
+        "--config-path",
+        str(config.parent),
+        "--config-name",
+        CONFIG_NAME,
+        "action=dryrun",
+    ]
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, *words],
             cwd=checkout,
-            env=environment(checkout),
+            env=program_environment(checkout),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -93,52 +100,62 @@ def dry_run(checkout: Path, config: Path, output: Path) -> str:
         raise RequestError(
             f"engine.checkout {checkout.name}: its dry run does not end within {DRYRUN_S:.0f} s"
         ) from error
-    if done.returncode:
-        last = (done.stdout.strip().splitlines() or ["it says nothing"])[-1]
+    if completed.returncode:
+        last = (completed.stdout.strip().splitlines() or ["it says nothing"])[-1]
         raise RequestError(
-            f"engine.checkout {checkout.name}: its dry run ended with exit code {done.returncode}:"
+            f"engine.checkout {checkout.name}: its dry run ended with exit code {completed.returncode}:"
             f" {last}; try it by hand, in the Python that engine.python names"
         )
-    found = sorted(output.rglob(SCRIPT))
-    if len(found) != 1:
+    scripts = sorted(output.rglob(SCRIPT))
+    if len(scripts) != 1:
         raise RequestError(
-            f"engine.checkout {checkout.name}: its dry run wrote {len(found)} scripts {SCRIPT}; one"
+            f"engine.checkout {checkout.name}: its dry run wrote {len(scripts)} scripts {SCRIPT}; one"
             " is asked"
         )
-    return found[0].read_text("utf-8", "replace")
+    return scripts[0].read_text("utf-8", "replace")
 
 
-def parse(script: str, checkout: Path, wanted: Mapping[str, str], devices: int) -> Command:
+def parse_script(
+    script: str, checkout: Path, required: Mapping[str, str], devices: int
+) -> ProgramCommand:
     """Return the command in a launch script. `required` maps arguments of the program to the values
     they must have, `devices` is the number of processes it must start.
 
     Raises RequestError if there is no single plain torchrun command, it would leave this host, or
     its program is not in the checkout. Arguments that make it save or log files are removed.
     """
-    words = _words(script)
-    variables = dict(word.split("=", 1) for word in _settings(words))
-    rest = words[len(variables) :]
-    launcher = next((one for one in LAUNCHERS if tuple(rest[: len(one)]) == one), None)
+    words = _split_command(script)
+    variables = dict(word.split("=", 1) for word in _leading_settings(words))
+    command_words = words[len(variables) :]
+    launcher = next(
+        (prefix for prefix in LAUNCHERS if tuple(command_words[: len(prefix)]) == prefix), None
+    )
     if launcher is None:
-        raise _refused(f"it begins with {' '.join(rest[:1]) or 'nothing'!r}, and not with torchrun")
-    options, program = _options(rest[len(launcher) :])
+        raise _refusal(
+            f"it begins with {' '.join(command_words[:1]) or 'nothing'!r}, and not with torchrun"
+        )
+    options, program = _split_options(command_words[len(launcher) :])
     _check_launch(options, devices)
-    _check_program(program, checkout, wanted)
+    _check_program(program, checkout, required)
     arguments = [word for key, value in options.items() for word in (f"--{key}", value)]
-    return Command(
-        words=[
+    return ProgramCommand(
+        arguments=[
             sys.executable,
             "-m",
             "torch.distributed.run",
             *arguments,
-            *_without(program, LEFT_OUT),
+            *_remove_arguments(program, REMOVED_ARGUMENTS),
         ],
-        variables={**environment(checkout), "PYTHONPATH": _paths(script, checkout), **variables},
+        environment={
+            **program_environment(checkout),
+            "PYTHONPATH": _python_path(script, checkout),
+            **variables,
+        },
         folder=checkout,
     )
 
 
-def _refused(why: str) -> RequestError:
+def _refusal(why: str) -> RequestError:
     """Return, without raising it, a RequestError that says why the script's command is refused."""
     return RequestError(
         f"engine.checkout: the dry run's script has no plain torchrun command: {why}; nothing was"
@@ -146,28 +163,28 @@ def _refused(why: str) -> RequestError:
     )
 
 
-def _words(script: str) -> list[str]:
+def _split_command(script: str) -> list[str]:
     """Return the words of the script's only line cmd="..."; raise RequestError if there are
     several, or a shell would expand or operate on something in it.
     """
-    found = COMMAND.findall(script)
-    if len(found) != 1:
-        raise _refused(f'{len(found)} lines cmd="…"')
-    if EXPANDED & set(found[0]):
-        raise _refused("a shell would put something else for a part of it")
-    lexer = shlex.shlex(found[0], posix=True, punctuation_chars=True)
+    commands = COMMAND.findall(script)
+    if len(commands) != 1:
+        raise _refusal(f'{len(commands)} lines cmd="…"')
+    if EXPANDED_CHARS & set(commands[0]):
+        raise _refusal("a shell would put something else for a part of it")
+    lexer = shlex.shlex(commands[0], posix=True, punctuation_chars=True)
     lexer.whitespace_split, lexer.commenters = True, ""
     try:
         words = list(lexer)
     except ValueError as error:
-        raise _refused(str(error)) from error
+        raise _refusal(str(error)) from error
     operator = next((word for word in words if word and not set(word) - OPERATORS), None)
     if operator is not None:
-        raise _refused(f"there is {operator!r} in it")
+        raise _refusal(f"there is {operator!r} in it")
     return words
 
 
-def _settings(words: list[str]) -> Iterator[str]:
+def _leading_settings(words: list[str]) -> Iterator[str]:
     """Yield the leading words of the form NAME=value."""
     for word in words:
         if not SETTING.match(word):
@@ -175,20 +192,20 @@ def _settings(words: list[str]) -> Iterator[str]:
         yield word
 
 
-def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+def _split_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split the words after the launcher into its options (by name with underscores, each with a
     value) and the program with its arguments. Raises RequestError for an option that is not in
     `OPTIONS`.
     """
     out: dict[str, str] = {}
-    left = list(words)
-    while left and left[0].startswith("-"):
-        key, sign, value = left.pop(0).removeprefix("--").partition("=")
+    remaining = list(words)
+    while remaining and remaining[0].startswith("-"):
+        key, sign, value = remaining.pop(0).removeprefix("--").partition("=")
         key = key.replace("-", "_")
-        if key not in OPTIONS or (not sign and not left):
-            raise _refused(f"torchrun's option --{key} is none that is known here")
-        out[key] = value if sign else left.pop(0)
-    return out, left
+        if key not in OPTIONS or (not sign and not remaining):
+            raise _refusal(f"torchrun's option --{key} is none that is known here")
+        out[key] = value if sign else remaining.pop(0)
+    return out, remaining
 
 
 def _check_launch(options: Mapping[str, str], devices: int) -> None:
@@ -196,18 +213,18 @@ def _check_launch(options: Mapping[str, str], devices: int) -> None:
     on loopback.
     """
     address = options.get("rdzv_endpoint", "").rpartition(":")[0]
-    found = {
+    actual = {
         "nnodes": options.get("nnodes"),
         "nproc_per_node": options.get("nproc_per_node"),
         "rdzv_endpoint": address,
     }
-    asked = {"nnodes": "1", "nproc_per_node": str(devices), "rdzv_endpoint": LOOPBACK}
-    for key, value in asked.items():
-        if found[key] != value:
-            raise _refused(f"--{key} is {found[key]!r}, and {value!r} was asked")
+    expected = {"nnodes": "1", "nproc_per_node": str(devices), "rdzv_endpoint": LOOPBACK}
+    for key, value in expected.items():
+        if actual[key] != value:
+            raise _refusal(f"--{key} is {actual[key]!r}, and {value!r} was asked")
 
 
-def _check_program(program: list[str], checkout: Path, wanted: Mapping[str, str]) -> None:
+def _check_program(program: list[str], checkout: Path, required: Mapping[str, str]) -> None:
     """Raise RequestError unless the program is a Python file inside the checkout and has every
     argument in `required` with its value.
     """
@@ -217,39 +234,45 @@ def _check_program(program: list[str], checkout: Path, wanted: Mapping[str, str]
         or script.suffix != ".py"
         or not script.is_file()
     ):
-        raise _refused(f"{program[0] if program else 'nothing'!r} is no program of the checkout")
-    for key, value in wanted.items():
-        at = program.index(key) + 1 if key in program else len(program)
-        found = program[at] if at < len(program) else None
-        if found != value:
-            raise _refused(f"{key} is {found!r}, and {value!r} was asked")
+        raise _refusal(f"{program[0] if program else 'nothing'!r} is no program of the checkout")
+    for key, value in required.items():
+        value_index = program.index(key) + 1 if key in program else len(program)
+        actual = program[value_index] if value_index < len(program) else None
+        if actual != value:
+            raise _refusal(f"{key} is {actual!r}, and {value!r} was asked")
 
 
-def _without(program: list[str], names: tuple[str, ...]) -> list[str]:
+def _remove_arguments(program: list[str], names: tuple[str, ...]) -> list[str]:
     """Return the words without these arguments and the value after each."""
     out: list[str] = []
-    left = iter(program)
-    for word in left:
+    remaining = iter(program)
+    for word in remaining:
         if word in names:
-            next(left, None)
+            next(remaining, None)
         else:
             out.append(word)
     return out
 
 
-def _paths(script: str, checkout: Path) -> str:
+def _python_path(script: str, checkout: Path) -> str:
     """Return the PYTHONPATH of the program: the script's own folders, the checkout, then this
     process's. Raises RequestError if the script names a folder outside the checkout.
     """
-    found = PATHS.findall(script)
-    named = (
-        [one for one in found[-1].split(":") if one and one not in ("$PYTHONPATH", "${PYTHONPATH}")]
-        if found
+    exports = PATHS.findall(script)
+    folders = (
+        [
+            folder
+            for folder in exports[-1].split(":")
+            if folder and folder not in ("$PYTHONPATH", "${PYTHONPATH}")
+        ]
+        if exports
         else []
     )
-    for one in named:
-        if EXPANDED & set(one) or not Path(one).resolve().is_relative_to(checkout.resolve()):
-            raise _refused(f"its PYTHONPATH leads out of the checkout, to {one!r}")
+    for folder in folders:
+        if EXPANDED_CHARS & set(folder) or not Path(folder).resolve().is_relative_to(
+            checkout.resolve()
+        ):
+            raise _refusal(f"its PYTHONPATH leads out of the checkout, to {folder!r}")
     return os.pathsep.join(
-        dict.fromkeys(filter(None, (*named, str(checkout), os.environ.get("PYTHONPATH"))))
+        dict.fromkeys(filter(None, (*folders, str(checkout), os.environ.get("PYTHONPATH"))))
     )

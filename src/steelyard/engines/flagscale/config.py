@@ -18,9 +18,9 @@ from steelyard.models.shapes import LlamaModel
 
 ENTRY = "./flagscale/train/train_gpt.py"
 LOOPBACK = "127.0.0.1"
-NAME = "train"
+CONFIG_NAME = "train"
 # With a first scale and a growth as other engines have them.
-PRECISIONS: dict[str, dict[str, Any]] = {
+PRECISION_OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": True, "accumulate_allreduce_grads_in_fp32": True},
     "fp16": {
@@ -30,7 +30,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
         "loss_scale_window": 1000,
     },
 }
-RECOMPUTE: dict[str, dict[str, Any]] = {
+RECOMPUTE_OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {
@@ -41,7 +41,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def check(job: Job, rows: int) -> None:
+def check_flagscale(job: Job, rows: int) -> None:
     """Raise RequestError for what FlagScale cannot do, or would silently do differently than asked:
     weights, determinism, attention kernels, sharding above 1, PP above 2, tied or biased models, or
     micro-batches that do not divide `rows`, the rows of a global batch.
@@ -91,7 +91,9 @@ def check(job: Job, rows: int) -> None:
         )
 
 
-def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -> dict[str, Any]:
+def make_config(
+    job: Job, rows: int, steps: int, data_prefix: Path, output: Path, port: int
+) -> dict[str, Any]:
     """Return FlagScale's whole configuration as a dict. `rows` is the global batch, `data` the
     prefix of the dataset files, `output` the folder it writes to, `port` a free loopback port for
     torchrun.
@@ -117,15 +119,15 @@ def make(job: Job, rows: int, steps: int, data: Path, output: Path, port: int) -
         },
         "action": "dryrun",
         "train": {
-            "system": _system(job),
-            "model": _model(case, rows, steps),
-            "data": _data(case, data),
+            "system": _system_options(job),
+            "model": _model_options(case, rows, steps),
+            "data": _data_options(case, data_prefix),
         },
         "hydra": {"run": {"dir": str(output / "hydra")}},
     }
 
 
-def _system(job: Job) -> dict[str, Any]:
+def _system_options(job: Job) -> dict[str, Any]:
     """Return the `train.system` part: parallelism, precision, recomputation, logging of every step,
     no checkpoints.
     """
@@ -139,14 +141,14 @@ def _system(job: Job) -> dict[str, Any]:
         "no_gradient_accumulation_fusion": True,
         # the lines say it, and a check would wait for the device in every step
         "no_check_for_nan_in_loss_and_grad": True,
-        "precision": PRECISIONS[job.case.question.precision.name],
-        "recompute": RECOMPUTE[tune.recompute],
+        "precision": PRECISION_OPTIONS[job.case.question.precision.name],
+        "recompute": RECOMPUTE_OPTIONS[tune.recompute],
         "logging": {"log_interval": 1},
         "checkpoint": {"save_interval": 10**9, "no_load_optim": True, "no_load_rng": True},
     }
 
 
-def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
+def _model_options(case: Case, rows: int, steps: int) -> dict[str, Any]:
     """Return the `train.model` part: architecture, batch sizes, steps, seed, optimizer. Raises
     ValueError if the case does not train a Llama.
     """
@@ -184,11 +186,11 @@ def _model(case: Case, rows: int, steps: int) -> dict[str, Any]:
         "global_batch_size": rows,
         "calculate_per_token_loss": True,  # the mean over the targets of the global batch
         "seed": question.seed + 1,  # Megatron takes no 0
-        "optimizer": _optimizer(train),
+        "optimizer": _optimizer_options(train),
     }
 
 
-def _optimizer(train: Train) -> dict[str, Any]:
+def _optimizer_options(train: Train) -> dict[str, Any]:
     """Return Adam and the learning-rate schedule. Megatron's warm-up begins at `lr_warmup_init` and
     has no step for its end: with one step less, every step has our rate.
     """
@@ -211,7 +213,7 @@ def _optimizer(train: Train) -> dict[str, Any]:
     }
 
 
-def _data(case: Case, prefix: Path) -> dict[str, Any]:
+def _data_options(case: Case, prefix: Path) -> dict[str, Any]:
     """Return the `train.data` part: the indexed dataset at `prefix`, attention reset at document
     ends, and a null tokenizer, which adds the end-of-document token to the vocabulary by itself.
     """
@@ -227,10 +229,10 @@ def _data(case: Case, prefix: Path) -> dict[str, Any]:
     }
 
 
-def write(config: dict[str, Any], folder: Path) -> Path:
+def write_config(config: dict[str, Any], folder: Path) -> Path:
     """Write the configuration to `train.yaml` in the folder, as JSON (which YAML includes), and
     return its path.
     """
-    path = folder / f"{NAME}.yaml"
+    path = folder / f"{CONFIG_NAME}.yaml"
     path.write_text(json.dumps(config, indent=2) + "\n")
     return path

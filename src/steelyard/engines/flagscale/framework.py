@@ -15,13 +15,13 @@ from steelyard.plan.matmuls import Matmul
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 
 
-class Reported:
+class ReportedClock:
     """The clock of an external program: the seconds that it says it took so far. The engine
     advances `time_s`.
     """
 
     def __init__(self) -> None:
-        self.at_s = 0.0
+        self.time_s = 0.0
 
     def synchronize(self) -> None:
         """Do nothing: the state of the device is not known."""
@@ -33,7 +33,7 @@ class ProgramFramework:
     """
 
     def __init__(self, device: str | None, local_rank: int, clock: Clock) -> None:
-        self.device = Reported()
+        self.device = ReportedClock()
 
     def set_precision(self, matmul: str) -> None:
         """Do nothing: the program's configuration says its precision."""
@@ -41,10 +41,10 @@ class ProgramFramework:
     def make_deterministic(self) -> None:
         """Do nothing: the engine refuses determinism."""
 
-    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
+    def join_ranks(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
         """Do nothing and return None: the program joins its own ranks."""
 
-    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+    def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Raise RuntimeError: there is one process."""
         raise RuntimeError("one process has nobody to exchange with")
 
@@ -54,7 +54,7 @@ class ProgramFramework:
     def leave(self) -> None:
         """Do nothing."""
 
-    def matmul(self, precision: str) -> None:
+    def prepare_square_matmul(self, precision: str) -> None:
         """Return None: a second process on the devices would disturb the program."""
         return
 
@@ -62,13 +62,13 @@ class ProgramFramework:
         """Return None: there is no profiler."""
         return
 
-    def product(self, precision: str, shape: Matmul) -> None:
+    def prepare_matmul(self, precision: str, shape: Matmul) -> None:
         """Return None, as `prepare_square_matmul` does."""
         return
 
     def event(self) -> ReportedEvent:
         """Return an event at the time that the program has reported so far."""
-        return ReportedEvent(self.device.at_s)
+        return ReportedEvent(self.device.time_s)
 
     def synchronize(self) -> None:
         """Do nothing."""
@@ -88,7 +88,11 @@ class ProgramFramework:
         """Return the versions of torch, megatron-core and transformer-engine that are installed in
         this Python, which the program shares.
         """
-        return {name: found for name in PACKAGES if (found := _version(name)) is not None}
+        return {
+            name: installed
+            for name in PACKAGES
+            if (installed := _installed_version(name)) is not None
+        }
 
     def compile_cache(self) -> dict[str, int] | None:
         """Return None: it is not known."""
@@ -99,7 +103,7 @@ class ProgramFramework:
         return os.cpu_count() or 1
 
 
-def _version(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     """Return the installed version of a package, or None."""
     try:
         return version(name)

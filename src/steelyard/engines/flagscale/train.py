@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.data.corpus import CorpusRows
-from steelyard.data.counting import RowCounts
+from steelyard.data.counting import TrainingRowCounter
 from steelyard.engine.job import Job, Part
 from steelyard.engine.work import Phase, Work
-from steelyard.engines.flagscale import command, config, data, lines
-from steelyard.engines.flagscale.framework import Reported
-from steelyard.engines.flagscale.lines import Iteration
-from steelyard.engines.flagscale.program import Program
+from steelyard.engines.flagscale import command, config, indexed_dataset, log_lines
+from steelyard.engines.flagscale.framework import ReportedClock
+from steelyard.engines.flagscale.log_lines import Iteration
+from steelyard.engines.flagscale.program import ExternalProgram
 from steelyard.errors import RequestError
-from steelyard.files import git
-from steelyard.training.loop import LossWatch
+from steelyard.files import run_git
+from steelyard.training.training_loop import LossWatch
 
 
 class FlagScaleTrain:
@@ -47,15 +47,15 @@ class FlagScaleTrain:
         )
         self.rows = len(self.inputs.batch(0))
         self.steps = job.steps if job.steps is not None else train.steps
-        self.clock: Reported = job.device
+        self.clock: ReportedClock = job.device
         self.watch = LossWatch(train.bound)
         self.weights = {"source": "random", "seed": job.case.question.seed + 1, "by": "the program"}
-        self.program: Program | None = None
-        self.heard: Iterator[str] = iter(())
+        self.program: ExternalProgram | None = None
+        self.output_lines: Iterator[str] = iter(())
         self.parameters: int | None = None
-        self.skipped = self.taken = 0
+        self.skipped = self.steps_done = 0
         self.counts: list[dict[str, int]] = []  # of every step
-        config.check(job, self.rows)
+        config.check_flagscale(job, self.rows)
 
     def prepare(self, name: str, part: Part) -> None:
         """Write the dataset and configuration into the run's folder, do FlagScale's dry run, start
@@ -65,23 +65,29 @@ class FlagScaleTrain:
         self.folder.mkdir()
         prefix, output = self.folder / "documents", self.folder / "output"
         with part("data_files"):
-            data.write(self.inputs, self.job.case.question.model.vocab, prefix)
-        with part("counts"):
-            self.counts = RowCounts(self.inputs, self.job.case.question.division).wanted(
-                range(self.steps)
+            indexed_dataset.write_indexed_dataset(
+                self.inputs, self.job.case.question.model.vocab, prefix
             )
+        with part("counts"):
+            self.counts = TrainingRowCounter(
+                self.inputs, self.job.case.question.division
+            ).count_expected(range(self.steps))
         with part("dry_run"):
-            made = config.make(self.job, self.rows, self.steps, prefix, output, _free_port())
-            script = command.dry_run(self.checkout, config.write(made, self.folder), output)
-            found = command.parse(
-                script, self.checkout, self._wanted(prefix), self.job.plan.devices
+            program_config = config.make_config(
+                self.job, self.rows, self.steps, prefix, output, _free_port()
+            )
+            script = command.run_dry(
+                self.checkout, config.write_config(program_config, self.folder), output
+            )
+            program_command = command.parse_script(
+                script, self.checkout, self._required_arguments(prefix), self.job.plan.devices
             )
         with part("program"):
-            self.program = Program(found)
-            self.heard = self.program.lines()
-            self._begin(self.program)
+            self.program = ExternalProgram(program_command)
+            self.output_lines = self.program.lines()
+            self._wait_for_training(self.program)
 
-    def _wanted(self, prefix: Path) -> dict[str, str]:
+    def _required_arguments(self, prefix: Path) -> dict[str, str]:
         """Return the program's arguments, with values, without which it would answer another
         question. `prefix` is that of the dataset.
         """
@@ -96,27 +102,27 @@ class FlagScaleTrain:
             "--data-path": str(prefix),
         }
 
-    def _begin(self, program: Program) -> None:
+    def _wait_for_training(self, program: ExternalProgram) -> None:
         """Read output up to the mark before the first iteration, where the program's clock starts.
         Raises if the program ends before it; an iteration before it ends the program and raises
         ProgramError.
         """
-        for text in self.heard:
-            self._note(text)
-            if lines.BEGIN in text:
+        for text in self.output_lines:
+            self._note_parameters(text)
+            if log_lines.TRAINING_BEGINS in text:
                 return
-            if lines.parse(text) is not None:
+            if log_lines.parse_iteration(text) is not None:
                 program.end()
-                raise lines.ProgramError(
-                    f"an iteration was told before {lines.BEGIN!r}: nobody knows when it began"
+                raise log_lines.ProgramError(
+                    f"an iteration was told before {log_lines.TRAINING_BEGINS!r}: nobody knows when it began"
                 )
-        raise program.gone("before it began to train")
+        raise program.explain_early_end("before it began to train")
 
-    def _note(self, text: str) -> None:
+    def _note_parameters(self, text: str) -> None:
         """Remember the number of parameters on the first rank if this line gives it."""
-        found = lines.PARAMETERS.search(text)
-        if found is not None:
-            self.parameters = int(found[1])
+        match = log_lines.PARAMETERS_LINE.search(text)
+        if match is not None:
+            self.parameters = int(match[1])
 
     def total(self, name: str) -> int:
         """Return the number of training steps."""
@@ -132,40 +138,40 @@ class FlagScaleTrain:
             raise RuntimeError("work before prepare")
         try:
             for step in range(self.steps):
-                line = self._next(program, step)
-                self.clock.at_s += line.elapsed_s
-                self.taken += 1
-                yield self._step(step, line)
-                if self.watch.seen():
+                iteration = self._read_iteration(program, step)
+                self.clock.time_s += iteration.elapsed_s
+                self.steps_done += 1
+                yield self._end_step(step, iteration)
+                if self.watch.has_bad_loss():
                     program.end()
                     return
         except BaseException:
             program.end()
             raise
 
-    def _next(self, program: Program, step: int) -> Iteration:
+    def _read_iteration(self, program: ExternalProgram, step: int) -> Iteration:
         """Read output up to the next iteration line, check that it is step `step` (counted from 0),
         and return it. Raises ProgramError or MemoryError if the program ends.
         """
-        for text in self.heard:
-            line = lines.parse(text)
-            if line is not None:
-                lines.check(line, step, self.steps, self.rows)
-                return line
-        raise program.gone(f"after {step} of {self.steps} iterations")
+        for text in self.output_lines:
+            iteration = log_lines.parse_iteration(text)
+            if iteration is not None:
+                log_lines.check_iteration(iteration, step, self.steps, self.rows)
+                return iteration
+        raise program.explain_early_end(f"after {step} of {self.steps} iterations")
 
-    def _step(self, step: int, line: Iteration) -> Work:
+    def _end_step(self, step: int, iteration: Iteration) -> Work:
         """Return the mark of a finished iteration, with loss, grad_norm and lr.
 
         A skipped iteration changed no weights and has no loss. In fp16 it still counts its rows, as
         in every engine (the search for the loss scale); in other precisions it counts nothing. A
         loss that is not printed becomes NaN.
         """
-        values = {"grad_norm": math.nan if line.grad_norm is None else line.grad_norm}
-        values |= {} if line.lr is None else {"lr": line.lr}
-        self.skipped += line.skipped
-        if line.learned:
-            loss = math.nan if line.loss is None or line.nan else line.loss
+        values = {"grad_norm": math.nan if iteration.grad_norm is None else iteration.grad_norm}
+        values |= {} if iteration.lr is None else {"lr": iteration.lr}
+        self.skipped += iteration.skipped
+        if iteration.has_updated:
+            loss = math.nan if iteration.loss is None or iteration.nan else iteration.loss
             self.watch.add(step, loss)
             values["loss"] = loss
         elif self.job.case.question.precision.matmul != "fp16":
@@ -174,15 +180,17 @@ class FlagScaleTrain:
 
     def outputs(self, name: str) -> dict[str, Any]:
         """Return under `stopped` the loss that ended the run early, or None."""
-        return {"stopped": self.watch.found}
+        return {"stopped": self.watch.stop}
 
     def details(self) -> dict[str, Any]:
         """Return what is known of the program, for the record; what it does not say is None. After
         a complete run waits for the program's end, for its exit code.
         """
-        ended = self.program is not None and self.taken == self.steps and self.watch.found is None
+        ended = (
+            self.program is not None and self.steps_done == self.steps and self.watch.stop is None
+        )
         return {
-            "program": about(self.checkout),
+            "program": describe_checkout(self.checkout),
             "exit_code": self.program.finish() if ended and self.program is not None else None,
             "counts": "of the configuration: the program does not say which rows it drew",
             "skipped_iterations": self.skipped,
@@ -195,18 +203,20 @@ class FlagScaleTrain:
 
 def _free_port() -> int:
     """Return a loopback TCP port that is free now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
-        one.bind((config.LOOPBACK, 0))
-        port: int = one.getsockname()[1]
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind((config.LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
         return port
 
 
-def about(folder: Path) -> dict[str, Any]:
+def describe_checkout(folder: Path) -> dict[str, Any]:
     """Return which program a checkout is, for a record: folder name, git commit, and whether it is
     dirty; both None if the folder is not the top of a git repository. Its path is not included.
     """
-    commit = git(folder, "rev-parse", "--verify", "HEAD") if _top(folder) else None
-    changes = git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
+    commit = (
+        run_git(folder, "rev-parse", "--verify", "HEAD") if _is_repository_top(folder) else None
+    )
+    changes = run_git(folder, "status", "--porcelain", "--untracked-files=no") if commit else None
     return {
         "name": folder.name,
         "commit": commit,
@@ -214,7 +224,7 @@ def about(folder: Path) -> dict[str, Any]:
     }
 
 
-def _top(folder: Path) -> bool:
+def _is_repository_top(folder: Path) -> bool:
     """Return whether the folder is the top of a git repository, not a folder inside one."""
-    top = git(folder, "rev-parse", "--show-toplevel")
+    top = run_git(folder, "rev-parse", "--show-toplevel")
     return top is not None and Path(top).resolve() == folder.resolve()

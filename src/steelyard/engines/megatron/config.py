@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from steelyard.engine.job import Job
 from steelyard.errors import RequestError
-from steelyard.models.attention import known
+from steelyard.models.attention import check_attention_kernel
 from steelyard.models.llama import LlamaShape
-from steelyard.models.tensors import COMPUTED_IN, DTYPES, compute_dtype
-from steelyard.plan.degrees import shard_degree
+from steelyard.models.tensors import COMPUTE_DTYPE_NAMES, DTYPES, get_compute_dtype
+from steelyard.plan.degrees import get_shard_degree
 
 # `selective` is Megatron's own: attention alone is computed again.
-RECOMPUTE: dict[str, dict[str, Any]] = {
+RECOMPUTE_OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "full": {
@@ -29,7 +29,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 }
 
 
-def check(job: Job) -> None:
+def check_megatron(job: Job) -> None:
     """Raise RequestError for what Megatron cannot do without Transformer Engine, or would do
     differently than asked: unequal pipeline stages and, in training, sharding above 1 or among some
     replicas only, and weights, gradients or states that are not fp32.
@@ -42,13 +42,15 @@ def check(job: Job) -> None:
         )
     if job.case.question.train is None:
         return
-    if sharded(job) and (tune.sharding > 1 or shard_degree(job.case, job.plan.dp) != job.plan.dp):
+    if is_sharded(job) and (
+        tune.sharding > 1 or get_shard_degree(job.case, job.plan.dp) != job.plan.dp
+    ):
         raise RequestError(
             "engine megatron's distributed optimizer divides optimiser states among all replicas;"
             " allowed: tune.sharding=0 or 1, without tune.sharding_degree"
         )
-    kept = (precision.weights, precision.gradients, precision.states)
-    if kept != ("fp32", "fp32", "fp32"):
+    stored_in = (precision.weights, precision.gradients, precision.states)
+    if stored_in != ("fp32", "fp32", "fp32"):
         raise RequestError(
             f"engine megatron keeps weights, gradients and states in fp32, and {precision.name}"
             " does not: that takes the optimizer of Transformer Engine; allowed: --precision fp32,"
@@ -56,23 +58,23 @@ def check(job: Job) -> None:
         )
 
 
-def sharded(job: Job) -> bool:
+def is_sharded(job: Job) -> bool:
     """Return whether replicas divide optimizer states, by Megatron's distributed optimizer."""
-    return shard_degree(job.case, job.plan.dp) > 1
+    return get_shard_degree(job.case, job.plan.dp) > 1
 
 
-def choose_kernel(job: Job) -> str:
+def choose_megatron_attention(job: Job) -> str:
     """Return the attention kernel (of models/attention.py) that `tune.attention` names, or the
     device's choice for `auto`. Raises RequestError if it is unknown, or has wrong gradients and the
     case trains.
     """
     precision, kernel = job.case.question.precision, job.case.tune.attention
     if kernel == "auto":
-        kernel = job.device.attention(COMPUTED_IN[precision.matmul], False)
-    return known(kernel, job.case.question.kind_row.trains)
+        kernel = job.device.attention(COMPUTE_DTYPE_NAMES[precision.matmul], False)
+    return check_attention_kernel(kernel, job.case.question.kind_row.trains)
 
 
-def make(job: Job, shape: LlamaShape) -> Any:
+def make_transformer_config(job: Job, shape: LlamaShape) -> Any:
     """Return Megatron's TransformerConfig for a case.
 
     Weights are filled in later, so initialization leaves them alone; it must run nevertheless, for
@@ -81,7 +83,9 @@ def make(job: Job, shape: LlamaShape) -> Any:
     question, tune = job.case.question, job.case.tune
     training = question.train is not None
     dtype = (
-        compute_dtype(question.precision.matmul) if training else DTYPES[question.precision.weights]
+        get_compute_dtype(question.precision.matmul)
+        if training
+        else DTYPES[question.precision.weights]
     )
     return TransformerConfig(
         num_layers=shape.layers,
@@ -107,18 +111,18 @@ def make(job: Job, shape: LlamaShape) -> Any:
         deallocate_pipeline_outputs=job.plan.pp > 1,  # what was sent is no longer needed
         deterministic_mode=tune.deterministic,
         perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_keep_weight,
+        output_layer_init_method=_keep_weight,
+        embedding_init_method=_keep_weight,
         # The loss comes divided by the targets of all replicas: nothing else may divide it, and
         # gradients are summed.
         calculate_per_token_loss=True,
-        **_fusions(tune.compile and training, question.precision.matmul),
-        **(RECOMPUTE[tune.recompute] if training else {}),
+        **_fusion_options(tune.compile and training, question.precision.matmul),
+        **(RECOMPUTE_OPTIONS[tune.recompute] if training else {}),
     )
 
 
-def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
+def _fusion_options(compiled: bool, matmul: str) -> dict[str, Any]:
     """Return Megatron's fusion options: those that torch.compile makes, if `compiled`; those that
     need extensions are off. The fused loss rounds its gradient to bf16 whatever the logits are (in
     fp32 it made gradient norms wrong by 4e-4), so only bf16 uses it.
@@ -134,13 +138,13 @@ def _fusions(compiled: bool, matmul: str) -> dict[str, Any]:
     }
 
 
-def _leave(weight: Tensor) -> Tensor:
+def _keep_weight(weight: Tensor) -> Tensor:
     """Return the weight unchanged (Megatron's init method)."""
     return weight
 
 
 # as ranks stand in a plan: tensor-parallel ones are neighbours, then stages, then replicas
-ORDER = "tp-cp-ep-pp-dp"
+RANK_ORDER = "tp-cp-ep-pp-dp"
 _dist: Any = dist  # its stores are not in its stubs
 
 
@@ -158,15 +162,17 @@ def initialize_process_groups(job: Job) -> None:
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
-        job.plan.tp, job.plan.pp, order=ORDER, create_gloo_process_groups=False
+        job.plan.tp, job.plan.pp, order=RANK_ORDER, create_gloo_process_groups=False
     )
-    found = (
+    megatron_place = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-    if found != (job.place.tp, job.place.pp, job.place.dp):
-        raise RuntimeError(f"Megatron puts rank {job.rank} at {found}, the plan at {job.place}")
+    if megatron_place != (job.place.tp, job.place.pp, job.place.dp):
+        raise RuntimeError(
+            f"Megatron puts rank {job.rank} at {megatron_place}, the plan at {job.place}"
+        )
     # nothing is drawn; its layers fork the state anyway
     model_parallel_cuda_manual_seed(job.case.question.seed + 1)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from steelyard.case.precision import Precision
 from steelyard.case.question import Train
 from steelyard.errors import RequestError
-from steelyard.models.tensors import compute_dtype
-from steelyard.training.checkpoints import Numbers
-from steelyard.training.optimizer import FIRST_SCALE, GROWTH_STEPS, MOMENTS
+from steelyard.models.tensors import get_compute_dtype
+from steelyard.training.adamw import FIRST_SCALE, GROWTH_STEPS, MOMENTS
+from steelyard.training.checkpoint_folders import OptimizerScalars
 
 
 class MegatronAdam:
@@ -39,7 +39,7 @@ class MegatronAdam:
                 clip_grad=train.clip,
                 bf16=precision.matmul == "bf16",
                 fp16=precision.matmul == "fp16",
-                params_dtype=compute_dtype(precision.matmul),
+                params_dtype=get_compute_dtype(precision.matmul),
                 initial_loss_scale=FIRST_SCALE,
                 loss_scale_window=GROWTH_STEPS,
                 hysteresis=1,
@@ -55,7 +55,7 @@ class MegatronAdam:
             for group in self.inner.param_groups:
                 group |= {"fused": True, "foreach": False}
 
-    def begin(self, parameters: list[Any]) -> None:
+    def start_from_gradient_buffers(self, parameters: list[Any]) -> None:
         """Take the initial fp32 weights from the gradient buffers (`main_grad`), copy them into
         parameters and fp32 main weights, and zero the gradients.
 
@@ -68,17 +68,17 @@ class MegatronAdam:
                 parameter.view(-1).copy_(weights)
                 main = getattr(parameter, "main_param", None)
                 if main is not None:
-                    main.view(-1).copy_(weights[self._part_of(parameter)])
+                    main.view(-1).copy_(weights[self._updated_slice(parameter)])
         self.zero_grad()
 
-    def _part_of(self, parameter: Any) -> slice:
+    def _updated_slice(self, parameter: Any) -> slice:
         """Return the slice of a flattened parameter that this replica updates; everything without
         the distributed optimizer.
         """
         if not self.part.config.use_distributed_optimizer:
             return slice(None)
-        found = self.part._get_model_param_range_map(parameter)["param"]
-        return slice(found.start, found.end)
+        updated = self.part._get_model_param_range_map(parameter)["param"]
+        return slice(updated.start, updated.end)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the fp16 loss scale, if there is one."""
@@ -104,7 +104,7 @@ class MegatronAdam:
         self.model.zero_grad_buffer()
         self.whole.zero_grad()
 
-    def kept(self) -> list[Tensor]:
+    def updated_tensors(self) -> list[Tensor]:
         """Return the tensors that are updated: parameters, their fp32 copies, or this replica's
         part of those.
         """
@@ -122,7 +122,7 @@ class MegatronAdam:
         zeros, as the first step would.
         """
         out: dict[str, Tensor] = {}
-        for i, parameter in enumerate(self.kept()):
+        for i, parameter in enumerate(self.updated_tensors()):
             states = self.inner.state[parameter]
             if not states:  # as the first step would make them
                 moments = {key: torch.zeros_like(parameter.detach()) for key in MOMENTS}
@@ -134,20 +134,22 @@ class MegatronAdam:
             }
         return out
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> OptimizerScalars:
         """Return the number of updates and, in fp16, the state of the loss scaler, for a
         checkpoint.
         """
         updates = max((float(states["step"]) for states in self.inner.state.values()), default=0.0)
         scaler = getattr(self.part, "grad_scaler", None)
         if scaler is None:
-            return Numbers(updates=updates)
-        told = scaler.state_dict()
-        return Numbers(
-            updates=updates, scale=float(told["scale"]), growth=float(told["growth_tracker"])
+            return OptimizerScalars(updates=updates)
+        scaler_state = scaler.state_dict()
+        return OptimizerScalars(
+            updates=updates,
+            scale=float(scaler_state["scale"]),
+            growth=float(scaler_state["growth_tracker"]),
         )
 
-    def restore(self, numbers: Numbers) -> None:
+    def restore(self, numbers: OptimizerScalars) -> None:
         """Continue from the tensors that `state` returned, filled in since, and these numbers: sets
         step counts and loss scale, and copies main weights to the parameters. Raises RequestError
         if this precision scales losses and the checkpoint has no scale.
@@ -161,9 +163,11 @@ class MegatronAdam:
                     "the checkpoint does not say how losses were scaled, and this precision scales"
                     " them"
                 )
-            told = scaler.state_dict()
-            scale = torch.full_like(told["scale"], numbers.scale)
-            scaler.load_state_dict({**told, "scale": scale, "growth_tracker": int(numbers.growth)})
+            scaler_state = scaler.state_dict()
+            scale = torch.full_like(scaler_state["scale"], numbers.scale)
+            scaler.load_state_dict(
+                {**scaler_state, "scale": scale, "growth_tracker": int(numbers.growth)}
+            )
         # parameters are a copy, or a part of one
         if hasattr(self.part, "_copy_main_params_to_model_params"):
             with torch.no_grad():

@@ -8,17 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.data.batches import Batch
+from steelyard.data.prompt_batches import PromptBatch
 from steelyard.engine.job import Job
 from steelyard.engines.megatron import config
-from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
-from steelyard.models.attention import Layout, layout
-from steelyard.models.tensors import send
-from steelyard.scoring.batches import packed
+from steelyard.engines.megatron.gpt_model import (
+    MegatronLlama,
+    describe_library,
+    fill_weights,
+    run_stage,
+)
+from steelyard.models.attention import PackedLayout, make_packed_layout
+from steelyard.models.tensors import send_array
+from steelyard.scoring.batches import plan_packed_batches
 from steelyard.scoring.loop import Scorer, ScoringLoop
-from steelyard.weights import load
+from steelyard.weights import llama_weights
 
-Inputs = tuple[Tensor, Tensor, Layout]
+Inputs = tuple[Tensor, Tensor, PackedLayout]
 
 
 class MegatronScore(ScoringLoop):
@@ -27,7 +32,7 @@ class MegatronScore(ScoringLoop):
     """
 
     def __init__(self, job: Job) -> None:
-        batches = packed(job, "megatron")
+        batches = plan_packed_batches(job, "megatron")
         super().__init__(job, MegatronScorer(job), batches)
 
 
@@ -41,32 +46,38 @@ class MegatronScorer(Scorer):
     def __init__(self, job: Job) -> None:
         self.job = job
         self.device: torch.device = job.device.torch_device
-        config.check(job)
-        self.kernel = config.choose_kernel(job)
+        config.check_megatron(job)
+        self.kernel = config.choose_megatron_attention(job)
         config.initialize_process_groups(job)
 
     def load(self) -> dict[str, Any]:
         """Build this rank's shard with its weights and return their source, for the record. The
         model's forward ends with the last norm.
         """
-        shape = load.shape_of(self.job.case.question.model)
-        made = config.make(self.job, shape)
-        model = MegatronLlama(made, shape, self.kernel).to(self.device, made.params_dtype)
-        own = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        source = fill(model, own, self.job, shape)
+        shape = llama_weights.get_llama_shape(self.job.case.question.model)
+        transformer_config = config.make_transformer_config(self.job, shape)
+        model = MegatronLlama(transformer_config, shape, self.kernel).to(
+            self.device, transformer_config.params_dtype
+        )
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        source = fill_weights(model, parameters, self.job, shape)
         # forward ends with the last norm: logits are computed for the picked tokens alone
         model.post_process = False
         self.model = model.eval().requires_grad_(False)
         return source
 
-    def to_device(self, batch: Batch) -> Inputs:
+    def to_device(self, batch: PromptBatch) -> Inputs:
         """Copy a packed batch to the device without waiting: (tokens, positions, row layout)."""
-        to = self.device
-        return send(batch.tokens, to), send(batch.positions, to), layout(batch.q_lens, None, to)
+        device = self.device
+        return (
+            send_array(batch.tokens, device),
+            send_array(batch.positions, device),
+            make_packed_layout(batch.q_lens, None, device),
+        )
 
     def hidden(self, inputs: Inputs, pick: Tensor) -> Tensor:
         """Return the last hidden states [picked tokens, hidden]."""
-        return run(self.model, self.model, *inputs, None).squeeze(1)[pick]
+        return run_stage(self.model, self.model, *inputs, None).squeeze(1)[pick]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's rows of the vocabulary, padding rows included."""
@@ -85,4 +96,4 @@ class MegatronScorer(Scorer):
 
     def details(self) -> dict[str, Any]:
         """Return the library's version and the attention kernel."""
-        return {"library": library(), "attention": self.kernel}
+        return {"library": describe_library(), "attention": self.kernel}

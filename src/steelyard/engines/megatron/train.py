@@ -1,5 +1,5 @@
 """Engine `megatron`, training: Megatron's model, pipeline schedule, data parallelism and optimizer
-in the loop of all engines (training/loop.py).
+in the loop of all engines (training/training_loop.py).
 
 The loss is computed as Megatron does it: logits of every token, then the losses of those that are
 learned from. Clipping reads the norm back to the host in every step, which is Megatron's own way.
@@ -22,19 +22,24 @@ from torch import Tensor
 
 from steelyard.engine.job import Job, Part
 from steelyard.engines.megatron import config
-from steelyard.engines.megatron.model import MegatronLlama, fill, library, run
+from steelyard.engines.megatron.gpt_model import (
+    MegatronLlama,
+    describe_library,
+    fill_weights,
+    run_stage,
+)
 from steelyard.engines.megatron.optimizer import MegatronAdam
 from steelyard.errors import RequestError
-from steelyard.training import checkpoints
-from steelyard.training.checkpoints import Numbers, State
-from steelyard.training.loop import HeldOutLoss, Loop
+from steelyard.training import checkpoint_folders
+from steelyard.training.adamw import describe_holdings
+from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScalars
 from steelyard.training.micro_batches import MicroBatch, RowBatches
-from steelyard.training.optimizer import holding
-from steelyard.training.trainer import Kept
-from steelyard.weights import load
+from steelyard.training.trainer import TorchLearner
+from steelyard.training.training_loop import HeldOutLoss, TrainingLoop
+from steelyard.weights import llama_weights
 
 
-class MegatronTrain(Loop):
+class MegatronTrain(TrainingLoop):
     """The engine for work `train_rows`: the common training loop with a `MegatronTrainer`.
     Constructing it initializes Megatron's process groups, and raises RequestError for what the
     engine cannot do. Rows are padded to one length unless it runs uncompiled on one replica without
@@ -42,14 +47,14 @@ class MegatronTrain(Loop):
     """
 
     def __init__(self, job: Job) -> None:
-        config.check(job)
+        config.check_megatron(job)
         _check_resume(job)
         config.initialize_process_groups(job)
-        learner = MegatronLearner(job)
+        trainer = MegatronTrainer(job)
         # Stages and compiled code are made for one size, and a replica may have no rows at all.
         any_size = job.plan.pp * job.plan.dp == 1 and not job.case.tune.compile
         batches = RowBatches(job, job.train.length, padded=not job.case.tune.pack or not any_size)
-        super().__init__(job, learner, batches, HeldOutLoss(job, learner, batches))
+        super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))
 
 
 def _check_resume(job: Job) -> None:
@@ -58,52 +63,57 @@ def _check_resume(job: Job) -> None:
     """
     if job.resume is None:
         return
-    before = checkpoints.read(job.resume / checkpoints.STATE, State).plan
-    if str(before) != str(job.plan):
+    saved_plan = checkpoint_folders.read_checkpoint_json(
+        job.resume / checkpoint_folders.STATE_FILE, CheckpointState
+    ).plan
+    if str(saved_plan) != str(job.plan):
         raise RequestError(
-            f"--resume: engine megatron goes on under the plan that it began with, {before}; asked:"
+            f"--resume: engine megatron goes on under the plan that it began with, {saved_plan}; asked:"
             f" {job.plan}"
         )
 
 
-class StageModel:
+class MegatronStage:
     """This rank's pipeline stage (`stage`) inside Megatron's Float16Module and
     DistributedDataParallel (`module`).
     """
 
     def __init__(self, job: Job) -> None:
-        self.job, self.kernel = job, config.choose_kernel(job)
+        self.job, self.kernel = job, config.choose_megatron_attention(job)
         self.weights: dict[str, Any] = {}
 
     def build(self) -> None:
         """Create the stage and its wrappers on the device; weights are not filled in yet."""
         job = self.job
-        dp, shape = job.plan.dp, load.shape_of(job.case.question.model)
-        self.config = config.make(job, shape)
+        dp, shape = job.plan.dp, llama_weights.get_llama_shape(job.case.question.model)
+        self.config = config.make_transformer_config(job, shape)
         self.stage = MegatronLlama(self.config, shape, self.kernel).to(job.device.torch_device)
         mixed = self.config.bf16 or self.config.fp16
         inner = Float16Module(self.config, self.stage) if mixed else self.stage
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=dp > 1,
-            use_distributed_optimizer=config.sharded(job),
+            use_distributed_optimizer=config.is_sharded(job),
         )
         self.module = DistributedDataParallel(self.config, ddp, inner)
         self.config.no_sync_func = self.module.no_sync if dp > 1 else None
-        self.config.finalize_model_grads_func = _finalize
+        self.config.finalize_model_grads_func = _finalize_gradients
 
     def fill(self, optimizer: MegatronAdam) -> None:
         """Fill the fp32 weights into the gradient buffers, which are as large and not in use yet,
         and start the optimizer from there. Sets `weights`, their source.
         """
         gradients = {name: parameter.main_grad for name, parameter in self.stage.named_parameters()}
-        self.weights = fill(
-            self.stage, gradients, self.job, load.shape_of(self.job.case.question.model)
+        self.weights = fill_weights(
+            self.stage,
+            gradients,
+            self.job,
+            llama_weights.get_llama_shape(self.job.case.question.model),
         )
-        optimizer.begin(list(self.stage.parameters()))
+        optimizer.start_from_gradient_buffers(list(self.stage.parameters()))
 
 
-def _finalize(
+def _finalize_gradients(
     models: list[Any], targets: Tensor | None, pg_collection: Any, force_all_reduce: bool
 ) -> None:
     """Finish gradients as Megatron does, without the count of targets: losses are already divided
@@ -112,15 +122,15 @@ def _finalize(
     finalize_model_grads(models, None, pg_collection, force_all_reduce)
 
 
-class MegatronLearner(Kept):
+class MegatronTrainer(TorchLearner):
     """The learner of the training loop for Megatron: model, schedule and optimizer, in place of
     training/trainer.py.
     """
 
-    separate = False  # replicas sum gradients inside the backward pass
+    exchanges_separately = False  # replicas sum gradients inside the backward pass
 
     def __init__(self, job: Job) -> None:
-        self.job, self.model = job, StageModel(job)
+        self.job, self.model = job, MegatronStage(job)
         self.device: torch.device = job.device.torch_device
         self.replicas = parallel_state.get_data_parallel_group()
         self.stages = parallel_state.get_pipeline_model_parallel_group()
@@ -129,7 +139,7 @@ class MegatronLearner(Kept):
         """Build model and optimizer and fill in the weights, timed as part `weights`."""
         with part("weights"):
             self.model.build()
-            sharded = config.sharded(self.job)
+            sharded = config.is_sharded(self.job)
             self.optimizer = MegatronAdam(
                 self.model.module, self.job.train, self.job.case.question.precision, sharded
             )
@@ -137,21 +147,23 @@ class MegatronLearner(Kept):
             self.model.fill(self.optimizer)
             self.job.device.synchronize()
 
-    def warm(self, micro: MicroBatch) -> None:
+    def warm_up(self, micro: MicroBatch) -> None:
         """Run one evaluation, forward and backward on a micro-batch without an update, and zero the
         gradients.
         """
         self.evaluate(micro)
-        self.backward([micro], self.total(1))
+        self.backward([micro], self.sum_over_replicas(1))
         self.optimizer.zero_grad()
 
     def evaluate(self, micro: MicroBatch) -> Tensor:
         """Return the summed cross-entropy of a micro-batch in fp64, known to all stages."""
         with torch.no_grad():
-            found = self._schedule([micro], torch.ones((), device=self.device), forward_only=True)
-        return self._known(found.double())
+            loss = self._run_schedule(
+                [micro], torch.ones((), device=self.device), forward_only=True
+            )
+        return self._share_with_stages(loss.double())
 
-    def total(self, number: int) -> Tensor:
+    def sum_over_replicas(self, number: int) -> Tensor:
         """Return a count summed over replicas, as a zero-dimensional tensor on the device."""
         # a copy from the host would wait for the device
         count = torch.full((), float(number), device=self.device)
@@ -163,21 +175,23 @@ class MegatronLearner(Kept):
         """Run forward and backward of a step, in which replicas also sum gradients, and return this
         replica's sum of losses / targets; 0 on all but the last stage.
         """
-        return self._schedule(micros, targets, forward_only=False)
+        return self._run_schedule(micros, targets, forward_only=False)
 
-    def _schedule(self, micros: list[MicroBatch], targets: Tensor, forward_only: bool) -> Tensor:
+    def _run_schedule(
+        self, micros: list[MicroBatch], targets: Tensor, forward_only: bool
+    ) -> Tensor:
         """Run Megatron's pipeline schedule over micro-batches of one size and return the sum of
         their losses / targets; 0 on all but the last stage. `forward_only` runs no backward pass.
         """
 
-        def step(iterator: Iterator[MicroBatch], module: Any) -> Any:
+        def forward_step(iterator: Iterator[MicroBatch], module: Any) -> Any:
             """Run the stage on the next micro-batch and return (output, function that computes the
             loss from it), as Megatron's schedule asks.
             """
             micro = next(iterator)
             labels = torch.zeros_like(micro.tokens).index_copy_(0, micro.pick, micro.targets)
-            out = run(
-                module, self.model.stage, micro.tokens, micro.positions, micro.rows, labels[None]
+            out = run_stage(
+                module, self.model.stage, micro.tokens, micro.positions, micro.layout, labels[None]
             )
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,8 +209,8 @@ class MegatronLearner(Kept):
 
             return out, loss
 
-        found = get_forward_backward_func()(
-            forward_step_func=step,
+        step_losses = get_forward_backward_func()(
+            forward_step_func=forward_step,
             data_iterator=iter(micros),
             model=self.model.module,
             num_microbatches=len(micros),
@@ -204,7 +218,9 @@ class MegatronLearner(Kept):
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return torch.stack(found).sum() if found else torch.zeros((), device=self.device)
+        return (
+            torch.stack(step_losses).sum() if step_losses else torch.zeros((), device=self.device)
+        )
 
     def reduce(self, loss: Tensor) -> Tensor:
         """Return the loss summed over replicas, known to all stages. Gradients were summed in
@@ -212,9 +228,9 @@ class MegatronLearner(Kept):
         """
         if self.job.plan.dp > 1:
             dist.all_reduce(loss, group=self.replicas)
-        return self._known(loss)
+        return self._share_with_stages(loss)
 
-    def _known(self, loss: Tensor) -> Tensor:
+    def _share_with_stages(self, loss: Tensor) -> Tensor:
         """Give all stages the loss that only the last one has, by a sum over stages in place."""
         if self.job.plan.pp > 1:
             dist.all_reduce(loss, group=self.stages)
@@ -226,37 +242,39 @@ class MegatronLearner(Kept):
         """
         return self.optimizer.step(lr)
 
-    def state(self) -> dict[str, Tensor]:
+    def list_state(self) -> dict[str, Tensor]:
         """Return this rank's optimizer tensors under names with its place in the plan
         (`tp0.pp1.weights.3`). Only with the distributed optimizer does the name contain the
         replica: otherwise replicas have equal tensors, which are written once.
         """
         place = self.job.place
-        own = f"dp{place.dp}." if config.sharded(self.job) else ""
+        replica_prefix = f"dp{place.dp}." if config.is_sharded(self.job) else ""
         return {
-            f"tp{place.tp}.pp{place.pp}.{own}{name}": one
-            for name, one in self.optimizer.state().items()
+            f"tp{place.tp}.pp{place.pp}.{replica_prefix}{name}": tensor
+            for name, tensor in self.optimizer.state().items()
         }
 
-    def numbers(self) -> Numbers:
+    def read_scalars(self) -> OptimizerScalars:
         """Return the number of updates and the loss scale, for a checkpoint."""
         return self.optimizer.numbers()
 
-    def restore(self, numbers: Numbers) -> None:
+    def restore(self, scalars: OptimizerScalars) -> None:
         """Continue from the tensors of `state`, filled in since, and these numbers."""
-        self.optimizer.restore(numbers)
+        self.optimizer.restore(scalars)
 
     def details(self) -> dict[str, Any]:
         """Return library, optimizer class, attention kernel, and what this rank really holds:
         numbers of elements and dtypes.
         """
         parameters = list(self.model.stage.parameters())
-        gradients = [one.main_grad for one in parameters]
+        gradients = [parameter.main_grad for parameter in parameters]
         return {
-            "library": library(),
+            "library": describe_library(),
             "optimizer": (
                 f"{type(self.optimizer.part).__name__} of {type(self.optimizer.inner).__module__}"
             ),
             "attention": self.model.kernel,
-            **holding(parameters, self.optimizer.kept(), gradients, self.optimizer.moments()),
+            **describe_holdings(
+                parameters, self.optimizer.updated_tensors(), gradients, self.optimizer.moments()
+            ),
         }

@@ -20,7 +20,7 @@ from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import Matmul
 
 EXCHANGE_NUMBERS = 1 << 18
-DETERMINISTIC = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1}
+DETERMINISTIC_FLAGS = {"FLAGS_cudnn_deterministic": True, "FLAGS_embedding_deterministic": 1}
 
 
 class PaddleFramework(DeviceFramework):
@@ -33,7 +33,7 @@ class PaddleFramework(DeviceFramework):
             raise RequestError(
                 "this accelerator has no device class for paddle; choose another with --accelerator"
             )
-        self.device: PaddleDevice = plugins.load(device)(local_rank, clock)
+        self.device: PaddleDevice = plugins.load_reference(device)(local_rank, clock)
         self.world, self.local_rank = 1, local_rank
 
     def make_deterministic(self) -> None:
@@ -41,11 +41,11 @@ class PaddleFramework(DeviceFramework):
         them; a CPU's kernels need none.
         """
         known = paddle.get_flags(
-            [name for name in DETERMINISTIC if paddle.base.core.globals().is_public(name)]
+            [name for name in DETERMINISTIC_FLAGS if paddle.base.core.globals().is_public(name)]
         )
-        paddle.set_flags({name: DETERMINISTIC[name] for name in known})
+        paddle.set_flags({name: DETERMINISTIC_FLAGS[name] for name in known})
 
-    def join(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
+    def join_ranks(self, plan: Plan, rank: int, world: int, meet: Meeting | None) -> None:
         """Join all ranks of the run in one group; returns None, for the engine forms its own groups
         with fleet.
 
@@ -57,22 +57,24 @@ class PaddleFramework(DeviceFramework):
             return
         if meet is None:
             raise ValueError("ranks that are told nowhere to meet")
-        host, port = rendezvous.master(meet, rank)
+        host, port = rendezvous.find_master(meet, rank)
         os.environ.update(
-            rendezvous.variables(host, port, rank, self.local_rank, world, self.device.backend)
+            rendezvous.launcher_variables(
+                host, port, rank, self.local_rank, world, self.device.backend
+            )
         )
         dist.init_parallel_env()
 
-    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+    def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
         r sends r + 1 each time, never an earlier result.
         """
-        mine = paddle.full([EXCHANGE_NUMBERS], float(dist.get_rank() + 1))
-        out = paddle.zeros_like(mine)
+        own_numbers = paddle.full([EXCHANGE_NUMBERS], float(dist.get_rank() + 1))
+        out = paddle.zeros_like(own_numbers)
 
-        def work() -> None:
+        def sum_once() -> None:
             """Copy this rank's numbers into the result tensor and all-reduce it."""
-            paddle.assign(mine, out)
+            paddle.assign(own_numbers, out)
             dist.all_reduce(out)
 
         def check() -> str | None:
@@ -83,7 +85,7 @@ class PaddleFramework(DeviceFramework):
             wrong = out.numpy()[out.numpy() != expected]
             return None if wrong.size == 0 else f"{float(wrong[0])} where it must be {expected}"
 
-        return work, EXCHANGE_NUMBERS * 4, check
+        return sum_once, EXCHANGE_NUMBERS * 4, check
 
     def barrier(self) -> None:
         """Wait for all ranks; with one rank return at once."""
@@ -96,7 +98,7 @@ class PaddleFramework(DeviceFramework):
         """
         self.barrier()
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+    def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
         """Allocate two random square matrices of the device's `matmul_shape` and return (call,
         FLOPs of a call).
         """
@@ -108,18 +110,20 @@ class PaddleFramework(DeviceFramework):
         """Return None: Paddle's profiler is not read."""
         return
 
-    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
+    def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int]:
         """Allocate a matmul of this shape, the operand stored transposed that the layout says, and
         return (call, FLOPs of a call).
         """
         # which operand is stored transposed
-        across, down = shape.layout == "tn", shape.layout == "nt"
+        a_transposed, b_transposed = shape.layout == "tn", shape.layout == "nt"
         sides = (
-            [shape.k, shape.m] if across else [shape.m, shape.k],
-            [shape.n, shape.k] if down else [shape.k, shape.n],
+            [shape.k, shape.m] if a_transposed else [shape.m, shape.k],
+            [shape.n, shape.k] if b_transposed else [shape.k, shape.n],
         )
         a, b = (paddle.randn(side).astype(DTYPES[precision]) for side in sides)
-        return lambda: paddle.matmul(a, b, transpose_x=across, transpose_y=down), shape.flops
+        return lambda: paddle.matmul(
+            a, b, transpose_x=a_transposed, transpose_y=b_transposed
+        ), shape.flops
 
     def versions(self) -> dict[str, str | None]:
         """Return the device class's library versions and Paddle's own."""

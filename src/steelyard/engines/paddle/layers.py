@@ -15,19 +15,19 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet import meta_parallel
 from paddle.nn import functional as F
 
-from steelyard.engines.paddle.batches import MicroBatch
-from steelyard.engines.paddle.kernels import Kernels
+from steelyard.engines.paddle.paddle_batches import PaddleMicroBatch
+from steelyard.engines.paddle.paddle_kernels import PaddleKernels
 from steelyard.models.shapes import LlamaModel
-from steelyard.plan.degrees import stage_layers
+from steelyard.plan.degrees import divide_layers
 
 Tensor = Any
 IGNORED = -100
 
 
-class RMSNorm(nn.Layer):  # type: ignore[misc]
+class PaddleRMSNorm(nn.Layer):  # type: ignore[misc]
     """RMSNorm over the hidden dimension, by the chosen kernel."""
 
-    def __init__(self, model: LlamaModel, kernels: Kernels) -> None:
+    def __init__(self, model: LlamaModel, kernels: PaddleKernels) -> None:
         super().__init__()
         self.weight = self.create_parameter(
             [model.hidden], default_initializer=nn.initializer.Constant(1.0)
@@ -39,7 +39,7 @@ class RMSNorm(nn.Layer):  # type: ignore[misc]
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
 
-def columns(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
+def column_parallel_linear(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
     """Return a column-parallel linear layer: each rank has a part of the outputs, which are not
     gathered. With tp 1 it is a plain one.
     """
@@ -48,7 +48,7 @@ def columns(tp: int, inputs: int, outputs: int, bias: bool = False) -> Any:
     return meta_parallel.ColumnParallelLinear(inputs, outputs, has_bias=bias, gather_output=False)
 
 
-def rows(tp: int, inputs: int, outputs: int) -> Any:
+def row_parallel_linear(tp: int, inputs: int, outputs: int) -> Any:
     """Return a row-parallel linear layer without bias: each rank takes a part of the inputs, and
     outputs are summed over the group. With tp 1 it is a plain one.
     """
@@ -57,39 +57,43 @@ def rows(tp: int, inputs: int, outputs: int) -> Any:
     return meta_parallel.RowParallelLinear(inputs, outputs, has_bias=False, input_is_parallel=True)
 
 
-class Block(nn.Layer):  # type: ignore[misc]
+class PaddleBlock(nn.Layer):  # type: ignore[misc]
     """A Llama transformer block: attention and SwiGLU FFN, each with RMSNorm and a residual."""
 
-    def __init__(self, model: LlamaModel, tp: int, kernels: Kernels) -> None:
+    def __init__(self, model: LlamaModel, tp: int, kernels: PaddleKernels) -> None:
         super().__init__()
-        self.dim, self.queries, self.kernels = (
+        self.dim, self.queries_per_group, self.kernels = (
             model.hidden // model.heads,
             model.heads // model.kv_heads,
             kernels,
         )
-        self.attention_norm = RMSNorm(model, kernels)
-        self.qkv = columns(
+        self.attention_norm = PaddleRMSNorm(model, kernels)
+        self.qkv = column_parallel_linear(
             tp, model.hidden, (model.heads + 2 * model.kv_heads) * self.dim, model.qkv_bias
         )
-        self.out = rows(tp, model.hidden, model.hidden)
-        self.ffn_norm = RMSNorm(model, kernels)
-        self.gate_up = columns(tp, model.hidden, 2 * model.ffn)
-        self.down = rows(tp, model.ffn, model.hidden)
+        self.out = row_parallel_linear(tp, model.hidden, model.hidden)
+        self.ffn_norm = PaddleRMSNorm(model, kernels)
+        self.gate_up = column_parallel_linear(tp, model.hidden, 2 * model.ffn)
+        self.down = row_parallel_linear(tp, model.ffn, model.hidden)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, micro: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, micro: PaddleMicroBatch) -> Tensor:
         """Return the residual stream [tokens, hidden] after the block. `cos` and `sin` are those of
         `rotary_angles`.
         """
         tokens = x.shape[0]
-        grouped = self.qkv(self.attention_norm(x)).reshape([tokens, -1, self.queries + 2, self.dim])
-        q = rotate(grouped[:, :, : self.queries].reshape([tokens, -1, self.dim]), cos, sin)
-        k = rotate(grouped[:, :, self.queries], cos, sin)
-        attended = self.kernels.attend(q, k, grouped[:, :, self.queries + 1], micro)
+        grouped = self.qkv(self.attention_norm(x)).reshape(
+            [tokens, -1, self.queries_per_group + 2, self.dim]
+        )
+        q = apply_rotary(
+            grouped[:, :, : self.queries_per_group].reshape([tokens, -1, self.dim]), cos, sin
+        )
+        k = apply_rotary(grouped[:, :, self.queries_per_group], cos, sin)
+        attended = self.kernels.attend(q, k, grouped[:, :, self.queries_per_group + 1], micro)
         x = x + self.out(attended.reshape([tokens, -1]))
         return x + self.down(F.swiglu(self.gate_up(self.ffn_norm(x))))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply the rotary embedding to [tokens, heads, D], in the half-split convention of Hugging
     Face checkpoints.
     """
@@ -97,7 +101,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return paddle.concat([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Tensor]:
     """Return cos and sin of every token's rotary angles, [tokens, 1, D/2] each, computed in fp32
     and cast to `dtype`.
     """
@@ -108,7 +112,7 @@ def rotary(positions: Tensor, model: LlamaModel, dtype: Any) -> tuple[Tensor, Te
         return angles.cos().unsqueeze(1).astype(dtype), angles.sin().unsqueeze(1).astype(dtype)
 
 
-class Stage(nn.Layer):  # type: ignore[misc]
+class PaddleStage(nn.Layer):  # type: ignore[misc]
     """Pipeline stage `index` of `count` of a Llama; with count 1 the whole model.
 
     The trainer puts the micro-batches of a step into `micros`, and each forward removes the first:
@@ -122,7 +126,7 @@ class Stage(nn.Layer):  # type: ignore[misc]
         index: int,
         count: int,
         tp: int,
-        kernels: Kernels,
+        kernels: PaddleKernels,
         recompute: bool,
         level: str | None,
     ) -> None:
@@ -132,17 +136,17 @@ class Stage(nn.Layer):  # type: ignore[misc]
         if self.first:
             make = nn.Embedding if tp == 1 else meta_parallel.VocabParallelEmbedding
             self.embed = make(model.vocab, model.hidden)
-        own = stage_layers(model.layers, count)[index]
-        self.layers = nn.LayerDict({str(i): Block(model, tp, kernels) for i in own})
+        layer_numbers = divide_layers(model.layers, count)[index]
+        self.layers = nn.LayerDict({str(i): PaddleBlock(model, tp, kernels) for i in layer_numbers})
         if self.last:
-            self.norm = RMSNorm(model, kernels)
+            self.norm = PaddleRMSNorm(model, kernels)
             if not self.tied:
-                self.output = columns(tp, model.hidden, model.vocab)
+                self.output = column_parallel_linear(tp, model.hidden, model.vocab)
         self.cross_entropy: Callable[[Tensor, Tensor], Tensor] = (
             _cross_entropy if tp == 1 else meta_parallel.ParallelCrossEntropy(ignore_index=IGNORED)
         )
         self.logits_dtype: str | None = None  # of the last micro-batch, for who must know
-        self.micros: list[MicroBatch] = []
+        self.micros: list[PaddleMicroBatch] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream after this stage, [tokens, hidden]; of the last stage the
@@ -150,10 +154,10 @@ class Stage(nn.Layer):  # type: ignore[misc]
         first stage `x` is not read.
         """
         micro = self.micros.pop(0)
-        with self._mixed():
-            return self._computed(x, micro)
+        with self._mixed_precision():
+            return self._compute(x, micro)
 
-    def _mixed(self) -> AbstractContextManager[Any]:
+    def _mixed_precision(self) -> AbstractContextManager[Any]:
         """Return the mixed-precision context of the forward pass, or one that does nothing. Around
         the model alone: it would also make what is computed with the loss 16 bit.
         """
@@ -164,27 +168,27 @@ class Stage(nn.Layer):  # type: ignore[misc]
         )
         return context
 
-    def _computed(self, x: Tensor, micro: MicroBatch) -> Tensor:
+    def _compute(self, x: Tensor, micro: PaddleMicroBatch) -> Tensor:
         """Run embedding (first stage), blocks and loss (last stage) on a micro-batch."""
         if self.first:
             x = self.embed(micro.tokens)
-        cos, sin = rotary(micro.positions, self.model, x.dtype)
+        cos, sin = rotary_angles(micro.positions, self.model, x.dtype)
         for block in self.layers.values():
             x = (
-                self._again(block, x, cos, sin, micro)
+                self._run_recomputed(block, x, cos, sin, micro)
                 if self.recompute
                 else block(x, cos, sin, micro)
             )
         return self._loss(x, micro) if self.last else x
 
     @staticmethod
-    def _again(block: Block, *inputs: Any) -> Tensor:
+    def _run_recomputed(block: PaddleBlock, *inputs: Any) -> Tensor:
         """Run a block and recompute it in the backward pass. No random state is saved, because
         nothing is drawn.
         """
         return fleet.utils.recompute(block, *inputs, preserve_rng_state=False)
 
-    def _loss(self, x: Tensor, micro: MicroBatch) -> Tensor:
+    def _loss(self, x: Tensor, micro: PaddleMicroBatch) -> Tensor:
         """Return the summed cross-entropy at the picked tokens, in fp32; stores the logits' dtype
         in `logits_dtype`.
         """

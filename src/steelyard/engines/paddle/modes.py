@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from steelyard.case.precision import Precision
 from steelyard.engine.job import Job
 from steelyard.errors import RequestError
-from steelyard.plan.degrees import shard_degree
+from steelyard.plan.degrees import get_shard_degree
 
 # Run by us, on a CPU and in fp32, against engine torch (tests/engine_paddle). All else is Paddle's
 # documented way, unrun.
@@ -18,7 +18,7 @@ TRIED = ("cpu", "fp32", "single", "dp", "sharding 1", "recompute")
 
 
 @dataclass(frozen=True)
-class Modes:
+class PaddleModes:
     """How a model is parallelized: degrees of tensor and pipeline parallelism, and replicas.
     `shards` replicas divide among them what level `sharding` says; there are `copies` of such
     groups.
@@ -37,7 +37,7 @@ class Modes:
         return self.copies * self.shards
 
     @property
-    def data_parallel(self) -> bool:
+    def is_data_parallel(self) -> bool:
         """Return whether there are several whole replicas and no other parallelism."""
         return self.tp == self.pp == self.shards == 1 and self.copies > 1
 
@@ -46,7 +46,7 @@ class Modes:
         """Return the names of the modes in use, as `never_run` and refusals name them: `tp`, `pp`,
         `sharding 1`, `dp`, `copies of shards`, `recompute`; `single` first on one device.
         """
-        found = {
+        uses = {
             "tp": self.tp > 1,
             "pp": self.pp > 1,
             f"sharding {self.sharding}": self.shards > 1,
@@ -54,11 +54,11 @@ class Modes:
             "copies of shards": self.copies > 1 and self.shards > 1,
             "recompute": self.recompute,
         }
-        parallel = [name for name, used in found.items() if used]
+        parallel = [name for name, used in uses.items() if used]
         return tuple(parallel if self.tp * self.pp * self.dp > 1 else ["single", *parallel])
 
 
-def of(job: Job) -> Modes:
+def choose_modes(job: Job) -> PaddleModes:
     """Return the modes of a run. Raises RequestError for sharding 3, selective recomputation,
     sharding 2 in a pipeline, or a vocabulary that TP does not divide.
     """
@@ -72,7 +72,7 @@ def of(job: Job) -> Modes:
         raise RequestError(
             "tune.recompute=selective: engine paddle recomputes whole layers; allowed: none, full"
         )
-    shards = shard_degree(job.case, plan.dp)
+    shards = get_shard_degree(job.case, plan.dp)
     if plan.pp > 1 and tune.sharding == 2 and shards > 1:
         raise RequestError(
             "tune.sharding=2: not in a pipeline of engine paddle; allowed there: 0, 1"
@@ -82,12 +82,12 @@ def of(job: Job) -> Modes:
             f"TP{plan.tp} does not divide the {model.vocab} tokens of the vocabulary, as engine"
             " paddle needs"
         )
-    return Modes(
+    return PaddleModes(
         plan.tp, plan.pp, plan.dp // shards, shards, tune.sharding, tune.recompute == "full"
     )
 
 
-def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
+def refuse_modes(modes: PaddleModes, lacks: Mapping[str, str]) -> None:
     """Raise RequestError for the first mode that this device does not have; `lacks` maps modes to
     reasons.
     """
@@ -98,11 +98,11 @@ def refuse(modes: Modes, lacks: Mapping[str, str]) -> None:
             )
 
 
-def untried(modes: Modes, device: str, precision: str) -> list[str]:
+def list_untried(modes: PaddleModes, device: str, precision: str) -> list[str]:
     """Return which of device type, precision and modes of a run this project's tests have never run
     with Paddle.
     """
-    return [one for one in (device, precision, *modes.names) if one not in TRIED]
+    return [item for item in (device, precision, *modes.names) if item not in TRIED]
 
 
 # Paddle's O2 casts the model's parameters to 16 bit, and with them their gradients; the optimizer
@@ -111,30 +111,30 @@ def untried(modes: Modes, device: str, precision: str) -> list[str]:
 # by what matmuls run in
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 FP32 = "float32"
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def level(precision: Precision) -> str | None:
+def amp_level(precision: Precision) -> str | None:
     """Return Paddle's level of mixed precision: `O2`, or None if everything is fp32."""
     return None if DTYPES[precision.matmul] == FP32 else "O2"
 
 
 def short_names(types: set[str]) -> str:
     """Return Paddle's dtype names as records have them, sorted, joined by a slash: `bf16/fp32`."""
-    return "/".join(sorted(SHORT.get(name, name) for name in types))
+    return "/".join(sorted(SHORT_NAMES.get(name, name) for name in types))
 
 
-def check_types(precision: Precision, found: Mapping[str, set[str]]) -> None:
+def check_dtypes(precision: Precision, seen: Mapping[str, set[str]]) -> None:
     """Raise RuntimeError if tensors have other dtypes than the precision prescribes.
 
     `seen` maps `parameters`, `gradients`, `logits` or `states` (master weights and moments) to the
     set of Paddle's dtype names that were seen; kinds that do not exist yet are left out.
     """
     computed = DTYPES[precision.matmul]
-    wanted = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
-    for name, types in found.items():
-        if types - {wanted[name]}:
+    prescribed = {"parameters": computed, "gradients": computed, "logits": computed, "states": FP32}
+    for name, types in seen.items():
+        if types - {prescribed[name]}:
             raise RuntimeError(
-                f"precision {precision.name}: {name} must be {wanted[name]}, and Paddle made them"
+                f"precision {precision.name}: {name} must be {prescribed[name]}, and Paddle made them"
                 f" {', '.join(sorted(types))}"
             )

@@ -19,7 +19,7 @@ FIRST_SCALE = 65536.0
 GROWTH_STEPS = 1000
 
 
-class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
+class GradientClip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
     """Clips by the global norm of gradients that are all on this rank, and keeps the norm before
     clipping in `norm` (None until a step clipped).
     """
@@ -33,17 +33,17 @@ class Clip(nn.ClipGradByGlobalNorm):  # type: ignore[misc]
         """Scale all gradients in place so that their norm is at most `clip_norm`, and return the
         pairs given (called by Paddle inside a step).
         """
-        found = [grad for _, grad in params_grads if grad is not None]
+        grads = [grad for _, grad in params_grads if grad is not None]
         self.norm = (
-            paddle.stack([grad.astype("float32").square().sum() for grad in found]).sum().sqrt()
+            paddle.stack([grad.astype("float32").square().sum() for grad in grads]).sum().sqrt()
         )
         factor = self.clip_norm / paddle.clip(self.norm, min=self.clip_norm)
-        for grad in found:
+        for grad in grads:
             grad.multiply_(factor.astype(grad.dtype))
         return params_grads
 
 
-class HybridClip(HybridParallelClipGrad):  # type: ignore[misc]
+class HybridGradientClip(HybridParallelClipGrad):  # type: ignore[misc]
     """Fleet's clip over tensor-parallel, pipeline and sharding ranks, which also keeps the norm
     before clipping in `norm`.
     """
@@ -58,7 +58,7 @@ class HybridClip(HybridParallelClipGrad):  # type: ignore[misc]
         self.norm = (divided + whole).sqrt().sum()
 
 
-def adamw(named: list[tuple[str, Any]], train: Train) -> Any:
+def make_adamw(named: list[tuple[str, Any]], train: Train) -> Any:
     """Return Paddle's AdamW over named parameters with clipping. Weight decay applies to matrices,
     not to norms and biases.
     """
@@ -70,12 +70,12 @@ def adamw(named: list[tuple[str, Any]], train: Train) -> Any:
         epsilon=train.eps,
         parameters=[parameter for _, parameter in named],
         weight_decay=train.weight_decay,
-        grad_clip=Clip(train.clip),
+        grad_clip=GradientClip(train.clip),
         apply_decay_param_fun=decays.__contains__,
     )
 
 
-def innermost(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the AdamW inside fleet's wrappers; an optimizer without any is returned itself."""
     while True:
         inner = vars(optimizer).get("_inner_opt") or vars(optimizer).get("_optim")
@@ -84,23 +84,25 @@ def innermost(optimizer: Any) -> Any:
         optimizer = inner
 
 
-def readable_clip(optimizer: Any) -> Any:
+def install_readable_clip(optimizer: Any) -> Any:
     """Return the optimizer's clip, whose `norm` can be read after a step. Fleet replaces the clip
     by its own; that is replaced here, inside the optimizer, by a `HybridGradientClip`.
     """
-    adam = innermost(optimizer)
-    found = adam._grad_clip
-    if isinstance(found, HybridParallelClipGrad):
-        adam._grad_clip = HybridClip(found._clip, found._hcg, found.split_norm_comm)
+    adam = unwrap_optimizer(optimizer)
+    clip = adam._grad_clip
+    if isinstance(clip, HybridParallelClipGrad):
+        adam._grad_clip = HybridGradientClip(clip._clip, clip._hcg, clip.split_norm_comm)
     return adam._grad_clip
 
 
-def states(optimizer: Any) -> list[Tensor]:
+def moment_tensors(optimizer: Any) -> list[Tensor]:
     """Return the moment tensors that this rank keeps; empty before the first step."""
-    kept = innermost(optimizer)._accumulators.items()
-    return [tensor for name, tensors in kept if "moment" in name for tensor in tensors.values()]
+    accumulators = unwrap_optimizer(optimizer)._accumulators.items()
+    return [
+        tensor for name, tensors in accumulators if "moment" in name for tensor in tensors.values()
+    ]
 
 
-def masters(optimizer: Any) -> list[Tensor]:
+def master_weights(optimizer: Any) -> list[Tensor]:
     """Return the fp32 master weights that this rank keeps; empty if parameters are fp32."""
-    return list(innermost(optimizer)._master_weights.values())
+    return list(unwrap_optimizer(optimizer)._master_weights.values())

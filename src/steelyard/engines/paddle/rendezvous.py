@@ -16,11 +16,11 @@ from steelyard.engine.framework import Meeting
 
 LOOPBACK = "127.0.0.1"
 # for rank 0 to publish its port; importing a framework from a busy disk is slow
-MEET_S, LOOK_S = 120.0, 0.05
-MOST_BYTES = 100
+TIMEOUT_S, POLL_S = 120.0, 0.05
+MAX_FILE_BYTES = 100
 
 
-def master(meet: Meeting, rank: int) -> tuple[str, int]:
+def find_master(meet: Meeting, rank: int) -> tuple[str, int]:
     """Return (host, port) at which rank 0 will serve the store.
 
     On one host rank 0 chooses a free loopback port and writes it into the rendezvous file, and
@@ -29,7 +29,7 @@ def master(meet: Meeting, rank: int) -> tuple[str, int]:
     neither.
     """
     if meet.file is not None:
-        return _chosen(meet.file) if rank == 0 else _read(meet.file)
+        return _publish_port(meet.file) if rank == 0 else _wait_for_port(meet.file)
     if meet.address is None or meet.port is None:
         raise ValueError("ranks that are told nowhere to meet")
     if meet.listen_fd is not None and rank == 0:
@@ -37,35 +37,35 @@ def master(meet: Meeting, rank: int) -> tuple[str, int]:
     return meet.address, meet.port
 
 
-def _chosen(file: Path) -> tuple[str, int]:
+def _publish_port(file: Path) -> tuple[str, int]:
     """Find a free loopback port, write it into the file, and return (host, port)."""
     with socket.socket() as free:
         free.bind((LOOPBACK, 0))
         port: int = free.getsockname()[1]
-    files.write(file, str(port).encode())
+    files.write_file(file, str(port).encode())
     return LOOPBACK, port
 
 
-def _read(file: Path) -> tuple[str, int]:
+def _wait_for_port(file: Path) -> tuple[str, int]:
     """Wait until rank 0 has written its port into the file, and return (host, port); raise
     TimeoutError after 120 s.
     """
     never = threading.Event()
-    for _ in range(int(MEET_S / LOOK_S)):
+    for _ in range(int(TIMEOUT_S / POLL_S)):
         if file.exists():
-            return LOOPBACK, int(files.read(file, MOST_BYTES))
-        never.wait(LOOK_S)
-    raise TimeoutError(f"rank 0 did not say within {MEET_S:.0f} s where to meet")
+            return LOOPBACK, int(files.read_file(file, MAX_FILE_BYTES))
+        never.wait(POLL_S)
+    raise TimeoutError(f"rank 0 did not say within {TIMEOUT_S:.0f} s where to meet")
 
 
-def variables(
+def launcher_variables(
     host: str, port: int, rank: int, local_rank: int, world: int, backend: str
 ) -> dict[str, str]:
     """Return the environment variables that Paddle's launcher would set for this rank. The
     endpoints only name ranks: nothing listens there but the store.
     """
-    endpoints = [f"{host}:{port + 1 + one}" for one in range(world)]
-    told = {
+    endpoints = [f"{host}:{port + 1 + index}" for index in range(world)]
+    settings = {
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(world),
         "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
@@ -73,4 +73,4 @@ def variables(
         "PADDLE_MASTER": f"{host}:{port}",
         "PADDLE_RANK_IN_NODE": str(local_rank),
     }
-    return told | ({"PADDLE_DISTRI_BACKEND": backend} if backend == "gloo" else {})
+    return settings | ({"PADDLE_DISTRI_BACKEND": backend} if backend == "gloo" else {})

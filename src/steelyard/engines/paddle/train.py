@@ -1,5 +1,5 @@
 """Engine `paddle`, training a Llama on one device, or over all devices of a plan by fleet. The loop
-is training/loop.py.
+is training/training_loop.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,9 +11,9 @@ import paddle.distributed as dist
 from paddle.distributed.fleet.utils.hybrid_parallel_util import fused_allreduce_gradients
 
 from steelyard.engine.job import Job, Part
-from steelyard.engines.paddle import kernels, modes, optimizer, placement
-from steelyard.engines.paddle.batches import MicroBatch, PaddleBatches
-from steelyard.training.loop import HeldOutLoss, Loop
+from steelyard.engines.paddle import fleet_placement, modes, optimizer, paddle_kernels
+from steelyard.engines.paddle.paddle_batches import PaddleBatches, PaddleMicroBatch
+from steelyard.training.training_loop import HeldOutLoss, TrainingLoop
 
 Tensor = Any
 
@@ -30,133 +30,139 @@ class PaddleTrainer:
     def __init__(self, job: Job) -> None:
         tune = job.case.tune
         self.job, self.train, self.precision = job, job.train, job.case.question.precision
-        self.modes = modes.of(job)
-        modes.refuse(self.modes, job.device.lacks)
-        self.kernels = kernels.choose(
+        self.modes = modes.choose_modes(job)
+        modes.refuse_modes(self.modes, job.device.lacks)
+        self.kernels = paddle_kernels.choose_paddle_kernels(
             tune.attention, modes.DTYPES[self.precision.matmul], job.device.lacks
         )
         # Gradients are summed while the last micro-batch goes backward. With recomputation Paddle's
         # reducer sees parameters twice, and they are summed afterwards instead.
-        self.overlaps = self.modes.data_parallel and not self.modes.recompute
+        self.overlaps = self.modes.is_data_parallel and not self.modes.recompute
         self.dtypes: dict[str, set[str]] = {}
-        self.learns: bool | None = None  # what the last call of a pipeline did
+        self.pipeline_learns: bool | None = None  # what the last call of a pipeline did
 
     @property
-    def model(self) -> placement.Placed:
+    def model(self) -> fleet_placement.PlacedModel:
         """Return the placed model, of which the loop reads `weights`."""
         return self.placed
 
     @property
-    def separate(self) -> bool:
+    def exchanges_separately(self) -> bool:
         """Return whether ranks exchange only in `reduce`: plain data parallelism that does not
         overlap with the backward pass.
         """
-        return self.modes.data_parallel and not self.overlaps
+        return self.modes.is_data_parallel and not self.overlaps
 
     def prepare(self, part: Part) -> None:
         """Build and place the model with its weights and optimizer, timed as part `weights`, and
         check the parameters' dtypes (RuntimeError).
         """
         with part("weights"):
-            self.placed = placement.place(self.job, self.modes, self.kernels, self.train)
-            self.net, self.stage, self.adam = (
+            self.placed = fleet_placement.place_model(
+                self.job, self.modes, self.kernels, self.train
+            )
+            self.net, self.stage, self.optimizer = (
                 self.placed.net,
                 self.placed.stage,
                 self.placed.optimizer,
             )
             self.scaler = self.placed.scaler
-            self.clip = optimizer.readable_clip(self.adam)
-            self._found("parameters", [p for _, p in self.placed.parameters])
+            self.clip = optimizer.install_readable_clip(self.optimizer)
+            self._check_tensors("parameters", [p for _, p in self.placed.parameters])
             self.job.device.synchronize()
 
-    def warm(self, micro: MicroBatch) -> None:
+    def warm_up(self, micro: PaddleMicroBatch) -> None:
         """Run one evaluation, forward and backward on a micro-batch without an update, check the
         gradients' dtypes, and clear the gradients.
         """
         self.evaluate(micro)
-        self.reduce(self.backward([micro], self.total(1)))
-        self._found("gradients", [p.grad for _, p in self.placed.parameters if p.grad is not None])
-        self.adam.clear_grad()
+        self.reduce(self.backward([micro], self.sum_over_replicas(1)))
+        self._check_tensors(
+            "gradients", [p.grad for _, p in self.placed.parameters if p.grad is not None]
+        )
+        self.optimizer.clear_grad()
 
-    def evaluate(self, micro: MicroBatch) -> Tensor:
+    def evaluate(self, micro: PaddleMicroBatch) -> Tensor:
         """Return the summed cross-entropy of a micro-batch, without gradients."""
         with paddle.no_grad():
             if self.modes.pp == 1:
                 return self._forward(self.stage, micro)
             return (
-                self._pipeline([micro], 1.0, False)
-                .eval_batch(self._fed([micro]), compute_loss=True)
+                self._set_up_pipeline([micro], 1.0, False)
+                .eval_batch(self._pipeline_inputs([micro]), compute_loss=True)
                 .sum()
             )
 
-    def backward(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
+    def backward(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
         """Run forward and backward of a step and return this replica's sum of losses / targets.
         Paddle averages gradients over replicas, so losses are multiplied by their number first:
         gradients end up summed.
         """
         if self.modes.pp > 1:
-            return self._pipelined(micros, targets)
+            return self._run_pipeline(micros, targets)
         losses = []
         for number, micro in enumerate(micros):
-            with self._apart(number == len(micros) - 1):
+            with self._defer_gradient_sum(number == len(micros) - 1):
                 loss = self._forward(self.net, micro) / targets
                 losses.append(loss.detach())
-                self._scaled(loss * self.modes.dp).backward()
+                self._scale_loss(loss * self.modes.dp).backward()
         return paddle.stack(losses).sum()
 
-    def _forward(self, net: Any, micro: MicroBatch) -> Tensor:
+    def _forward(self, net: Any, micro: PaddleMicroBatch) -> Tensor:
         """Run the forward pass of one micro-batch and return its summed loss; checks the logits'
         dtype.
         """
         self.stage.micros.append(micro)
         nll = net(micro.tokens)
-        self._look({self.stage.logits_dtype}, "logits")
+        self._check_dtypes({self.stage.logits_dtype}, "logits")
         return nll
 
-    def _pipelined(self, micros: list[MicroBatch], targets: Tensor) -> Tensor:
+    def _run_pipeline(self, micros: list[PaddleMicroBatch], targets: Tensor) -> Tensor:
         """Run all micro-batches through fleet's 1F1B schedule and return the sum of losses /
         targets, which every stage gets from the last.
         """
-        net = self._pipeline(micros, self.modes.dp * len(micros) / targets, True)
+        net = self._set_up_pipeline(micros, self.modes.dp * len(micros) / targets, True)
         net.train()
-        loss = net.forward_backward_pipeline(self._fed(micros), self.scaler)
-        self._look({self.stage.logits_dtype}, "logits")
+        loss = net.forward_backward_pipeline(self._pipeline_inputs(micros), self.scaler)
+        self._check_dtypes({self.stage.logits_dtype}, "logits")
         return loss.sum() / self.modes.dp
 
-    def _pipeline(self, micros: list[MicroBatch], weight: Any, learns: bool) -> Any:
+    def _set_up_pipeline(
+        self, micros: list[PaddleMicroBatch], loss_factor: Any, learns: bool
+    ) -> Any:
         """Set fleet's pipeline up for these micro-batches, with losses multiplied by `loss_factor`,
         and return it. Stages tell each other once what they send; this is cleared when `learns`
         (gradients flow back) changes.
         """
-        if learns != self.learns:
+        if learns != self.pipeline_learns:
             self.net._p2p_helper.clear_meta_cache()
-            self.learns = learns
+            self.pipeline_learns = learns
         self.stage.micros[:] = micros
-        self.placed.weight.value = weight
+        self.placed.loss_factor.value = loss_factor
         self.net.accumulate_steps = len(micros)
         for hooks in (self.net.forward_hooks, self.net.backward_hooks):  # which count as many
             hooks.set_hooks_capacity(len(micros))
         return self.net
 
-    def _fed(self, micros: list[MicroBatch]) -> list[list[Tensor]] | None:
+    def _pipeline_inputs(self, micros: list[PaddleMicroBatch]) -> list[list[Tensor]] | None:
         """Return what fleet passes to the first stage as inputs and to the last as labels, None on
         inner stages; only their shapes are read.
         """
         tokens = [micro.tokens for micro in micros]
         return [tokens, tokens] if self.stage.first or self.stage.last else None
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss multiplied by the fp16 loss scale, if there is one."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     @contextmanager
-    def _apart(self, last: bool) -> Iterator[None]:
+    def _defer_gradient_sum(self, is_last: bool) -> Iterator[None]:
         """Keep Paddle from summing gradients over replicas inside the context, except in the last
         micro-batch if that overlaps.
         """
         with (
             self.net.no_sync()
-            if self.modes.data_parallel and not (last and self.overlaps)
+            if self.modes.is_data_parallel and not (is_last and self.overlaps)
             else nullcontext()
         ):
             yield
@@ -165,15 +171,15 @@ class PaddleTrainer:
         """Sum gradients over replicas if that did not happen in `backward`, and return the loss
         summed over replicas.
         """
-        if self.separate:
+        if self.exchanges_separately:
             fused_allreduce_gradients([p for _, p in self.placed.parameters], None)
-        return self._sum(loss)
+        return self._sum_over_replicas(loss)
 
-    def total(self, number: int) -> Tensor:
+    def sum_over_replicas(self, number: int) -> Tensor:
         """Return a count summed over replicas, as a tensor of shape [1]."""
-        return self._sum(paddle.full([1], float(number)))
+        return self._sum_over_replicas(paddle.full([1], float(number)))
 
-    def _sum(self, value: Tensor) -> Tensor:
+    def _sum_over_replicas(self, value: Tensor) -> Tensor:
         """Return a value summed over replicas. All ranks are summed and the result divided by tp x
         pp, because the ranks of one model have equal values.
         """
@@ -187,31 +193,37 @@ class PaddleTrainer:
         """Clip, take an optimizer step at this learning rate, clear the gradients, and return their
         norm before clipping; inf if fp16 gradients overflowed and the step was skipped.
         """
-        self.adam.set_lr(lr)
+        self.optimizer.set_lr(lr)
         self.clip.norm = None
         if self.scaler is None:
-            self.adam.step()
+            self.optimizer.step()
         else:
-            self.scaler.step(self.adam)
+            self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.adam.clear_grad()
+        self.optimizer.clear_grad()
         if self.clip.norm is None:
             return float("inf")  # gradients overflowed, and the step was left out
         if "states" not in self.dtypes:
-            self._found("states", [*optimizer.states(self.adam), *optimizer.masters(self.adam)])
+            self._check_tensors(
+                "states",
+                [
+                    *optimizer.moment_tensors(self.optimizer),
+                    *optimizer.master_weights(self.optimizer),
+                ],
+            )
         return self.clip.norm
 
-    def _found(self, name: str, tensors: list[Tensor]) -> None:
+    def _check_tensors(self, name: str, tensors: list[Tensor]) -> None:
         """Check and remember the dtypes of tensors under a name such as `gradients`."""
-        self._look({tensor.dtype.name.lower() for tensor in tensors}, name)
+        self._check_dtypes({tensor.dtype.name.lower() for tensor in tensors}, name)
 
-    def _look(self, types: set[Any], name: str) -> None:
+    def _check_dtypes(self, dtypes: set[Any], name: str) -> None:
         """Remember dtypes under a name and raise RuntimeError if the precision prescribes others;
         seen before, or None among them (another stage has the logits): nothing is done.
         """
-        if types != self.dtypes.get(name) and None not in types:
-            self.dtypes[name] = types
-            modes.check_types(self.precision, {name: types})
+        if dtypes != self.dtypes.get(name) and None not in dtypes:
+            self.dtypes[name] = dtypes
+            modes.check_dtypes(self.precision, {name: dtypes})
 
     def fetch(self, loss: Tensor) -> float | Callable[[], float]:
         """Return the loss as a float on a CPU; on a device start its copy to the host and return a
@@ -238,24 +250,24 @@ class PaddleTrainer:
         return {
             "paddle": paddle.__version__,
             "modes": list(self.modes.names),
-            "never_run": modes.untried(self.modes, device, self.precision.name),
+            "never_run": modes.list_untried(self.modes, device, self.precision.name),
             "dtypes": {
                 name: modes.short_names(types) for name, types in sorted(self.dtypes.items())
             },
-            "parameters": _elements([p for _, p in self.placed.parameters]),
-            "optimizer_states": _elements(optimizer.states(self.adam)),
-            "master_weights": _elements(optimizer.masters(self.adam)),
+            "parameters": _count_elements([p for _, p in self.placed.parameters]),
+            "optimizer_states": _count_elements(optimizer.moment_tensors(self.optimizer)),
+            "master_weights": _count_elements(optimizer.master_weights(self.optimizer)),
             "compiled": False,
             **self.kernels.names,
         }
 
 
-def _elements(tensors: list[Tensor]) -> int:
+def _count_elements(tensors: list[Tensor]) -> int:
     """Return the total number of elements."""
     return sum(int(tensor.size) for tensor in tensors)
 
 
-class PaddleTrain(Loop):
+class PaddleTrain(TrainingLoop):
     """The engine for work `train_rows`: the common training loop with a `PaddleTrainer`. Rows are
     padded to one length if there are several ranks or `tune.pack` is off.
     """

@@ -18,17 +18,17 @@ from steelyard.accelerators.events import Clock
 from steelyard.accelerators.row import TorchDevice
 from steelyard.engine.framework import DeviceFramework, Meeting
 from steelyard.engines.torch import tensor_parallel
-from steelyard.engines.torch.profile import TorchProfiler
+from steelyard.engines.torch.profiler import TorchProfiler
 from steelyard.errors import RequestError
 from steelyard.kernels import fp8, jit
-from steelyard.models.tensors import compute_dtype
+from steelyard.models.tensors import get_compute_dtype
 from steelyard.plan.degrees import Plan
 from steelyard.plan.matmuls import VOCABULARY, Matmul
 
-GRAPHS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
+GRAPH_COUNTERS = {"hits": "fxgraph_cache_hit", "misses": "fxgraph_cache_miss"}
 
 
-class CompileCache:
+class CompileCacheCounter:
     """Counts cache hits and misses of Triton and TorchInductor in this process, from construction
     on. It installs itself as Triton's compilation listener, if this Triton has one.
     """
@@ -37,9 +37,9 @@ class CompileCache:
         self._kernels = {"hits": 0, "misses": 0}
         knobs = getattr(jit.triton, "knobs", None)  # which older versions of Triton do not have
         if knobs is not None:
-            knobs.compilation.listener = self._compiled
+            knobs.compilation.listener = self._count_kernel
 
-    def _compiled(self, *, cache_hit: bool, **told: Any) -> None:
+    def _count_kernel(self, *, cache_hit: bool, **event: Any) -> None:
         """Count one kernel that Triton compiled or took from its cache (Triton's listener
         callback).
         """
@@ -52,19 +52,20 @@ class CompileCache:
         # not imported in a process that has compiled nothing
         dynamo = sys.modules.get("torch._dynamo.utils")
         graphs = {} if dynamo is None else dynamo.counters["inductor"]
-        both = {
-            name: count + int(graphs.get(GRAPHS[name], 0)) for name, count in self._kernels.items()
+        totals = {
+            name: count + int(graphs.get(GRAPH_COUNTERS[name], 0))
+            for name, count in self._kernels.items()
         }
-        return both if any(both.values()) else None
+        return totals if any(totals.values()) else None
 
 
 EXCHANGE_NUMBERS = 1 << 18
 _dist: Any = dist  # its stores are not in its stubs
 # for all ranks to join; importing a framework from a busy disk is slow
-MEET = timedelta(minutes=2)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
 
 
-def _store(meet: Meeting, rank: int, world: int) -> Any:
+def _create_store(meet: Meeting, rank: int, world: int) -> Any:
     """Return the torch.distributed store with which ranks find each other: a file store, or a TCP
     store that rank 0 serves on the socket it was given.
 
@@ -75,27 +76,27 @@ def _store(meet: Meeting, rank: int, world: int) -> Any:
         return _dist.FileStore(str(meet.file), world)
     if meet.address is None or meet.port is None:
         raise ValueError("ranks that are told nowhere to meet")
-    serves = meet.listen_fd is not None and rank == 0
+    is_server = meet.listen_fd is not None and rank == 0
     return _dist.TCPStore(
         meet.address,
         meet.port,
         world,
-        serves,
-        timeout=MEET,
+        is_server,
+        timeout=RENDEZVOUS_TIMEOUT,
         wait_for_workers=False,
-        master_listen_fd=meet.listen_fd if serves else None,
+        master_listen_fd=meet.listen_fd if is_server else None,
     )
 
 
-def random(
-    rows: int, columns: int, transposed: bool, dtype: torch.dtype, place: torch.device
+def random_matrix(
+    rows: int, columns: int, transposed: bool, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return a [rows, columns] matrix of standard normal numbers; if `transposed`, it is a
     transposed view of a contiguous [columns, rows].
     """
-    sides = (columns, rows) if transposed else (rows, columns)
-    made = torch.randn(*sides, device=place, dtype=dtype)
-    return made.t() if transposed else made
+    stored_shape = (columns, rows) if transposed else (rows, columns)
+    matrix = torch.randn(*stored_shape, device=device, dtype=dtype)
+    return matrix.t() if transposed else matrix
 
 
 class TorchFramework(DeviceFramework):
@@ -108,11 +109,11 @@ class TorchFramework(DeviceFramework):
             raise RequestError(
                 "this accelerator has no device class for torch; choose another with --accelerator"
             )
-        self.device: TorchDevice = plugins.load(device)(local_rank, clock)
+        self.device: TorchDevice = plugins.load_reference(device)(local_rank, clock)
         if not getattr(self.device, "triton", False):
-            jit.disable(self.device.torch_device)
+            jit.disable_triton(self.device.torch_device)
         self.world = 1
-        self._compiled = CompileCache()
+        self._compile_cache = CompileCacheCounter()
 
     def make_deterministic(self) -> None:
         """Switch torch to deterministic algorithms, process-wide; an operation without one raises
@@ -122,7 +123,7 @@ class TorchFramework(DeviceFramework):
         # Otherwise it costs a pass over memory; nothing here reads any of that.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
-    def join(
+    def join_ranks(
         self, plan: Plan, rank: int, world: int, meet: Meeting | None
     ) -> tensor_parallel.TensorParallelGroup:
         """Initialize torch.distributed over all ranks and return this rank's tensor-parallel group.
@@ -135,22 +136,22 @@ class TorchFramework(DeviceFramework):
         if meet is None:
             raise ValueError("ranks that are told nowhere to meet")
         dist.init_process_group(
-            self.device.backend, store=_store(meet, rank, world), rank=rank, world_size=world
+            self.device.backend, store=_create_store(meet, rank, world), rank=rank, world_size=world
         )
-        return tensor_parallel.form(plan, rank, self.device.torch_device)
+        return tensor_parallel.create_tensor_parallel_group(plan, rank, self.device.torch_device)
 
-    def all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
+    def prepare_all_reduce(self) -> tuple[Callable[[], Any], int, Callable[[], str | None]]:
         """Prepare a sum of 1 MiB of fp32 over all ranks and return (call, size_bytes, check). Rank
         r sends r + 1 each time, never an earlier result.
         """
-        mine = torch.full(
+        own_numbers = torch.full(
             (EXCHANGE_NUMBERS,), float(dist.get_rank() + 1), device=self.device.torch_device
         )
-        out = torch.empty_like(mine)
+        out = torch.empty_like(own_numbers)
 
-        def work() -> None:
+        def sum_once() -> None:
             """Copy this rank's numbers into the result tensor and all-reduce it."""
-            out.copy_(mine)
+            out.copy_(own_numbers)
             dist.all_reduce(out)
 
         def check() -> str | None:
@@ -161,7 +162,7 @@ class TorchFramework(DeviceFramework):
             wrong = out[out != expected]
             return None if wrong.numel() == 0 else f"{float(wrong[0])} where it must be {expected}"
 
-        return work, mine.numel() * mine.element_size(), check
+        return sum_once, own_numbers.numel() * own_numbers.element_size(), check
 
     def barrier(self) -> None:
         """Wait for all ranks; with one rank return at once."""
@@ -173,42 +174,44 @@ class TorchFramework(DeviceFramework):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
+    def prepare_square_matmul(self, precision: str) -> tuple[Callable[[], Any], int]:
         """Allocate two random square matrices of the device's `matmul_shape` and return (call,
         FLOPs). fp8 operands are quantized once, here.
         """
-        size, dtype = self.device.matmul_shape, compute_dtype(precision)
+        size, dtype = self.device.matmul_shape, get_compute_dtype(precision)
         a, b = (
             torch.randn(size, size, device=self.device.torch_device, dtype=dtype) for _ in range(2)
         )
         if precision == "fp8":
-            scaled = fp8.make_rows(a), fp8.make_rows(b)
-            return lambda: fp8.product(*scaled), 2 * size**3
+            scaled = fp8.quantize_rows_fast(a), fp8.quantize_rows_fast(b)
+            return lambda: fp8.multiply_fp8(*scaled), 2 * size**3
         return lambda: torch.mm(a, b), 2 * size**3
 
     def profiler(self) -> TorchProfiler:
         """Return a new torch profiler for this rank's device."""
         return TorchProfiler(self.device.torch_device)
 
-    def product(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
+    def prepare_matmul(self, precision: str, shape: Matmul) -> tuple[Callable[[], Any], int] | None:
         """Allocate a matmul of this shape and return (call, FLOPs), or None if the device is out of
         memory.
 
         In fp8 both operands are stored as the fp8 kernels need them, whatever the layout, with k
         padded; the vocabulary matmul stays bf16.
         """
-        dtype, place = compute_dtype(precision), self.device.torch_device
+        dtype, torch_device = get_compute_dtype(precision), self.device.torch_device
         try:
             if precision == "fp8" and shape.name != VOCABULARY:
-                inner = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
+                padded_k = -(-shape.k // fp8.ALIGNED) * fp8.ALIGNED
                 left, right = (
-                    fp8.make_rows(random(side, inner, False, dtype, place))
+                    fp8.quantize_rows_fast(
+                        random_matrix(side, padded_k, False, dtype, torch_device)
+                    )
                     for side in (shape.m, shape.n)
                 )
-                return lambda: fp8.product(left, right), shape.flops
-            a = random(shape.m, shape.k, shape.layout == "tn", dtype, place)
-            b = random(shape.k, shape.n, shape.layout == "nt", dtype, place)
-            out = torch.empty(shape.m, shape.n, device=place, dtype=dtype)
+                return lambda: fp8.multiply_fp8(left, right), shape.flops
+            a = random_matrix(shape.m, shape.k, shape.layout == "tn", dtype, torch_device)
+            b = random_matrix(shape.k, shape.n, shape.layout == "nt", dtype, torch_device)
+            out = torch.empty(shape.m, shape.n, device=torch_device, dtype=dtype)
         except torch.OutOfMemoryError:
             return None
         return lambda: torch.mm(a, b, out=out), shape.flops
@@ -217,7 +220,7 @@ class TorchFramework(DeviceFramework):
         """Return `hits` and `misses` of Triton's and TorchInductor's caches since this object was
         made, or None if nothing was compiled.
         """
-        return self._compiled.counts()
+        return self._compile_cache.counts()
 
     def threads(self) -> int:
         """Return torch's number of intra-op CPU threads."""

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from steelyard.engine.job import Job
-from steelyard.models import placements
+from steelyard.models import llama_placements
 from steelyard.models.llama import LlamaShape
-from steelyard.models.placements import WHOLE, Shard
-from steelyard.weights import checkpoint as layouts
-from steelyard.weights import load
+from steelyard.models.llama_placements import WHOLE, Shard
+from steelyard.weights import checkpoint_tensors as layouts
+from steelyard.weights import llama_weights
 
 # a parameter's name, and an empty tensor of its whole shape to fill
-Wholes = Callable[[str, Tensor], Tensor]
+WholeParameters = Callable[[str, Tensor], Tensor]
 
 
-def local_parameters(
-    model: nn.Module, job: Job, shape: LlamaShape, share: Shard, kept: torch.dtype
+def load_shards(
+    model: nn.Module, job: Job, shape: LlamaShape, shard: Shard, dtype: torch.dtype
 ) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
     """Return (source of the weights for the record, iterator of (name, this shard's tensor on the
     device)) for the parameters that `model` names.
@@ -35,73 +35,79 @@ def local_parameters(
     names = [name for name, _ in model.named_parameters()]
     if job.weights is None:
         source: dict[str, Any] = {"source": "random", "seed": job.case.question.seed}
-        wholes = _random(job.case.question.seed, shape)
+        make_whole = _random_parameters(job.case.question.seed, shape)
     else:
-        checkpoint = load.open_folder(job.weights)
-        wholes = _read(checkpoint, shape, names, job.loading)
-        source = load.facts(checkpoint, shape)
+        checkpoint = llama_weights.open_llama_checkpoint(job.weights)
+        make_whole = _checkpoint_parameters(checkpoint, shape, names, job.report_loading)
+        source = llama_weights.describe_llama_source(checkpoint, shape)
 
     def parts() -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's name and this shard's part of it."""
         for name in names:
-            size = placements.flat_shape(name, placements.placement(name).logical_shape(shape))
+            size = llama_placements.flatten_logical_shape(
+                name, llama_placements.find_placement(name).logical_shape(shape)
+            )
             with torch.no_grad():
-                whole = wholes(name, torch.empty(size, dtype=kept, device=job.device.torch_device))
-            yield name, _part(name, whole, shape, share)
+                whole = make_whole(
+                    name, torch.empty(size, dtype=dtype, device=job.device.torch_device)
+                )
+            yield name, _take_shard(name, whole, shape, shard)
 
     return source, parts()
 
 
-def _part(name: str, whole: Tensor, shape: LlamaShape, share: Shard) -> Tensor:
+def _take_shard(name: str, whole: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
     """Return a shard's part of a whole parameter as a tensor of its own; the whole itself if it is
     not divided. Parts of a vocabulary may differ in size.
     """
-    dim = placements.flat_split(name)
-    if dim is None or share.count == 1:
+    dim = llama_placements.find_flat_split(name)
+    if dim is None or shard.count == 1:
         return whole
-    if name in placements.VOCABULARY:
-        begin, end = placements.box(name, shape, share)[0]
+    if name in llama_placements.VOCABULARY_PARAMETERS:
+        begin, end = llama_placements.find_shard_box(name, shape, shard)[0]
         return whole[begin:end].clone()
-    return whole.chunk(share.count, dim)[share.index].contiguous().clone()
+    return whole.chunk(shard.count, dim)[shard.index].contiguous().clone()
 
 
-def _random(seed: int, shape: LlamaShape) -> Wholes:
+def _random_parameters(seed: int, shape: LlamaShape) -> WholeParameters:
     """Return a function (name, empty tensor) that fills a whole parameter with the seed's random
     numbers and returns it.
     """
 
-    def make(name: str, whole: Tensor) -> Tensor:
+    def fill(name: str, whole: Tensor) -> Tensor:
         """Fill the tensor with the parameter's initial values and return it."""
-        load.fill_parameter(name, whole, seed, shape)
+        llama_weights.fill_random_parameter(name, whole, seed, shape)
         return whole
 
-    return make
+    return fill
 
 
-def _read(
-    checkpoint: layouts.Checkpoint,
+def _checkpoint_parameters(
+    checkpoint: layouts.LlamaCheckpoint,
     shape: LlamaShape,
     names: list[str],
     progress: layouts.ByteProgress | None,
-) -> Wholes:
+) -> WholeParameters:
     """Return a function (name, empty tensor) that reads a whole parameter from a checkpoint. Shapes
     and settings are checked here, and RequestError raised if they do not fit. `progress` is called
     with the bytes read and their total over `names`.
     """
-    pieces = layouts.by_parameter(checkpoint.pieces(shape))
+    pieces = layouts.group_by_parameter(checkpoint.list_pieces(shape))
     checkpoint.check_values(shape)
     total = sum(
-        layouts.size(piece.box) * piece.dtype.itemsize for name in names for piece in pieces[name]
+        layouts.count_box_elements(piece.box) * piece.dtype.itemsize
+        for name in names
+        for piece in pieces[name]
     )
-    copied = layouts.Progress(progress, total)
+    read_bytes = layouts.ByteCounter(progress, total)
 
-    def read(name: str, whole: Tensor) -> Tensor:
+    def read_parameter(name: str, whole: Tensor) -> Tensor:
         """Copy all pieces of the parameter into the tensor, report the bytes, and return it."""
-        box = placements.box(name, shape, WHOLE)
-        place = placements.logical_view(name, whole, shape, WHOLE)
+        box = llama_placements.find_shard_box(name, shape, WHOLE)
+        view = llama_placements.view_logically(name, whole, shape, WHOLE)
         for piece in pieces[name]:
-            layouts.copy(piece, piece.box, place, box)
-            copied.add(layouts.size(piece.box) * piece.dtype.itemsize)
+            layouts.copy_overlap(piece, piece.box, view, box)
+            read_bytes.add(layouts.count_box_elements(piece.box) * piece.dtype.itemsize)
         return whole
 
-    return read
+    return read_parameter

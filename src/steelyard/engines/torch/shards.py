@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steelyard.engines.torch.exchange import Groups, Pending
-from steelyard.models.placements import Shard
+from steelyard.engines.torch.collectives import PendingCollective, PlanGroups
+from steelyard.models.llama_placements import Shard
 
 
-class Held:
+class ShardedParameter:
     """A parameter of which this rank updates one shard of rows, with its gradient and master
     weights.
 
@@ -49,7 +49,7 @@ class Held:
         values: Tensor,
         compute: torch.dtype,
         sharding: int,
-        place: Shard,
+        shard: Shard,
         shared: bool,
     ) -> None:
         """Take over the whole parameter's `values` in the stored precision; `shard` says which of
@@ -57,30 +57,30 @@ class Held:
         """
         self.name, self.size, self.sharding, self.shared = name, values.shape, sharding, shared
         rows = len(values)
-        self.chunk = -(-rows // place.count)
-        self.padded = self.chunk * place.count
-        self.at = place.index * self.chunk  # of this rank's rows in the padded whole
-        self.begin = min(self.at, rows)
+        self.chunk = -(-rows // shard.count)
+        self.padded_rows = self.chunk * shard.count
+        self.padded_begin = shard.index * self.chunk  # of this rank's rows in the padded whole
+        self.begin = min(self.padded_begin, rows)
         self.rows = min(self.begin + self.chunk, rows) - self.begin
-        whole = self._padded(values, compute)
-        self.part = self.own(whole) if sharding < 3 else self.own(whole).clone()
+        whole = self._pad(values, compute)
+        self.part = self.own_rows(whole) if sharding < 3 else self.own_rows(whole).clone()
         self.whole = whole if sharding < 3 else None
         self.shard = self.part[: self.rows]
-        self.master = self.shard if compute == values.dtype else self._master(values)
+        self.master = self.shard if compute == values.dtype else self._take_master_rows(values)
         self.parameter = nn.Parameter(whole[:rows] if sharding < 3 else whole.new_empty(0))
         self.gradient: Tensor | None = None
 
-    def _padded(self, values: Tensor, compute: torch.dtype) -> Tensor:
+    def _pad(self, values: Tensor, compute: torch.dtype) -> Tensor:
         """Return the values in the compute dtype, padded with zero rows to a multiple of the ranks;
         without padding or cast it is the same tensor.
         """
-        if self.padded == len(values):
+        if self.padded_rows == len(values):
             return values.to(compute)
-        whole = values.new_zeros(self.padded, *values.shape[1:], dtype=compute)
+        whole = values.new_zeros(self.padded_rows, *values.shape[1:], dtype=compute)
         whole[: len(values)].copy_(values)
         return whole
 
-    def _master(self, values: Tensor) -> Tensor:
+    def _take_master_rows(self, values: Tensor) -> Tensor:
         """Return this rank's rows in the stored precision: the values themselves if they are all
         its own, else a copy.
         """
@@ -90,18 +90,18 @@ class Held:
             else values[self.begin : self.begin + self.rows].clone()
         )
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own_rows(self, whole: Tensor) -> Tensor:
         """Return a view of this rank's rows, padding included, in a padded whole tensor."""
-        return whole.narrow(0, self.at, self.chunk)
+        return whole.narrow(0, self.padded_begin, self.chunk)
 
     def make_gradients(self, master: Tensor) -> None:
         """Allocate zeroed gradients and set `master.grad` to this rank's rows of them. At sharding
         2 and 3 only those rows are allocated; whole gradients exist only while they are computed.
         """
         if self.sharding < 2:
-            self.gradient = self._zeros(self.padded)
+            self.gradient = self._zeros(self.padded_rows)
         self.gradient_part = (
-            self._zeros(self.chunk) if self.gradient is None else self.own(self.gradient)
+            self._zeros(self.chunk) if self.gradient is None else self.own_rows(self.gradient)
         )
         master.grad = self.gradient_part[: self.rows]
 
@@ -110,7 +110,7 @@ class Held:
         zeros if it does not exist.
         """
         if self.gradient is None:
-            self.gradient = self._zeros(self.padded)
+            self.gradient = self._zeros(self.padded_rows)
         return self.gradient[: self.size[0]]
 
     def _zeros(self, rows: int) -> Tensor:
@@ -118,7 +118,7 @@ class Held:
         return self.master.new_zeros(rows, *self.size[1:])
 
 
-class Unit:
+class ExchangeUnit:
     """Parameters that are exchanged together, and the state of their exchange.
 
     `backward_reads`: the backward pass needs the weights too, as all but an embedding's does.
@@ -126,49 +126,49 @@ class Unit:
     those of earlier micro-batches. `last`: they are of the step's last micro-batch.
     """
 
-    def __init__(self, held: Sequence[Held], again: bool = True) -> None:
-        self.again = again
-        self.held = list(held)
+    def __init__(self, parameters: Sequence[ShardedParameter], backward_reads: bool = True) -> None:
+        self.backward_reads = backward_reads
+        self.parameters = list(parameters)
         # of a small vocabulary a tensor-parallel rank may have nothing
-        self.sent = [one for one in held if one.padded]
-        self.gathering: Pending | None = None
+        self.exchanged = [parameter for parameter in parameters if parameter.padded_rows]
+        self.gathering: PendingCollective | None = None
         self.gathered = False
-        self.reducing: Pending | None = None
+        self.reducing: PendingCollective | None = None
         self.adds = self.last = False
 
 
-class Replicas:
+class ReplicaExchange:
     """All units of this rank, and the exchange of their weights and gradients with its replicas.
 
     Autograd's own gradients (of norms and biases) are moved into the units' gradients by a hook on
     each parameter.
     """
 
-    def __init__(self, units: Sequence[Unit], sharding: int, groups: Groups) -> None:
+    def __init__(self, units: Sequence[ExchangeUnit], sharding: int, groups: PlanGroups) -> None:
         self.units, self.sharding, self.groups = list(units), sharding, groups
-        self.live = groups.copies.live or groups.shards.live
-        self.held = [one for unit in self.units for one in unit.held]
-        self.places = {id(one.parameter): one for one in self.held}
-        self.first = self.last = True
-        self.reducing: Unit | None = None
-        self.works: list[Pending] = []
-        for one in self.held:
-            one.parameter.register_post_accumulate_grad_hook(self._add)  # type: ignore[no-untyped-call]
+        self.is_live = groups.copies.is_live or groups.shards.is_live
+        self.parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        self.by_id = {id(parameter.parameter): parameter for parameter in self.parameters}
+        self.is_first = self.is_last = True
+        self.reducing: ExchangeUnit | None = None
+        self.pending: list[PendingCollective] = []
+        for parameter in self.parameters:
+            parameter.parameter.register_post_accumulate_grad_hook(self._accumulate_autograd)  # type: ignore[no-untyped-call]
 
     def make_gradients(self, masters: Sequence[Tensor]) -> None:
         """Allocate the gradients of all parameters; `masters` are the tensors that the optimizer
         updates, in the same order, and get them as `grad`.
         """
-        for one, master in zip(self.held, masters, strict=True):
-            one.make_gradients(master)
+        for parameter, master in zip(self.parameters, masters, strict=True):
+            parameter.make_gradients(master)
 
     def gradient(self, parameter: Tensor) -> Tensor:
         """Return the tensor to which a parameter's gradient is added, allocated if it does not
         exist.
         """
-        return self.places[id(parameter)].whole_gradient()
+        return self.by_id[id(parameter)].whole_gradient()
 
-    def _add(self, parameter: Tensor) -> None:
+    def _accumulate_autograd(self, parameter: Tensor) -> None:
         """Move a gradient that autograd made (of a norm or bias) into the unit's gradient (hook,
         called by torch).
         """
@@ -176,104 +176,117 @@ class Replicas:
             self.gradient(parameter).add_(parameter.grad)
             parameter.grad = None
 
-    def before(self, first: bool, last: bool) -> None:
+    def note_backward(self, first: bool, last: bool) -> None:
         """Note before a backward pass whether it is the step's first and its last."""
-        self.first, self.last = first, last
+        self.is_first, self.is_last = first, last
 
-    def around(
-        self, index: int, run: Callable[..., tuple[Tensor, ...]], *given: Tensor
+    def run_unit(
+        self, index: int, forward: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         """Run a unit's forward pass and return its outputs. Its weights are gathered before it, and
         hooks in the autograd graph gather them before its backward pass and send its gradients
         after it. Without replicas it only runs.
         """
-        if not self.live:
-            return run(*given)
-        with self.weights(index, keep=index == len(self.units) - 1 and torch.is_grad_enabled()):
-            out = run(*_around(lambda: self.finish(index), *given))
-        return _around(lambda: self._begin(index), *out)
+        if not self.is_live:
+            return forward(*inputs)
+        with self.gathered_weights(
+            index, keep=index == len(self.units) - 1 and torch.is_grad_enabled()
+        ):
+            out = forward(*_call_in_backward(lambda: self.finish_backward(index), *inputs))
+        return _call_in_backward(lambda: self._begin_backward(index), *out)
 
     @contextmanager
-    def weights(self, index: int, keep: bool = False) -> Iterator[None]:
+    def gathered_weights(self, index: int, keep: bool = False) -> Iterator[None]:
         """Have a unit's weights gathered inside the context, and start to gather those of the next
         unit. They are dropped at the end, unless `keep`: its backward pass comes next.
         """
-        if self.live:
-            self._ready(index, index + 1)
+        if self.is_live:
+            self._wait_for_weights(index, index + 1)
         yield
         if not keep:
-            self._release(self.units[index])
+            self._drop_weights(self.units[index])
 
-    def _begin(self, index: int) -> None:
+    def _begin_backward(self, index: int) -> None:
         """Before a unit's backward pass, have its weights, and finish an exchange of its own
         gradients that is still in flight (a stage of one unit).
         """
         # a stage of one unit: its gradients of the micro-batch before are on their way
         if self.reducing is self.units[index]:
-            self._settle_last()
-        self._ready(index, index - 1)
+            self._finish_last_reduction()
+        self._wait_for_weights(index, index - 1)
 
-    def _ready(self, index: int, following: int) -> None:
+    def _wait_for_weights(self, index: int, following: int) -> None:
         """Wait for a unit's weights, and start to gather those of unit `following` if it exists and
         will read them.
         """
         unit = self.units[index]
-        self._gather(unit)
+        self._start_gathering(unit)
         if unit.gathering is not None:
             unit.gathering.wait()
             unit.gathering = None
-        if 0 <= following < len(self.units) and (following > index or self.units[following].again):
-            self._gather(self.units[following])
+        if 0 <= following < len(self.units) and (
+            following > index or self.units[following].backward_reads
+        ):
+            self._start_gathering(self.units[following])
 
-    def _gather(self, unit: Unit) -> None:
+    def _start_gathering(self, unit: ExchangeUnit) -> None:
         """Start to gather a unit's weights into new tensors, at sharding 3 and if they are not
         gathered yet.
         """
         if self.sharding < 3 or unit.gathered:
             return
         pairs = []
-        for one in unit.held:
-            whole = one.part.new_empty(one.padded, *one.size[1:])
-            one.parameter.data = whole[: one.size[0]]
-            pairs += [(whole, one.part)] if one.padded else []
+        for parameter in unit.parameters:
+            whole = parameter.part.new_empty(parameter.padded_rows, *parameter.size[1:])
+            parameter.parameter.data = whole[: parameter.size[0]]
+            pairs += [(whole, parameter.part)] if parameter.padded_rows else []
         unit.gathering, unit.gathered = self.groups.shards.all_gather(pairs), True
 
-    def _release(self, unit: Unit) -> None:
+    def _drop_weights(self, unit: ExchangeUnit) -> None:
         """Drop a unit's gathered weights, at sharding 3."""
         if self.sharding == 3:
-            for one in unit.held:
-                one.parameter.data = one.part.new_empty(0)
+            for parameter in unit.parameters:
+                parameter.parameter.data = parameter.part.new_empty(0)
             unit.gathered = False
 
-    def finish(self, index: int) -> None:
+    def finish_backward(self, index: int) -> None:
         """After a unit's backward pass, drop its weights and start to exchange its gradients, at
         sharding 0 and 1 only in the last micro-batch. The exchange of the unit before it is
         finished.
         """
         unit = self.units[index]
-        self._release(unit)
-        if not self.live or (self.sharding < 2 and not self.last):
+        self._drop_weights(unit)
+        if not self.is_live or (self.sharding < 2 and not self.is_last):
             return
         if self.sharding == 0:
-            self.works.append(
+            self.pending.append(
                 self.groups.copies.all_reduce(
-                    [one.gradient for one in unit.sent if one.gradient is not None]
+                    [
+                        parameter.gradient
+                        for parameter in unit.exchanged
+                        if parameter.gradient is not None
+                    ]
                 )
             )
             return
-        unit.adds, unit.last = self.sharding > 1 and not self.first, self.last
+        unit.adds, unit.last = self.sharding > 1 and not self.is_first, self.is_last
         pairs = []
-        for one in unit.sent:
-            one.whole_gradient()  # in a micro-batch from which nothing was learned, of zeros
-            whole: Any = one.gradient
+        for parameter in unit.exchanged:
+            parameter.whole_gradient()  # in a micro-batch from which nothing was learned, of zeros
+            whole: Any = parameter.gradient
             pairs.append(
-                (whole, one.own(whole) if unit.adds or self.sharding == 1 else one.gradient_part)
+                (
+                    whole,
+                    parameter.own_rows(whole)
+                    if unit.adds or self.sharding == 1
+                    else parameter.gradient_part,
+                )
             )
         unit.reducing = self.groups.shards.reduce_scatter(pairs)
-        self._settle_last()
+        self._finish_last_reduction()
         self.reducing = unit
 
-    def _settle(self, unit: Unit | None) -> None:
+    def _finish_reduction(self, unit: ExchangeUnit | None) -> None:
         """Wait for a unit's reduce-scatter, add its result to earlier micro-batches' gradients,
         free whole gradients (sharding 2 and 3), and after the last micro-batch start to sum over
         copies. None does nothing.
@@ -282,61 +295,75 @@ class Replicas:
             return
         unit.reducing.wait()
         unit.reducing = None
-        for one in unit.held if self.sharding > 1 else ():
-            if unit.adds and one.gradient is not None:
-                one.gradient_part.add_(one.own(one.gradient))
-            one.gradient = None
-        if unit.last and self.groups.copies.live:
-            self.works.append(
-                self.groups.copies.all_reduce([one.gradient_part for one in unit.sent])
+        for parameter in unit.parameters if self.sharding > 1 else ():
+            if unit.adds and parameter.gradient is not None:
+                parameter.gradient_part.add_(parameter.own_rows(parameter.gradient))
+            parameter.gradient = None
+        if unit.last and self.groups.copies.is_live:
+            self.pending.append(
+                self.groups.copies.all_reduce(
+                    [parameter.gradient_part for parameter in unit.exchanged]
+                )
             )
 
-    def _settle_last(self) -> None:
+    def _finish_last_reduction(self) -> None:
         """Finish the exchange of the unit whose gradients were sent last."""
         unit, self.reducing = self.reducing, None
-        self._settle(unit)
+        self._finish_reduction(unit)
 
-    def drain(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait until all gradients of the step are summed over replicas; gradients of shared
         parameters are also summed over the tensor-parallel group, whose ranks each saw a part of
         the tokens.
         """
-        self._settle_last()
-        for work in self.works:
-            work.wait()
-        self.works = []
-        if self.groups.tensor.live:  # norms saw a part of the tokens each
+        self._finish_last_reduction()
+        for collective in self.pending:
+            collective.wait()
+        self.pending = []
+        if self.groups.tensor.is_live:  # norms saw a part of the tokens each
             self.groups.tensor.all_reduce(
-                [one.gradient_part for one in self.held if one.shared]
+                [parameter.gradient_part for parameter in self.parameters if parameter.shared]
             ).wait()
 
-    def updated(self) -> None:
+    def send_updates(self) -> None:
         """After an optimizer step, start to gather the changed rows where ranks hold whole weights
         (sharding 1 and 2). Parameters' version counters are increased, so that cached copies such
         as fp8 weights are made anew.
         """
-        torch.autograd.graph.increment_version([one.parameter for one in self.held])
-        if self.sharding in (1, 2) and self.groups.shards.live:
+        torch.autograd.graph.increment_version(
+            [parameter.parameter for parameter in self.parameters]
+        )
+        if self.sharding in (1, 2) and self.groups.shards.is_live:
             for unit in self.units:
-                pairs = [(one.whole, one.part) for one in unit.sent if one.whole is not None]
+                pairs = [
+                    (parameter.whole, parameter.part)
+                    for parameter in unit.exchanged
+                    if parameter.whole is not None
+                ]
                 unit.gathering = self.groups.shards.all_gather(pairs)
 
-    def zero(self) -> None:
+    def zero_gradients(self) -> None:
         """Zero whole gradients at sharding 0 and 1; at 2 and 3 the next step overwrites them."""
         if self.sharding < 2:
-            torch._foreach_zero_([one.gradient for one in self.held if one.gradient is not None])
+            torch._foreach_zero_(
+                [
+                    parameter.gradient
+                    for parameter in self.parameters
+                    if parameter.gradient is not None
+                ]
+            )
 
 
-class _Around(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     """Return views of the same tensors; `call` is called when their gradients pass in the backward
     pass.
     """
 
     @staticmethod
-    def forward(context: Any, call: Callable[[], None], *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(context: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return views of the tensors and remember `call`."""
         context.call = call
-        return tuple(one.view_as(one) for one in given)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(context: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -345,7 +372,7 @@ class _Around(torch.autograd.Function):
         return None, *grads
 
 
-def _around(call: Callable[[], None], *given: Tensor) -> tuple[Tensor, ...]:
+def _call_in_backward(call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of the tensors whose backward pass calls `call` first, without arguments."""
-    out: tuple[Tensor, ...] = _Around.apply(call, *given)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, ...] = _CallInBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return out

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from steelyard.models.placements import WHOLE, Shard
+from steelyard.models.llama_placements import WHOLE, Shard
 from steelyard.plan import degrees
 from steelyard.plan.degrees import Plan
 
@@ -43,15 +43,17 @@ class TensorParallelGroup:
         return torch.stack(parts)
 
 
-def form(layout: Plan, rank: int, device: torch.device) -> TensorParallelGroup:
+def create_tensor_parallel_group(
+    plan: Plan, rank: int, device: torch.device
+) -> TensorParallelGroup:
     """Create the tensor-parallel groups of a plan and return this rank's; all ranks must call it.
     With TP1 no process group is made.
     """
-    if layout.tp == 1:
+    if plan.tp == 1:
         return TensorParallelGroup()
     mesh = init_device_mesh(
-        device.type, (layout.dp, layout.pp, layout.tp), mesh_dim_names=("dp", "pp", "tp")
+        device.type, (plan.dp, plan.pp, plan.tp), mesh_dim_names=("dp", "pp", "tp")
     )
     return TensorParallelGroup(
-        Shard(degrees.place(layout, rank).tp, layout.tp), mesh["tp"].get_group()
+        Shard(degrees.find_position(plan, rank).tp, plan.tp), mesh["tp"].get_group()
     )

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from steelyard.engines.transformers import auto
+from steelyard.engines.transformers import auto_model
 from steelyard.errors import RequestError, short_repr
-from steelyard.models.auto_shape import wanted
+from steelyard.models.auto_shape import remove_unwanted_keys
 from steelyard.weights import hf_config, hf_folder
 
 # A model of the same kind that is tiny, in the words that configurations have in common; each class
@@ -46,54 +46,60 @@ TINY: dict[str, int] = {
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
-def describe(folder: Path) -> dict[str, Any]:
+def describe_folder(folder: Path) -> dict[str, Any]:
     """Return the model of a folder as a case states it (`model`), and a tiny model of its type
     (`smoke`); if none can be made, `smoke` is None and `why` has the reason. Raises RequestError if
     the library has no causal language model of that type, or cannot count it.
     """
-    config = hf_config.read_json(folder / hf_config.CONFIG_NAME)
+    config = hf_config.read_hf_json(folder / hf_config.CONFIG_NAME)
     model_type = str(config.get("model_type"))
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        hf_folder.check_code(folder, config)
+        hf_folder.check_no_remote_code(folder, config)
         raise RequestError(
             f"{folder / hf_config.CONFIG_NAME}: model_type is"
-            f" {short_repr(config.get('model_type'))}, and transformers {_version()} has no causal"
+            f" {short_repr(config.get('model_type'))}, and transformers {_library_version()} has no causal"
             " language model of that type; give another model, or install a newer transformers"
         )
-    kept = {key: value for key, value in wanted(config).items() if key != "model_type"}
-    made = auto.configuration(model_type, kept, [])
+    fields = {
+        key: value for key, value in remove_unwanted_keys(config).items() if key != "model_type"
+    }
+    library_config = auto_model.make_library_config(model_type, fields, [])
     null = [
         key
         for key, value in config.items()
-        if value is None and getattr(made, key, None) is not None
+        if value is None and getattr(library_config, key, None) is not None
     ]
     null = [
         key
         for key in null
         if key not in ("dtype", "torch_dtype", "pad_token_id", "bos_token_id", "eos_token_id")
     ]
-    out: dict[str, Any] = {"model": table(model_type, kept, null), "smoke": None, "why": None}
+    out: dict[str, Any] = {
+        "model": make_model_table(model_type, fields, null),
+        "smoke": None,
+        "why": None,
+    }
     try:
-        out["smoke"] = table(model_type, tiny(made, kept), null)
+        out["smoke"] = make_model_table(model_type, shrink_config(library_config, fields), null)
     except (RequestError, RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
         out["why"] = str(error)
     return out
 
 
-def _version() -> str:
+def _library_version() -> str:
     """Return the version of transformers."""
     import transformers
 
     return str(transformers.__version__)
 
 
-def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str, Any]:
+def make_model_table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str, Any]:
     """Return a case's [question.model] table for a configuration, with counted parameters and
     FLOPs. Raises RequestError if it cannot be built or counted.
     """
-    made = auto.configuration(model_type, config, null)
-    text = made.get_text_config()
-    counted = auto.count(made)
+    library_config = auto_model.make_library_config(model_type, config, null)
+    text = library_config.get_text_config()
+    counted = auto_model.count_model(library_config)
     return {
         "family": "auto",
         "model_type": model_type,
@@ -101,42 +107,44 @@ def table(model_type: str, config: dict[str, Any], null: list[str]) -> dict[str,
         "hidden": text.hidden_size,
         "heads": text.num_attention_heads,
         "vocab": text.vocab_size,
-        "positions": _positions(text),
-        "tied": bool(getattr(made, "tie_word_embeddings", False)),
+        "positions": _find_positions(text),
+        "tied": bool(getattr(library_config, "tie_word_embeddings", False)),
         **asdict(counted),
         **({"null": null} if null else {}),
         "config": config,
     }
 
 
-def _positions(text: Any) -> int:
+def _find_positions(text: Any) -> int:
     """Return the largest number of positions, from the configuration's usual field names; raise
     RequestError if it has none.
     """
     for name in ("max_position_embeddings", "max_seq_len", "seq_length", "n_positions"):
-        found = getattr(text, name, None)
-        if isinstance(found, int) and found > 0:
-            return found
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
     raise RequestError(
         "its configuration does not say how many positions it has (max_position_embeddings); give"
         " another model"
     )
 
 
-def tiny(made: Any, config: dict[str, Any]) -> dict[str, Any]:
+def shrink_config(library_config: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration fields of a tiny model of the same type: sizes replaced by those of
     TINY, as far as `library_config` has them, and per-layer lists shortened.
     """
-    names = {name: made.attribute_map.get(name, name) for name in TINY}
-    told = {
-        names[name]: value for name, value in TINY.items() if getattr(made, name, None) is not None
+    names = {name: library_config.attribute_map.get(name, name) for name in TINY}
+    sizes = {
+        names[name]: value
+        for name, value in TINY.items()
+        if getattr(library_config, name, None) is not None
     }
     lists = {
         key: config[key][: TINY["num_hidden_layers"]]
         for key in PER_LAYER
         if isinstance(config.get(key), list)
     }
-    return {**config, **told, **lists}
+    return {**config, **sizes, **lists}
 
 
 def main() -> None:
@@ -146,10 +154,10 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, answer = map(Path, sys.argv[1:3])
     try:
-        told = describe(folder)
+        description = describe_folder(folder)
     except RequestError as error:
-        told = {"error": str(error)}
-    answer.write_text(json.dumps(told), encoding="utf-8")
+        description = {"error": str(error)}
+    answer.write_text(json.dumps(description), encoding="utf-8")
 
 
 if __name__ == "__main__":

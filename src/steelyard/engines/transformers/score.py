@@ -20,16 +20,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from steelyard.engine.job import Job
-from steelyard.engines.transformers import auto
-from steelyard.engines.transformers.auto import Divided
+from steelyard.engines.transformers import auto_model
+from steelyard.engines.transformers.auto_model import SplitModel
 from steelyard.errors import RequestError
 from steelyard.models.shapes import GlmModel, LlamaModel
-from steelyard.models.tensors import DTYPES, send
-from steelyard.scoring.batches import PaddedBatch, padded
+from steelyard.models.tensors import DTYPES, send_array
+from steelyard.scoring.batches import PaddedBatch, plan_padded_batches
 from steelyard.scoring.loop import Scorer, ScoringLoop
-from steelyard.weights import load
-from steelyard.weights.hf_families import written
-from steelyard.weights.model import build
+from steelyard.weights import llama_weights
+from steelyard.weights.hf_families import make_hf_config
+from steelyard.weights.llama_builder import build_llama_with_weights
 
 ATTENTION: dict[str, list[SDPBackend] | None] = {
     "sdpa": None,  # whatever scaled_dot_product_attention prefers
@@ -46,7 +46,7 @@ class TransformersScore(ScoringLoop):
     """
 
     def __init__(self, job: Job) -> None:
-        batches = padded(job, "transformers")
+        batches = plan_padded_batches(job, "transformers")
         super().__init__(job, TransformersScorer(job), batches)
 
 
@@ -55,7 +55,7 @@ class TransformersScorer(Scorer):
     `tune.attention` is not one of the SDPA backends in ATTENTION.
     """
 
-    model: Divided
+    model: SplitModel
 
     def __init__(self, job: Job) -> None:
         self.job, tune = job, job.case.tune
@@ -66,33 +66,37 @@ class TransformersScorer(Scorer):
                 f"tune.attention={self.attention!r} is not known; allowed: auto,"
                 f" {', '.join(ATTENTION)}"
             )
-        self.plain: nn.ModuleList = nn.ModuleList()
-        self.compiled: nn.ModuleList | None = None
-        self.counted: dict[str, Any] = {}  # details of a model of family `auto`
+        self.plain_layers: nn.ModuleList = nn.ModuleList()
+        self.compiled_layers: nn.ModuleList | None = None
+        self.auto_details: dict[str, Any] = {}  # details of a model of family `auto`
 
     @property
     def compiles(self) -> bool:  # type: ignore[override]
         """Return whether the model has a list of layers that can be compiled one by one; false
         before `load`.
         """
-        return len(self.plain) > 0
+        return len(self.plain_layers) > 0
 
     def load(self) -> dict[str, Any]:
         """Build the model with its weights and return their source, for the record."""
         self.model, source = LOADERS[self.job.case.question.model.family](self)
-        self.plain = getattr(self.model.owner, self.model.layers or "", nn.ModuleList())
+        self.plain_layers = getattr(self.model.owner, self.model.layers or "", nn.ModuleList())
         return source
 
     def use(self, compiled: bool) -> None:
         """Put compiled layers (made at the first such call) or the plain ones into the model."""
-        if compiled and self.compiled is None:
-            layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain]
-            self.compiled = nn.ModuleList(layers)
-        setattr(self.model.owner, str(self.model.layers), self.compiled if compiled else self.plain)
+        if compiled and self.compiled_layers is None:
+            layers: list[Any] = [torch.compile(layer, dynamic=True) for layer in self.plain_layers]
+            self.compiled_layers = nn.ModuleList(layers)
+        setattr(
+            self.model.owner,
+            str(self.model.layers),
+            self.compiled_layers if compiled else self.plain_layers,
+        )
 
     def to_device(self, batch: PaddedBatch) -> Tensor:
         """Copy the padded tokens [prompts, length] to the device without waiting."""
-        return send(batch.tokens, self.device)
+        return send_array(batch.tokens, self.device)
 
     def hidden(self, inputs: Tensor, pick: Tensor) -> Tensor:
         """Return the last hidden states at the picked tokens of all rows end to end, computed with
@@ -116,36 +120,38 @@ class TransformersScorer(Scorer):
         """Return the attention backend and, of a model of family `auto`, its class and how FLOPs
         were counted.
         """
-        return {"attention": self.attention, **self.counted}
+        return {"attention": self.attention, **self.auto_details}
 
 
-def _llama(engine: TransformersScorer) -> tuple[Divided, dict[str, Any]]:
+def _load_llama(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]:
     """Return (the library's Llama on the device, source of its weights). Weights are the same as
     every engine's: made or read and checked by this package's loader, then copied over.
     """
-    job, device = engine.job, engine.device
+    job, device = scorer.job, scorer.device
     question = job.case.question
     dtype = DTYPES[question.precision.weights]
-    shape = load.shape_of(question.model)
-    ours, source = build(shape, device, dtype, question.seed, job.weights, progress=job.loading)
+    shape = llama_weights.get_llama_shape(question.model)
+    ours, source = build_llama_with_weights(
+        shape, device, dtype, question.seed, job.weights, progress=job.report_loading
+    )
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config(question.model))  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(make_transformers_config(question.model))  # type: ignore[no-untyped-call]
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     _restore_buffers(model)
     model.tie_weights()
-    load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
+    llama_weights.copy_to_hf_model(ours, dict(model.named_parameters(remove_duplicate=False)))
     del ours
     job.device.release_memory()
-    return Divided(model, model.model, model.lm_head, model.model, "layers"), source
+    return SplitModel(model, model.model, model.lm_head, model.model, "layers"), source
 
 
-def _auto(engine: TransformersScorer) -> tuple[Divided, dict[str, Any]]:
+def _load_auto(scorer: TransformersScorer) -> tuple[SplitModel, dict[str, Any]]:
     """Return (the library's own model with its own loader, source of its weights). Raises
     RequestError if FLOPs or parameters counted here differ from what the case says. Sets
     `scorer.auto_details`, details for the record.
     """
-    question = engine.job.case.question
-    counted = asdict(auto.count(auto.of_shape(question.model)))
+    question = scorer.job.case.question
+    counted = asdict(auto_model.count_model(auto_model.config_of_model(question.model)))
     for name, value in counted.items():
         if getattr(question.model, name) != value:
             raise RequestError(
@@ -153,24 +159,28 @@ def _auto(engine: TransformersScorer) -> tuple[Divided, dict[str, Any]]:
                 f" {value} are counted here; make the case again with steelyard case new"
             )
     dtype = DTYPES[question.precision.weights]
-    model, source = auto.load(
-        question.model, engine.job.weights, engine.device, dtype, question.seed
+    model, source = auto_model.load_auto_model(
+        question.model, scorer.job.weights, scorer.device, dtype, question.seed
     )
-    kernel = str(getattr(model.config, "_attn_implementation", engine.attention))
-    engine.counted = {"attention": kernel, "flops": auto.COUNTED_BY, "class": type(model).__name__}
-    return auto.divide(model, engine.device), source
+    kernel = str(getattr(model.config, "_attn_implementation", scorer.attention))
+    scorer.auto_details = {
+        "attention": kernel,
+        "flops": auto_model.COUNTED_BY,
+        "class": type(model).__name__,
+    }
+    return auto_model.split_model(model, scorer.device), source
 
 
-LOADERS = {"llama": _llama, "auto": _auto}
+LOADERS = {"llama": _load_llama, "auto": _load_auto}
 
 
-def config(model: LlamaModel | GlmModel) -> PretrainedConfig:
+def make_transformers_config(model: LlamaModel | GlmModel) -> PretrainedConfig:
     """Return the library's configuration of a case's model, with SDPA attention."""
-    told = written(load.shape_of(model))
-    made: PretrainedConfig = AutoConfig.for_model(
-        told.pop("model_type"), **told, attn_implementation="sdpa"
+    fields = make_hf_config(llama_weights.get_llama_shape(model))
+    library_config: PretrainedConfig = AutoConfig.for_model(
+        fields.pop("model_type"), **fields, attn_implementation="sdpa"
     )
-    return made
+    return library_config
 
 
 def _restore_buffers(model: nn.Module) -> None:

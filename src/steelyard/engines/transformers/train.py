@@ -24,22 +24,27 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from steelyard.engine.job import Job
-from steelyard.engines.transformers.score import config
+from steelyard.engines.transformers.score import make_transformers_config
 from steelyard.errors import RequestError
-from steelyard.models.attention import Layout, attend, known, with_window
-from steelyard.models.llama_fused import Gradient
-from steelyard.models.tensors import DTYPES, compute_dtype
-from steelyard.plan.degrees import shard_degree
-from steelyard.training.loop import HeldOutLoss, Loop
+from steelyard.models.attention import (
+    PackedLayout,
+    attend_packed_rows,
+    check_attention_kernel,
+    choose_windowed_kernel,
+)
+from steelyard.models.llama_fused import GradientOf
+from steelyard.models.tensors import DTYPES, get_compute_dtype
+from steelyard.plan.degrees import get_shard_degree
+from steelyard.training.fsdp import FsdpPlacement, shard_modules
 from steelyard.training.micro_batches import MicroBatch, RowBatches
-from steelyard.training.packing import Packed
-from steelyard.training.placement import Model, SingleDevice
-from steelyard.training.sharded import Sharded, shard
+from steelyard.training.packing import RowPack
+from steelyard.training.placement import SingleDevicePlacement, TrainableModel
 from steelyard.training.trainer import Trainer
-from steelyard.weights import load
-from steelyard.weights.model import build
+from steelyard.training.training_loop import HeldOutLoss, TrainingLoop
+from steelyard.weights import llama_weights
+from steelyard.weights.llama_builder import build_llama_with_weights
 
-PACKED = "steelyard_packed"  # the name of our kernels in the library
+PACKED_ATTENTION = "steelyard_packed"  # the name of our kernels in the library
 
 
 @dataclass(frozen=True)
@@ -47,35 +52,35 @@ class RowsMicroBatch(MicroBatch):
     """A micro-batch of rows of one length, with whether plain causal attention is right for it."""
 
     # every segment from which something is learned begins its row: plain causal attention is right
-    alone: bool
+    begins_rows: bool
 
 
 class SegmentedRows(RowBatches):
     """Rows of one length as micro-batches that know whether they need a mask."""
 
-    def to_device(self, pack: Packed) -> RowsMicroBatch:
+    def to_device(self, pack: RowPack) -> RowsMicroBatch:
         """Copy a pack to the device; `begins_rows` is true if every learned token's segment begins
         its row.
         """
-        alone = pack.positions[pack.pick] == pack.pick % self.length
-        return RowsMicroBatch(**vars(super().to_device(pack)), alone=bool(alone.all()))
+        begins_row = pack.positions[pack.pick] == pack.pick % self.length
+        return RowsMicroBatch(**vars(super().to_device(pack)), begins_rows=bool(begins_row.all()))
 
 
-class TransformersTrain(Loop):
+class TransformersTrain(TrainingLoop):
     """The engine for work `train_rows`: the common training loop with the library's Llama, on one
     device or sharded by FSDP over many. Raises RequestError for settings that it cannot do.
     """
 
     def __init__(self, job: Job) -> None:
-        kernel = choose_kernel(job)
-        layers = ShardedLayers(job) if job.plan.dp > 1 else None
-        placement = SingleDevice() if layers is None else layers.placement()
-        trainer = Trainer(job, TransformersLlama(job, kernel, layers), placement)
+        kernel = choose_transformers_attention(job)
+        fsdp = FsdpSharding(job) if job.plan.dp > 1 else None
+        placement = SingleDevicePlacement() if fsdp is None else fsdp.placement()
+        trainer = Trainer(job, TransformersLlama(job, kernel, fsdp), placement)
         batches = SegmentedRows(job, job.train.length)
         super().__init__(job, trainer, batches, HeldOutLoss(job, trainer, batches))
 
 
-def choose_kernel(job: Job) -> str:
+def choose_transformers_attention(job: Job) -> str:
     """Return `sdpa` for `auto`, else the attention kernel that `tune.attention` names. Raises
     RequestError if it is unknown, has wrong gradients or no window that the model needs, and for
     selective recomputation.
@@ -86,16 +91,16 @@ def choose_kernel(job: Job) -> str:
         raise RequestError(
             "engine transformers recomputes whole layers; allowed: tune.recompute=none or full"
         )
-    known(kernel, True, "sdpa")
+    check_attention_kernel(kernel, True, "sdpa")
     window = job.case.question.model.window
     return (
         kernel
         if kernel == "sdpa"
-        else with_window(kernel, window, job.train.length, tune.attention)
+        else choose_windowed_kernel(kernel, window, job.train.length, tune.attention)
     )
 
 
-class ShardedLayers:
+class FsdpSharding:
     """Shards the layers of the library's model by FSDP over all devices, as its users do. Raises
     RequestError unless `tune.sharding` is set for all replicas. Creates a device mesh, so all ranks
     must construct it.
@@ -103,19 +108,22 @@ class ShardedLayers:
 
     def __init__(self, job: Job) -> None:
         tune, precision = job.case.tune, job.case.question.precision
-        if not tune.sharding or shard_degree(job.case, job.plan.dp) != job.plan.dp:
+        if not tune.sharding or get_shard_degree(job.case, job.plan.dp) != job.plan.dp:
             raise RequestError(
                 "engine transformers divides what it holds among all its devices; add --set"
                 " tune.sharding=3 (or 1 or 2), without tune.sharding_degree"
             )
         self.device, self.sharding = job.device, tune.sharding
-        self.kept, self.compute = DTYPES[precision.weights], compute_dtype(precision.matmul)
+        self.master_dtype, self.matmul_dtype = (
+            DTYPES[precision.weights],
+            get_compute_dtype(precision.matmul),
+        )
         self.mesh = init_device_mesh(job.device.torch_device.type, (job.plan.dp,))
 
-    def placement(self) -> Sharded:
+    def placement(self) -> FsdpPlacement:
         """Return the placement that the trainer uses for FSDP."""
         device: torch.device = self.device.torch_device
-        return Sharded(self.mesh.get_group(), self.sharding, self.compute, device)
+        return FsdpPlacement(self.mesh.get_group(), self.sharding, self.matmul_dtype, device)
 
     def shard(self, model: Any, master: list[Tensor] | None) -> list[nn.Module]:
         """Shard a whole model in place, of which every rank keeps its part, and return the
@@ -126,23 +134,29 @@ class ShardedLayers:
         memory.
         """
         if master is not None:
-            for parameter, one in zip(
+            for parameter, weight in zip(
                 (p for p in model.parameters() if p.requires_grad), master, strict=True
             ):
-                parameter.data = one
+                parameter.data = weight
         roots = [model.model, model.lm_head]
-        shard([*model.model.layers, *roots], self.mesh, self.sharding, self.compute, self.kept)
+        shard_modules(
+            [*model.model.layers, *roots],
+            self.mesh,
+            self.sharding,
+            self.matmul_dtype,
+            self.master_dtype,
+        )
         self.device.release_memory()
         return roots
 
 
-class TransformersLlama(Model):
+class TransformersLlama(TrainableModel):
     """The library's Llama as the trainer uses it; `fsdp` shards it, None on one device. `masked`
     counts micro-batches that needed a mask, of `batches`.
     """
 
-    def __init__(self, job: Job, kernel: str, layers: ShardedLayers | None) -> None:
-        self.job, self.kernel, self.layers = job, kernel, layers
+    def __init__(self, job: Job, kernel: str, fsdp: FsdpSharding | None) -> None:
+        self.job, self.kernel, self.fsdp = job, kernel, fsdp
         self.masked = self.batches = 0
 
     def build(self) -> list[Tensor] | None:
@@ -154,36 +168,36 @@ class TransformersLlama(Model):
         projection's bias, which our Llama does not have, stays zero and is not trained.
         """
         job, question = self.job, self.job.case.question
-        precision, device, made = (
+        precision, device, library_config = (
             question.precision,
             job.device.torch_device,
-            config(question.model),
+            make_transformers_config(question.model),
         )
-        shape, dtype = load.shape_of(question.model), DTYPES[precision.weights]
-        ours, self.weights = build(
-            shape, device, dtype, question.seed, job.weights, progress=job.loading
+        shape, dtype = llama_weights.get_llama_shape(question.model), DTYPES[precision.weights]
+        ours, self.weights = build_llama_with_weights(
+            shape, device, dtype, question.seed, job.weights, progress=job.report_loading
         )
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
-        model.set_attn_implementation("sdpa" if self.kernel == "sdpa" else PACKED)
+            model: Any = AutoModelForCausalLM.from_config(library_config)  # type: ignore[no-untyped-call]
+        model.set_attn_implementation("sdpa" if self.kernel == "sdpa" else PACKED_ATTENTION)
         model.to(dtype).to_empty(device=device).train()
         model.tie_weights()
-        load.copy_to_hf(ours, dict(model.named_parameters(remove_duplicate=False)))
+        llama_weights.copy_to_hf_model(ours, dict(model.named_parameters(remove_duplicate=False)))
         del ours
         job.device.release_memory()
         for name, parameter in model.named_parameters():
             # a Llama of ours has none: it stays zero
             parameter.requires_grad_(not name.endswith("o_proj.bias"))
         master = [p.detach() for p in model.parameters() if p.requires_grad]
-        model.to(compute_dtype(precision.matmul))
+        model.to(get_compute_dtype(precision.matmul))
         # A computed buffer, in no checkpoint: `to_empty` left it without values, and it is fp32 in
         # every precision.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=made).to(device)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=library_config).to(device)
         self.module = model
         has_master = master[0].dtype != model.lm_head.weight.dtype
-        if self.layers is None:
+        if self.fsdp is None:
             return master if has_master else None
-        self.roots = self.layers.shard(model, master if has_master else None)
+        self.fsdp_roots = self.fsdp.shard(model, master if has_master else None)
         return None
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -194,7 +208,7 @@ class TransformersLlama(Model):
             if parameter.requires_grad
         ]
 
-    def compile(self, gradient: Gradient) -> None:
+    def compile(self, gradient: GradientOf) -> None:
         """Turn on full recomputation and compile the layers, the last norm and the loss, as the
         tune says. `gradient` is not used: autograd accumulates.
         """
@@ -207,56 +221,56 @@ class TransformersLlama(Model):
             for module in (*self.module.model.layers, self.module.model.norm):
                 module.forward = torch.compile(module.forward)  # inside of what recomputes a layer
         self.head: Callable[..., Tensor] = (
-            torch.compile(_head, dynamic=True) if tune.compile else _head
+            torch.compile(_loss_of_hidden, dynamic=True) if tune.compile else _loss_of_hidden
         )
 
-    def variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
+    def list_variants(self, micro: MicroBatch) -> Iterator[MicroBatch]:
         """Yield the micro-batch with and without a mask, which are two graphs to compile: half of a
         row's length makes a second segment. Other kernels have one form. Resets the counts of
         masked batches afterwards.
         """
         if self.kernel == "sdpa" and isinstance(micro, RowsMicroBatch):
-            half = max(1, micro.rows.max_q // 2)
-            yield replace(micro, positions=micro.positions % half, alone=False)
-            yield replace(micro, alone=True)
+            half = max(1, micro.layout.max_q // 2)
+            yield replace(micro, positions=micro.positions % half, begins_rows=False)
+            yield replace(micro, begins_rows=True)
         else:
             yield micro
         self.masked = self.batches = 0
 
     def loss(self, micro: MicroBatch) -> Tensor:
         """Return a micro-batch's summed cross-entropy, in nats, at the learned tokens alone."""
-        tokens = micro.tokens.view(-1, micro.rows.max_q)
+        tokens = micro.tokens.view(-1, micro.layout.max_q)
         hidden = self.module.model(
-            input_ids=tokens, use_cache=False, **self._segments(micro)
+            input_ids=tokens, use_cache=False, **self._segment_arguments(micro)
         ).last_hidden_state
         return self.head(self.module.lm_head, hidden.flatten(0, 1)[micro.pick], micro.targets)
 
-    def _segments(self, micro: MicroBatch) -> dict[str, Any]:
+    def _segment_arguments(self, micro: MicroBatch) -> dict[str, Any]:
         """Return the model arguments that keep the segments of a row apart: positions, or
         cumulative lengths for a packed kernel; none if plain causal attention is right. Counts
         batches and masked ones with SDPA.
         """
-        positions = micro.positions.view(-1, micro.rows.max_q)
+        positions = micro.positions.view(-1, micro.layout.max_q)
         if self.kernel != "sdpa":
-            rows = micro.rows
-            borders = {"cu_seq_lens_q": rows.cu_q, "cu_seq_lens_k": rows.cu_k}
+            rows = micro.layout
+            cumulative = {"cu_seq_lens_q": rows.cu_q, "cu_seq_lens_k": rows.cu_k}
             longest = {"max_length_q": rows.max_q, "max_length_k": rows.max_k}
-            return {"position_ids": positions, **borders, **longest, "kernel": self.kernel}
-        alone = isinstance(micro, RowsMicroBatch) and micro.alone
+            return {"position_ids": positions, **cumulative, **longest, "kernel": self.kernel}
+        begins_rows = isinstance(micro, RowsMicroBatch) and micro.begins_rows
         self.batches += 1
-        self.masked += not alone
-        return {} if alone else {"position_ids": positions}
+        self.masked += not begins_rows
+        return {} if begins_rows else {"position_ids": positions}
 
     def details(self) -> dict[str, Any]:
         """Return attention kernel, kind of block, sharding and, with SDPA, how many batches outside
         warm-up needed a mask (`masked` of `batches`).
         """
         counts = {"masked": self.masked, "batches": self.batches} if self.kernel == "sdpa" else {}
-        sharding = {} if self.layers is None else {"sharding": self.layers.sharding}
+        sharding = {} if self.fsdp is None else {"sharding": self.fsdp.sharding}
         return {"attention": self.kernel, "block": "plain", **counts, **sharding}
 
 
-def _head(output: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
+def _loss_of_hidden(output: nn.Linear, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross-entropy, in fp32 at least, of the output layer's logits for hidden
     states [targets, hidden].
     """
@@ -278,16 +292,16 @@ def _packed_attention(
     max_length_k: int,
     kernel: str,
     sliding_window: int | None = None,
-    **others: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by one of this package's packed kernels; called by the library through its
     AttentionInterface. Takes [rows, heads, length, D] and returns [rows, length, heads, D] and no
     weights. The library makes no mask for names that it does not know.
     """
-    q, k, v = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
-    rows = Layout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    out = attend(q, k, v, rows, kernel, window=sliding_window)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    rows = PackedLayout(cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    out = attend_packed_rows(q, k, v, rows, kernel, window=sliding_window)
     return out.view(query.shape[0], -1, *out.shape[1:]), None
 
 
-AttentionInterface.register(PACKED, _packed_attention)
+AttentionInterface.register(PACKED_ATTENTION, _packed_attention)

@@ -8,13 +8,13 @@ such as {model}, is replaced by the values of that name in flagperf/values.py.
 
 from dataclasses import dataclass
 
-from steelyard.words import pair
+from steelyard.words import get_text_pair
 
-Text = tuple[str, str]  # English, Chinese
+TextPair = tuple[str, str]  # English, Chinese
 
 
 @dataclass(frozen=True)
-class Lines:
+class FormLines:
     """Fixed lines of a page in English and in Chinese. A {name} in them is replaced by its values,
     several on one line.
     """
@@ -24,7 +24,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Each:
+class LinePerValue:
     """One line for each value of the name `value`, after a prefix in which {n} is the number of the
     line, from 1.
     """
@@ -34,14 +34,14 @@ class Each:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MetricListEntry:
     """A row in a list of metrics. `meaning_of` names the metric or setting whose meaning is printed
     in the last cell.
     """
 
-    name: Text
-    index: Text
-    about: str = ""
+    name: TextPair
+    index: TextPair
+    meaning_of: str = ""
     strong: bool = False
 
 
@@ -49,12 +49,12 @@ class Entry:
 class MetricList:
     """A table that explains metrics: the titles of its three columns, and its rows."""
 
-    heads: tuple[Text, Text, Text]
-    entries: tuple[Entry, ...]
+    heads: tuple[TextPair, TextPair, TextPair]
+    entries: tuple[MetricListEntry, ...]
 
 
 @dataclass(frozen=True)
-class Column:
+class ValueColumn:
     """A column of the table of values: a setting (a name in ROW_SETTINGS), or metrics joined by a
     slash.
 
@@ -62,12 +62,12 @@ class Column:
     is printed with its unit, any other with `suffix`.
     """
 
-    title: Text
+    title: TextPair
     setting: str = ""
     metrics: tuple[str, ...] = ()
     form: str = ""
     unit: str = ""
-    after: str = ""
+    suffix: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ class ValueTable:
     in a row above them.
     """
 
-    columns: tuple[Column, ...]
-    over: str = ""
+    columns: tuple[ValueColumn, ...]
+    header_value: str = ""
 
 
-Block = Lines | Each | MetricList | ValueTable
+FormPart = FormLines | LinePerValue | MetricList | ValueTable
 
 
 @dataclass(frozen=True)
@@ -93,37 +93,39 @@ class PageLayout:
     stand in a note for each row.
     """
 
-    blocks: tuple[Block, ...]
-    addresses: tuple[Text, ...]
-    dataset: Text
-    category: Text
-    explained: tuple[tuple[str, str], ...] = ()
-    data_noted: bool = False
-    beside: tuple[str, ...] = ()
+    parts: tuple[FormPart, ...]
+    addresses: tuple[TextPair, ...]
+    dataset: TextPair
+    category: TextPair
+    explained_columns: tuple[tuple[str, str], ...] = ()
+    note_data: bool = False
+    noted_metrics: tuple[str, ...] = ()
 
 
-def same(text: str) -> Text:
+def same_text(text: str) -> TextPair:
     """Return a text that is equal in English and Chinese as a pair."""
     return text, text
 
 
-def see(index: str) -> Text:
+def see_column(column: str) -> TextPair:
     """Return the text "see COLUMN" in English and in Chinese."""
-    en, zh = pair("form.see")
-    return en.format(index), zh.format(index)
+    en, zh = get_text_pair("form.see")
+    return en.format(column), zh.format(column)
 
 
-def metric(title: str, metric: str = "", unit: str = "", form: str = "") -> Column:
+def metric_column(title: str, metric_name: str = "", unit: str = "", form: str = "") -> ValueColumn:
     """Return a column for one metric: `metric_name`, or the title if that is empty."""
-    return Column(same(title), metrics=(metric or title,), unit=unit, form=form)
+    return ValueColumn(same_text(title), metrics=(metric_name or title,), unit=unit, form=form)
 
 
-def setting(title: str, setting: str = "") -> Column:
+def setting_column(title: str, setting_name: str = "") -> ValueColumn:
     """Return a column for one setting: `setting_name`, or the title if that is empty."""
-    return Column(same(title), setting or title)
+    return ValueColumn(same_text(title), setting_name or title)
 
 
-MEM = Column(same("mem"), metrics=("mem", "mem_total"))
+MEM_COLUMN = ValueColumn(same_text("mem"), metrics=("mem", "mem_total"))
 
-SOFTWARE = Lines(*pair("form.os_version_os_kernel"))
-MFU = Entry(pair("form.accelerator_utilization"), same("*MFU"), "mfu_nominal", strong=True)
+SOFTWARE_LINES = FormLines(*get_text_pair("form.os_version_os_kernel"))
+MFU_ENTRY = MetricListEntry(
+    get_text_pair("form.accelerator_utilization"), same_text("*MFU"), "mfu_nominal", strong=True
+)

@@ -20,18 +20,18 @@ from typing import Any, Literal
 from steelyard import files
 from steelyard.data import jsonl
 from steelyard.errors import RequestError
-from steelyard.tasks.alpaca.task import ConversationData, MadeConversations
+from steelyard.tasks.alpaca.task import AlpacaData, GeneratedConversationsConfig
 
 MAX_FILE_BYTES = 1 << 30
 MAX_GZIP_BYTES = 256 << 20
 BEGIN_BYTES = 1 << 20  # of a file that `check_source` reads
-JOINT: str = ConversationData.model_fields["joint"].default
+DEFAULT_JOINT: str = AlpacaData.model_fields["joint"].default
 
 Role = Literal["human", "assistant"]
 
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 # Files of a tokenizer, which may lie beside the data.
-_NO_DATA = (
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
@@ -44,9 +44,9 @@ _ROLES: dict[str, Role] = {
     "gpt": "assistant",
     "assistant": "assistant",
 }
-_ALPACA = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
+_ELEMENT_FORMAT = 'an element is {"instruction": "…", "input": "…", "output": "…"}'
 _STRING = "allowed: a string"
-_LINE = (
+_LINE_FORMAT = (
     'a line is {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}],'
     ' "instruction": "…"}'
 )
@@ -62,42 +62,47 @@ class Conversation:
     instruction: str = ""
 
 
-def read(source: Path, joint: str = JOINT) -> tuple[list[Conversation], str]:
+def read_conversations(source: Path, joint: str = DEFAULT_JOINT) -> tuple[list[Conversation], str]:
     """Read all conversations in file order; return them with the file's name. `joint` is put
     between instruction and input of alpaca's JSON. Raises RequestError if the file is missing, too
     large or malformed.
     """
-    path = _file(source)
-    return list(_conversations(_content(path), path, joint)), path.name
+    path = _find_file(source)
+    return list(_parse_conversations(_read_content(path), path, joint)), path.name
 
 
 def check_source(source: Path) -> None:
     """Raise RequestError if a file, or the folder of one, does not begin with a valid conversation.
     Reads at most the first MiB; JSON that is cut there is accepted.
     """
-    path = _file(source)
-    with jsonl.refusals(path):
-        content = files.begin(path, BEGIN_BYTES)
+    path = _find_file(source)
+    with jsonl.refuse_unreadable(path):
+        content = files.read_file_start(path, BEGIN_BYTES)
     cut = len(content) == BEGIN_BYTES
     if cut:
         content = content.decode("utf-8", "ignore").encode()  # drop a cut character at the end
     try:
-        next(_conversations(content, path, JOINT))
+        next(_parse_conversations(content, path, DEFAULT_JOINT))
     except RequestError as error:
         # Cut JSON is no error: it may continue behind the cut.
         if not cut or not isinstance(error.__cause__, ValueError):
             raise
 
 
-def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversation]:
+def _parse_conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversation]:
     """Parse a file's content in either form, one conversation at a time. Raises RequestError if it
     begins like neither, or an element is malformed.
     """
     first = content.lstrip(b" \t\r\n")[:1]
     if first == b"[":
-        yield from (_alpaca(found, where, joint) for found, where in _elements(content, path))
+        yield from (
+            _convert_element(element, location, joint)
+            for element, location in _parse_elements(content, path)
+        )
     elif first == b"{":
-        yield from map(_conversation, jsonl.parse(jsonl.split(content), path, _LINE))
+        yield from map(
+            _convert_line, jsonl.parse_json_lines(jsonl.split_lines(content), path, _LINE_FORMAT)
+        )
     else:
         begins = f"begins with {first!r}" if first else "is empty"
         raise RequestError(
@@ -106,7 +111,7 @@ def _conversations(content: bytes, path: Path, joint: str) -> Iterator[Conversat
         )
 
 
-def _file(source: Path) -> Path:
+def _find_file(source: Path) -> Path:
     """Return the data file: the path itself, or the only .json or .jsonl (.gz) file of a folder,
     tokenizer files aside. Raises RequestError if there is not exactly one.
     """
@@ -120,7 +125,7 @@ def _file(source: Path) -> Path:
     names = sorted(
         p.name
         for p in source.iterdir()
-        if p.name.endswith(_SUFFIXES) and p.name not in _NO_DATA and p.is_file()
+        if p.name.endswith(_SUFFIXES) and p.name not in _TOKENIZER_FILES and p.is_file()
     )
     if len(names) != 1:
         raise RequestError(
@@ -131,30 +136,30 @@ def _file(source: Path) -> Path:
     return source / names[0]
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     """Return the bytes of a file, unpacked if gzipped. Raises RequestError if it cannot be read or
     is too large, packed or unpacked.
     """
-    with jsonl.refusals(path, "; alpaca's data has 23 MB"):
+    with jsonl.refuse_unreadable(path, "; alpaca's data has 23 MB"):
         with files.open_regular(path) as file:
-            compressed = file.read(len(files.GZIP)) == files.GZIP
+            compressed = file.read(len(files.GZIP_MAGIC)) == files.GZIP_MAGIC
         if compressed and path.stat().st_size > MAX_GZIP_BYTES:
             raise RequestError(
                 f"{path}: larger than {MAX_GZIP_BYTES} bytes, the limit for a compressed file"
             )
-        return files.read(path, MAX_FILE_BYTES)
+        return files.read_file(path, MAX_FILE_BYTES)
 
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
-def _after_space(text: str, at: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     """Return the first position from `position` on that is not JSON white space."""
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, position)
+    return match.end() if match else position
 
 
-def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
+def _parse_elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
     """Parse a JSON list element by element, and yield each with its location for error messages.
     Raises RequestError at the first element that is not JSON, so that a wrong file is refused
     before it fills the memory; also for an empty list, and for text behind it.
@@ -163,79 +168,90 @@ def _elements(content: bytes, path: Path) -> Iterator[tuple[Any, str]]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8: {error}") from error
-    at = _after_space(text, _after_space(text, 0) + 1)
-    if text[at : at + 1] == "]":
+    position = _skip_space(text, _skip_space(text, 0) + 1)
+    if text[position : position + 1] == "]":
         raise RequestError(f"{path}: an empty list; alpaca's data has 52002 elements")
-    number, sign = 0, ","
-    while sign == ",":
+    number, separator = 0, ","
+    while separator == ",":
         number += 1
-        where = f"{path}: element {number}"
+        location = f"{path}: element {number}"
         try:
-            found, at = files.DECODER.raw_decode(text, at)
+            element, position = files.JSON_DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} is not JSON: {files.reason(error)}; {_ALPACA}") from error
-        yield found, where
-        at = _after_space(text, at)
-        sign = text[at : at + 1]
-        at = _after_space(text, at + 1)
-    if sign != "]" or text[at:]:
-        behind = f"element {number}" if sign != "]" else "the list"
+            raise RequestError(
+                f"{location} is not JSON: {files.explain_json_error(error)}; {_ELEMENT_FORMAT}"
+            ) from error
+        yield element, location
+        position = _skip_space(text, position)
+        separator = text[position : position + 1]
+        position = _skip_space(text, position + 1)
+    if separator != "]" or text[position:]:
+        behind = f"element {number}" if separator != "]" else "the list"
         raise RequestError(
-            f"{path}: {shown(sign if sign != ']' else text[at:])} behind {behind}; the file is one"
+            f"{path}: {shown(separator if separator != ']' else text[position:])} behind {behind}; the file is one"
             " JSON list"
         )
 
 
-def _alpaca(found: Any, where: str, joint: str) -> Conversation:
+def _convert_element(element: Any, location: str, joint: str) -> Conversation:
     """Return an object of alpaca's JSON as a conversation of two turns. Raises RequestError if a
     field is missing or no string.
     """
-    if not isinstance(found, dict):
-        raise RequestError(f"{where} is {shown(found)}; {_ALPACA}")
+    if not isinstance(element, dict):
+        raise RequestError(f"{location} is {shown(element)}; {_ELEMENT_FORMAT}")
     for key in ("instruction", "output"):
-        if key not in found:
-            raise RequestError(f"{where} has no {key}; {_ALPACA}")
-    asked, more, answer = (
-        jsonl.text(found.get(key, ""), f"{where}: {key} is", _STRING)
+        if key not in element:
+            raise RequestError(f"{location} has no {key}; {_ELEMENT_FORMAT}")
+    instruction, extra_input, answer = (
+        jsonl.require_text(element.get(key, ""), f"{location}: {key} is", _STRING)
         for key in ("instruction", "input", "output")
     )
     return Conversation(
-        (("human", f"{asked}{joint}{more}" if more else asked), ("assistant", answer))
+        (
+            ("human", f"{instruction}{joint}{extra_input}" if extra_input else instruction),
+            ("assistant", answer),
+        )
     )
 
 
-def _conversation(line: jsonl.Line) -> Conversation:
+def _convert_line(line: jsonl.JsonLine) -> Conversation:
     """Return a JSON line as a conversation. Raises RequestError unless turns alternate, the human
     begins and the assistant answers.
     """
-    found, where = line.value, line.where
-    turns = found.get("conversations") if isinstance(found, dict) else None
+    value, location = line.value, line.location
+    turns = value.get("conversations") if isinstance(value, dict) else None
     if not isinstance(turns, list):
-        raise RequestError(f"{where} is {shown(found)}; {_LINE}")
-    out = []
+        raise RequestError(f"{location} is {shown(value)}; {_LINE_FORMAT}")
+    checked_turns = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict) or not {"from", "value"} <= set(turn):
             raise RequestError(
-                f'{where}: turn {number} is {shown(turn)}; a turn is {{"from": "human", "value":'
+                f'{location}: turn {number} is {shown(turn)}; a turn is {{"from": "human", "value":'
                 ' "…"}'
             )
-        who = turn["from"]
-        role = _ROLES.get(who) if isinstance(who, str) else None
+        speaker = turn["from"]
+        role = _ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             raise RequestError(
-                f"{where}: turn {number} is from {shown(who)}; allowed: {', '.join(_ROLES)}"
+                f"{location}: turn {number} is from {shown(speaker)}; allowed: {', '.join(_ROLES)}"
             )
         if role != ("human", "assistant")[(number - 1) % 2]:
             raise RequestError(
-                f"{where}: turn {number} is the {role}'s; turns alternate, and the human begins"
+                f"{location}: turn {number} is the {role}'s; turns alternate, and the human begins"
             )
-        out.append(
-            (role, jsonl.text(turn["value"], f"{where}: the value of turn {number} is", _STRING))
+        checked_turns.append(
+            (
+                role,
+                jsonl.require_text(
+                    turn["value"], f"{location}: the value of turn {number} is", _STRING
+                ),
+            )
         )
-    if len(out) < 2:
-        raise RequestError(f"{where}: no turn of the assistant; it has nothing to train on")
+    if len(checked_turns) < 2:
+        raise RequestError(f"{location}: no turn of the assistant; it has nothing to train on")
     return Conversation(
-        tuple(out), jsonl.text(found.get("instruction", ""), f"{where}: instruction is", _STRING)
+        tuple(checked_turns),
+        jsonl.require_text(value.get("instruction", ""), f"{location}: instruction is", _STRING),
     )
 
 
@@ -271,35 +287,37 @@ _WORDS = (
 )
 
 
-def make(made: MadeConversations, joint: str = JOINT) -> list[Conversation]:
+def generate_conversations(
+    config: GeneratedConversationsConfig, joint: str = DEFAULT_JOINT
+) -> list[Conversation]:
     """Generate distinct conversations of one or two exchanges, in which words are to be repeated,
     from a seed. Some have instruction and input with `joint` between them.
     """
-    rng = random.Random(f"alpaca:{made.seed}")
-    out: dict[Conversation, None] = {}
-    while len(out) < made.conversations:
-        out[
+    rng = random.Random(f"alpaca:{config.seed}")
+    conversations: dict[Conversation, None] = {}
+    while len(conversations) < config.conversations:
+        conversations[
             Conversation(
                 tuple(
                     turn
                     for _ in range(rng.choice((1, 1, 1, 2)))
-                    for turn in _made_turns(rng, joint)
+                    for turn in _generate_exchange(rng, joint)
                 )
             )
         ] = None
-    return list(out)
+    return list(conversations)
 
 
-def _made_turns(rng: random.Random, joint: str) -> tuple[tuple[Role, str], tuple[Role, str]]:
+def _generate_exchange(rng: random.Random, joint: str) -> tuple[tuple[Role, str], tuple[Role, str]]:
     """Generate one exchange: a turn of the human, and the assistant's answer."""
-    one, two, three = rng.sample(_WORDS, 3)
-    asked, answer = rng.choice(
+    first, second, third = rng.sample(_WORDS, 3)
+    request, answer = rng.choice(
         (
-            (f"Repeat the word {one}.", one),
-            (f"Repeat the words.{joint} {one} {two} {three}", f"{one} {two} {three}"),
-            (f"Which word is the first: {one}, {two} or {three}?", one),
-            (f"Which word is the last: {one}, {two} or {three}?", three),
-            (f"Say {one} and {two} the other way round.", f"{two} and {one}"),
+            (f"Repeat the word {first}.", first),
+            (f"Repeat the words.{joint} {first} {second} {third}", f"{first} {second} {third}"),
+            (f"Which word is the first: {first}, {second} or {third}?", first),
+            (f"Which word is the last: {first}, {second} or {third}?", third),
+            (f"Say {first} and {second} the other way round.", f"{second} and {first}"),
         )
     )
-    return ("human", asked), ("assistant", answer)
+    return ("human", request), ("assistant", answer)

@@ -23,64 +23,70 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steelyard.data.batches import common_prefix
-from steelyard.data.rows import IGNORED, Key, Row
-from steelyard.data.sample import batch_of_step, permutation
-from steelyard.data.tokenizer import Tokenizer, end_of
+from steelyard.data.prompt_batches import count_common_prefix
+from steelyard.data.seeded_draws import draw_permutation, draw_step_batch
+from steelyard.data.tokenizer import Tokenizer, require_end_token
+from steelyard.data.training_rows import IGNORED, RowKey, TrainingRow
 from steelyard.errors import RequestError
-from steelyard.schema import canonical
-from steelyard.tasks import held_out
-from steelyard.tasks.alpaca.conversations import Conversation, make, read
-from steelyard.tasks.alpaca.task import ConversationData
+from steelyard.schema import to_canonical_json
+from steelyard.tasks import held_out_loss
+from steelyard.tasks.alpaca.conversations import (
+    Conversation,
+    generate_conversations,
+    read_conversations,
+)
+from steelyard.tasks.alpaca.task import AlpacaData
 from steelyard.tasks.task import (
-    Asked,
     DataFacts,
-    Prepared,
+    PreparedData,
+    TaskRequest,
     TokenizerFacts,
-    fingerprint_of,
+    fingerprint_parts,
     is_published,
 )
 
 __all__ = [
-    "AlpacaRows",
     "Conversation",
+    "ConversationRows",
     "ConversationSample",
-    "encode",
-    "fingerprint",
-    "make",
+    "count_totals",
+    "encode_conversations",
+    "fingerprint_conversations",
+    "generate_conversations",
     "prepare",
-    "read",
-    "totals",
+    "read_conversations",
 ]
 
 HEADER = (
     "A chat between a curious human and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n"
 )
-PADDING = 0
-_AT_ONCE = 1024  # conversations encoded in one call
+PADDING_TOKEN = 0
+_ENCODE_BATCH = 1024  # conversations encoded in one call
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(request: TaskRequest) -> PreparedData:
     """Read or generate conversations, and return training rows of them for an engine. Raises
     RequestError if data are missing or wrong, or too few samples remain.
     """
-    fields: ConversationData = asked.data
-    if asked.sources.data is not None:
-        conversations, label = read(asked.sources.data, fields.joint)
+    fields: AlpacaData = request.data
+    if request.sources.data is not None:
+        conversations, label = read_conversations(request.sources.data, fields.joint)
     elif fields.made is not None:
-        conversations, label = make(fields.made, fields.joint), "made"
+        conversations, label = generate_conversations(fields.made, fields.joint), "made"
     else:
         raise RequestError(
             "this size needs alpaca's JSON or conversations as jsonl: name the file with --data"
         )
-    tokenizer = asked.tokenizer()
-    samples, shortened = encode(conversations, tokenizer, asked.length, fields.last_target)
-    rows = AlpacaRows(
-        samples, asked.length, asked.step_batch(), asked.seed, fields.held_out, asked.pack
+    tokenizer = request.load_tokenizer()
+    samples, shortened = encode_conversations(
+        conversations, tokenizer, request.length, fields.last_target
     )
-    digest = fingerprint(conversations, tokenizer)
-    counts = {f"sample_{key}": value for key, value in totals(samples).items()}
+    rows = ConversationRows(
+        samples, request.length, request.step_batch(), request.seed, fields.held_out, request.pack
+    )
+    digest = fingerprint_conversations(conversations, tokenizer)
+    counts = {f"sample_{key}": value for key, value in count_totals(samples).items()}
     facts = DataFacts(
         source=label,
         rows=len(conversations),
@@ -88,9 +94,9 @@ def prepare(asked: Asked) -> Prepared:
         **counts,
         fingerprint=digest,
         published=is_published(digest, fields.fingerprint),
-        tokenizer=TokenizerFacts.of(tokenizer),
+        tokenizer=TokenizerFacts.from_tokenizer(tokenizer),
     )
-    return Prepared(rows, facts, held_out.outputs(len(rows.held_out())))
+    return PreparedData(rows, facts, held_out_loss.make_held_out_outputs(len(rows.held_out())))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class _Frame:
     end: int
 
 
-def encode(
+def encode_conversations(
     conversations: list[Conversation], tokenizer: Tokenizer, length: int, last_target: bool = False
 ) -> tuple[list[ConversationSample], int]:
     """Tokenize conversations and cut each to `length` tokens; return the samples and how many were
@@ -122,11 +128,11 @@ def encode(
     there may be fewer samples than conversations). With `last_target` the token behind the cut is
     kept as a target, so that one token beyond `length` does not count as shortened.
     """
-    frame = _frame(tokenizer)
+    frame = _find_frame(tokenizer)
     samples, shortened = [], 0
-    for start in range(0, len(conversations), _AT_ONCE):
-        for whole in _whole(conversations[start : start + _AT_ONCE], tokenizer, frame):
-            sample = _cut(whole, length, last_target)
+    for start in range(0, len(conversations), _ENCODE_BATCH):
+        for whole in _encode_whole(conversations[start : start + _ENCODE_BATCH], tokenizer, frame):
+            sample = _cut_sample(whole, length, last_target)
             keeps = any(sample.learned) or sample.beyond is not None
             shortened += not keeps or len(whole.tokens) > length + last_target
             if keeps:
@@ -134,7 +140,7 @@ def encode(
     return samples, shortened
 
 
-def _cut(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
+def _cut_sample(whole: ConversationSample, length: int, last_target: bool) -> ConversationSample:
     """Cut a sample to `length` tokens; with `last_target` keep the next token as `beyond` if it is
     learned.
     """
@@ -144,49 +150,51 @@ def _cut(whole: ConversationSample, length: int, last_target: bool) -> Conversat
     )
 
 
-def _frame(tokenizer: Tokenizer) -> _Frame:
+def _find_frame(tokenizer: Tokenizer) -> _Frame:
     """Find what a tokenizer puts around every text, by encoding an empty text and a letter. Raises
     RequestError if it has no end token.
     """
     empty, letter = tokenizer.encode(["", "a"])
-    begin = common_prefix([empty, letter])
-    return _Frame(empty[:begin], empty[begin:], end_of(tokenizer))
+    begin = count_common_prefix([empty, letter])
+    return _Frame(empty[:begin], empty[begin:], require_end_token(tokenizer))
 
 
-def _whole(
+def _encode_whole(
     conversations: list[Conversation], tokenizer: Tokenizer, frame: _Frame
 ) -> Iterator[ConversationSample]:
     """Yield the uncut sample of each conversation. Raises RequestError if the tokenizer does not
     frame every text alike.
     """
-    pieces = [_pieces(one) for one in conversations]
-    encoded = iter(tokenizer.encode([text for parts in pieces for text, _ in parts]))
-    for one, parts in zip(conversations, pieces, strict=True):
+    pieces = [_split_conversation(conversation) for conversation in conversations]
+    encoded = iter(tokenizer.encode([text for texts in pieces for text, _ in texts]))
+    for conversation, texts in zip(conversations, pieces, strict=True):
         tokens, learned = [*frame.begin], [False] * len(frame.begin)
-        for _, answer in parts:
-            ids = _bare(next(encoded), frame, tokenizer.source)
+        for _, is_learned in texts:
+            ids = _strip_frame(next(encoded), frame, tokenizer.source)
             tokens += ids
-            learned += [answer] * len(ids)
-        yield ConversationSample((*tokens, frame.end), (*learned, one.turns[-1][0] == "assistant"))
+            learned += [is_learned] * len(ids)
+        yield ConversationSample(
+            (*tokens, frame.end), (*learned, conversation.turns[-1][0] == "assistant")
+        )
 
 
-def _pieces(conversation: Conversation) -> list[tuple[str, bool]]:
+def _split_conversation(conversation: Conversation) -> list[tuple[str, bool]]:
     """Return the texts of a conversation that are encoded each on its own, and whether each is
     learned.
     """
-    out = [(HEADER, False)]
+    pieces = [(HEADER, False)]
     if conversation.instruction:
-        out.append((f"### System: {conversation.instruction}\n", False))
+        pieces.append((f"### System: {conversation.instruction}\n", False))
     for role, text in conversation.turns:
-        out += (
+        pieces += (
             [(f"### Human: {text}\n", False)]
             if role == "human"
             else [("### Assistant:", False), (f" {text}\n", True)]
         )
-    return out
+    return pieces
 
 
-def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
+def _strip_frame(ids: list[int], frame: _Frame, source: str) -> list[int]:
     """Return token ids without the frame. Raises RequestError, which names the tokenizer's
     `source`, if they are not framed as expected.
     """
@@ -199,30 +207,34 @@ def _bare(ids: list[int], frame: _Frame, source: str) -> list[int]:
     return ids[first:last]
 
 
-def fingerprint(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
+def fingerprint_conversations(conversations: list[Conversation], tokenizer: Tokenizer) -> str:
     """Return the SHA-256 (hex) of all conversations, whatever form they were read from, and of the
     tokenizer's vocabulary.
     """
-    return fingerprint_of(
-        tokenizer, (canonical([one.instruction, one.turns]) for one in conversations)
+    return fingerprint_parts(
+        tokenizer,
+        (
+            to_canonical_json([conversation.instruction, conversation.turns])
+            for conversation in conversations
+        ),
     )
 
 
-def totals(samples: list[ConversationSample]) -> dict[str, int | float]:
+def count_totals(samples: list[ConversationSample]) -> dict[str, int | float]:
     """Return the number of samples, of their tokens and of learned targets, and the longest and
     mean sample in tokens.
     """
-    sizes = [len(one.tokens) for one in samples]
+    sizes = [len(sample.tokens) for sample in samples]
     return {
         "samples": len(sizes),
         "tokens": sum(sizes),
-        "learned": sum(sum(one.learned) + (one.beyond is not None) for one in samples),
+        "learned": sum(sum(sample.learned) + (sample.beyond is not None) for sample in samples),
         "longest": max(sizes, default=0),
         "mean": sum(sizes) / max(1, len(sizes)),
     }
 
 
-class AlpacaRows:
+class ConversationRows:
     """Training rows of whole conversations; implements `TrainingRows`. The key of a row is the
     tuple of its samples' numbers.
 
@@ -236,85 +248,89 @@ class AlpacaRows:
         self,
         samples: list[ConversationSample],
         length: int,
-        batch: int,
+        batch_samples: int,
         seed: int,
-        held_out: int,
+        held_out_samples: int,
         pack: bool = True,
     ) -> None:
         """Raises RequestError if a sample is longer than a row, no sample would be left to train
         on, or the batch is below 1.
         """
-        longest = totals(samples)["longest"]
+        longest = count_totals(samples)["longest"]
         if longest > length:
             raise RequestError(
                 f"a sample has {longest} tokens; a row has {length}, and no sample is split"
             )
-        if not 0 <= held_out < len(samples):
+        if not 0 <= held_out_samples < len(samples):
             raise RequestError(
-                f"{len(samples)} samples, and {held_out} to hold out; at least one is to be"
+                f"{len(samples)} samples, and {held_out_samples} to hold out; at least one is to be"
                 " trained on"
             )
-        if batch < 1:
-            raise RequestError(f"a global batch of {batch} samples; allowed: 1 or more")
-        order = permutation(len(samples), f"alpaca:held out:{seed}")
+        if batch_samples < 1:
+            raise RequestError(f"a global batch of {batch_samples} samples; allowed: 1 or more")
+        order = draw_permutation(len(samples), f"alpaca:held out:{seed}")
         self._samples = samples
         self._length = length
-        self._batch = batch
+        self._batch_samples = batch_samples
         self._seed = seed
         self._pack = pack
-        self._trained = sorted(order[: len(samples) - held_out])
-        self._held_out = sorted(order[len(samples) - held_out :])
+        self._trained = sorted(order[: len(samples) - held_out_samples])
+        self._held_out = sorted(order[len(samples) - held_out_samples :])
 
-    def batch(self, step: int) -> list[Key]:
+    def batch(self, step: int) -> list[RowKey]:
         """Return the keys of the rows in the global batch of a step, counted from 0."""
-        drawn = batch_of_step(step, self._batch, len(self._trained), f"alpaca:epoch:{self._seed}")
-        return self._keys([self._trained[i] for i in drawn])
+        drawn = draw_step_batch(
+            step, self._batch_samples, len(self._trained), f"alpaca:epoch:{self._seed}"
+        )
+        return self._group_into_rows([self._trained[i] for i in drawn])
 
-    def held_out(self) -> list[Key]:
+    def held_out(self) -> list[RowKey]:
         """Return the keys of the rows that hold the held-out samples."""
-        return self._keys(self._held_out)
+        return self._group_into_rows(self._held_out)
 
-    def _keys(self, numbers: list[int]) -> list[Key]:
+    def _group_into_rows(self, numbers: list[int]) -> list[RowKey]:
         """Group samples into rows and return the rows' keys."""
         if not self._pack:
             return [(i,) for i in numbers]
-        return first_fit_decreasing(
+        return pack_first_fit(
             {i: len(self._samples[i].tokens) for i in numbers}, numbers, self._length
         )
 
-    def row(self, key: Key) -> Row:
+    def row(self, key: RowKey) -> TrainingRow:
         """Return the row of these samples, each a segment, padded to the full length. Targets that
         are not learned are ignored.
         """
         samples = [self._samples[i] for i in key]
-        lens = [len(one.tokens) for one in samples]
+        lens = [len(sample.tokens) for sample in samples]
         real = sum(lens)
-        tokens = np.full(self._length, PADDING, dtype=np.int64)
+        tokens = np.full(self._length, PADDING_TOKEN, dtype=np.int64)
         targets = np.full(self._length, IGNORED, dtype=np.int64)
         start = 0
-        for one in samples:
-            ids, stop = np.array(one.tokens, dtype=np.int64), start + len(one.tokens)
+        for sample in samples:
+            ids, stop = np.array(sample.tokens, dtype=np.int64), start + len(sample.tokens)
             tokens[start:stop] = ids
-            targets[start : stop - 1] = np.where(one.learned[1:], ids[1:], IGNORED)
-            targets[stop - 1] = IGNORED if one.beyond is None else one.beyond
+            targets[start : stop - 1] = np.where(sample.learned[1:], ids[1:], IGNORED)
+            targets[stop - 1] = IGNORED if sample.beyond is None else sample.beyond
             start = stop
         padding = self._length - real
-        return Row(
+        return TrainingRow(
             tokens, targets, (*lens, padding) if padding else tuple(lens), real, len(samples)
         )
 
 
-def first_fit_decreasing(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[Key]:
+def pack_first_fit(lengths: dict[int, int], numbers: Iterable[int], room: int) -> list[RowKey]:
     """Pack items into rows of `room` tokens: longest first, each into the first row that has room
     for it. Return the tuples of item numbers; the order of `numbers` has no influence.
     """
     rows: list[list[int]] = []
-    left: list[int] = []
+    free: list[int] = []
     for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
-        at = next((r for r, free in enumerate(left) if free >= lengths[i]), len(rows))
-        if at == len(rows):
+        row_number = next(
+            (r for r, row_room in enumerate(free) if row_room >= lengths[i]), len(rows)
+        )
+        if row_number == len(rows):
             rows.append([])
-            left.append(room)
-        rows[at].append(i)
-        left[at] -= lengths[i]
+            free.append(room)
+        rows[row_number].append(i)
+        free[row_number] -= lengths[i]
     return [tuple(row) for row in rows]

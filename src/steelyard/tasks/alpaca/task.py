@@ -4,24 +4,24 @@ from typing import Literal
 
 from pydantic import Field
 
-from steelyard.schema import Frozen
-from steelyard.tasks.held_out import rows_task
+from steelyard.schema import FrozenModel
+from steelyard.tasks.held_out_loss import rows_task
 
 
-class MadeConversations(Frozen):
+class GeneratedConversationsConfig(FrozenModel):
     """How many conversations to generate, and from which seed."""
 
     conversations: int = Field(ge=1)
     seed: int = 0
 
 
-class ConversationData(Frozen):
+class AlpacaData(FrozenModel):
     """The fields of `question.data` of alpaca. `fingerprint` is that of the published data set."""
 
     kind: Literal["alpaca"]
     held_out: int = Field(ge=1, description="samples kept for the loss before and after")
     fingerprint: str | None = None
-    made: MadeConversations | None = None
+    made: GeneratedConversationsConfig | None = None
     joint: str = Field(
         "\n",
         max_length=64,
@@ -39,7 +39,7 @@ class ConversationData(Frozen):
 TASK = rows_task(
     name="alpaca",
     noun="sample",
-    data=ConversationData,
+    data=AlpacaData,
     reader="steelyard.tasks.alpaca.data:prepare",
     data_check="steelyard.tasks.alpaca.conversations:check_source",
     starts_trained=True,

@@ -11,23 +11,23 @@ from pathlib import Path
 
 from steelyard import files
 from steelyard.data import jsonl, selection
-from steelyard.data.batches import common_prefix
-from steelyard.data.sample import chosen
-from steelyard.data.tokenizer import Tokenizer, end_of
+from steelyard.data.prompt_batches import count_common_prefix
+from steelyard.data.seeded_draws import choose_items
+from steelyard.data.tokenizer import Tokenizer, require_end_token
 from steelyard.errors import RequestError, short_repr
-from steelyard.schema import canonical
+from steelyard.schema import to_canonical_json
 from steelyard.tasks.lambada import score
-from steelyard.tasks.lambada.task import LambadaData, MadePassages
+from steelyard.tasks.lambada.task import GeneratedPassagesConfig, LambadaData
 from steelyard.tasks.task import (
-    Asked,
     DataFacts,
-    Prepared,
+    PreparedData,
+    TaskRequest,
     TokenizerFacts,
-    fingerprint_of,
+    fingerprint_parts,
     is_published,
 )
 
-NAMES = (
+FILE_NAMES = (
     "lambada_test.jsonl",
     "lambada_test_bak.jsonl",
     "lambada_test.jsonl.gz",
@@ -37,7 +37,7 @@ MAX_FILE_BYTES = 64 << 20
 MAX_LINE_BYTES = 1 << 20
 MAX_LINES = 1_000_000
 
-_LINE = 'a line is {"text": "…"}'
+_LINE_FORMAT = 'a line is {"text": "…"}'
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,22 @@ class LambadaTexts:
     last: list[int]  # tokens of each last word, without the end token
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(request: TaskRequest) -> PreparedData:
     """Read or generate passages, and tokenize those that the request selects. Raises RequestError
     if data are missing or wrong.
     """
-    fields: LambadaData = asked.data
-    texts, label = load(fields, asked.sources.data)
-    tokenizer = asked.tokenizer()
-    pool = None if asked.rows is None else selection.places(asked.rows, len(texts), "passage")
-    passages = encode(texts, tokenizer, asked.positions, asked.sample, asked.seed, pool)
-    digest = fingerprint(texts, tokenizer)
+    fields: LambadaData = request.data
+    texts, label = load_passages(fields, request.sources.data)
+    tokenizer = request.load_tokenizer()
+    pool = (
+        None
+        if request.rows is None
+        else selection.find_positions(request.rows, len(texts), "passage")
+    )
+    passages = encode_passages(
+        texts, tokenizer, request.positions, request.sample, request.seed, pool
+    )
+    digest = fingerprint_passages(texts, tokenizer)
     facts = DataFacts(
         source=label,
         rows=len(texts),
@@ -69,13 +75,15 @@ def prepare(asked: Asked) -> Prepared:
         tokens=sum(len(row) for row in passages.rows),
         fingerprint=digest,
         published=is_published(digest, fields.fingerprint),
-        tokenizer=TokenizerFacts.of(tokenizer),
+        tokenizer=TokenizerFacts.from_tokenizer(tokenizer),
     )
-    common = score.outputs([len(row) - 1 for row in passages.rows], passages.last, passages.index)
-    return Prepared(passages, facts, common)
+    empty_outputs = score.make_passage_outputs(
+        [len(row) - 1 for row in passages.rows], passages.last, passages.index
+    )
+    return PreparedData(passages, facts, empty_outputs)
 
 
-def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
+def load_passages(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
     """Return the passages and the name of their file, "made" if generated (no path given). Raises
     RequestError if the case generates none and no path is given, or if their number is not the
     case's.
@@ -86,9 +94,9 @@ def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
                 "this size needs LAMBADA: give lambada_test.jsonl or the folder that holds it with"
                 " --data"
             )
-        return make(data.made), "made"
-    path = _file(source)
-    texts = read(path)
+        return generate_passages(data.made), "made"
+    path = _find_file(source)
+    texts = read_passages(path)
     if len(texts) != data.rows:
         raise RequestError(
             f"{path}: {len(texts)} passages; the case has {data.rows}; "
@@ -101,35 +109,38 @@ def load(data: LambadaData, source: Path | None) -> tuple[list[str], str]:
     return texts, path.name
 
 
-def read(source: Path) -> list[str]:
+def read_passages(source: Path) -> list[str]:
     """Read all passages in line order. Raises RequestError if the file is missing, empty, too large
     or malformed.
     """
-    path = _file(source)
-    with jsonl.refusals(path, "; LAMBADA's test set has 1.8 MB"):
-        content = files.read(path, MAX_FILE_BYTES)
+    path = _find_file(source)
+    with jsonl.refuse_unreadable(path, "; LAMBADA's test set has 1.8 MB"):
+        content = files.read_file(path, MAX_FILE_BYTES)
     if content.count(b"\n") > MAX_LINES:
         raise RequestError(f"{path}: more than {MAX_LINES} lines; LAMBADA's test set has 5153")
     if not content:
-        raise RequestError(_empty(path))
-    return [_passage(line) for line in jsonl.parse(_lines(content, path), path, _LINE)]
+        raise RequestError(_empty_file_message(path))
+    return [
+        _check_passage(line)
+        for line in jsonl.parse_json_lines(_limit_lines(content, path), path, _LINE_FORMAT)
+    ]
 
 
 def check_source(source: Path) -> None:
     """Raise RequestError if a file, or the folder of one, does not begin with a line of LAMBADA."""
-    path = _file(source)
-    line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
+    path = _find_file(source)
+    line = next(jsonl.read_json_lines(path, _LINE_FORMAT, MAX_LINE_BYTES), None)
     if line is None:
-        raise RequestError(_empty(path))
-    _passage(line)
+        raise RequestError(_empty_file_message(path))
+    _check_passage(line)
 
 
-def _empty(path: Path) -> str:
+def _empty_file_message(path: Path) -> str:
     """Return the error text for a file without lines."""
     return f"{path}: no lines; LAMBADA's test set has 5153"
 
 
-def _file(source: Path) -> Path:
+def _find_file(source: Path) -> Path:
     """Return the data file: the path itself, or a file of a known name in the folder or its
     `data/`. Raises RequestError if there is none.
     """
@@ -141,7 +152,7 @@ def _file(source: Path) -> Path:
             " it with --data"
         )
     for folder in (source, source / "data"):
-        for name in NAMES:
+        for name in FILE_NAMES:
             if (folder / name).is_file():
                 return folder / name
     raise RequestError(
@@ -150,9 +161,9 @@ def _file(source: Path) -> Path:
     )
 
 
-def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
+def _limit_lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield numbered lines. Raises RequestError if one is too long."""
-    for number, line in jsonl.split(content):
+    for number, line in jsonl.split_lines(content):
         if len(line) > MAX_LINE_BYTES:
             raise RequestError(
                 f"{path}: line {number} has {len(line)} bytes; allowed: at most {MAX_LINE_BYTES}"
@@ -160,29 +171,29 @@ def _lines(content: bytes, path: Path) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
-def _passage(line: jsonl.Line) -> str:
+def _check_passage(line: jsonl.JsonLine) -> str:
     """Return the text of a line. Raises RequestError unless it is a string of at least two words
     that does not end in white space.
     """
     text = line.value.get("text") if isinstance(line.value, dict) else None
     if not isinstance(text, str):
-        raise RequestError(f"{line.where} is {short_repr(line.raw.decode())}; {_LINE}")
+        raise RequestError(f"{line.location} is {short_repr(line.raw.decode())}; {_LINE_FORMAT}")
     # Texts are not stripped: one that ends in white space has no last word, and a last word needs
     # words before it.
     if text != text.rstrip() or not text.rpartition(" ")[0].strip():
         raise RequestError(
-            f"{line.where} has the text {short_repr(text)}; it needs two words with a space"
+            f"{line.location} has the text {short_repr(text)}; it needs two words with a space"
             " between, and to end in one"
         )
-    return jsonl.text(text, f"{line.where} has the text", _LINE)
+    return jsonl.require_text(text, f"{line.location} has the text", _LINE_FORMAT)
 
 
-def fingerprint(texts: list[str], tokenizer: Tokenizer) -> str:
+def fingerprint_passages(texts: list[str], tokenizer: Tokenizer) -> str:
     """Return the SHA-256 (hex) of all passages and of the tokenizer's vocabulary."""
-    return fingerprint_of(tokenizer, [canonical(texts)])
+    return fingerprint_parts(tokenizer, [to_canonical_json(texts)])
 
 
-def encode(
+def encode_passages(
     texts: list[str],
     tokenizer: Tokenizer,
     positions: int,
@@ -195,22 +206,23 @@ def encode(
     The last word is what follows the last space. Raises RequestError if a passage has more tokens
     than `positions`, its last word has no token of its own, or the tokenizer has no end token.
     """
-    end = end_of(tokenizer)
-    index = chosen(len(texts), sample, seed, "passage", pool)
+    end = require_end_token(tokenizer)
+    index = choose_items(len(texts), sample, seed, "passage", pool)
     # The last word is what follows the last space.
-    wholes = [_open(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
-    befores = [
-        _open(ids, end) for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])
+    whole_texts = [_strip_end(ids, end) for ids in tokenizer.encode([texts[i] for i in index])]
+    without_last_word = [
+        _strip_end(ids, end)
+        for ids in tokenizer.encode([texts[i].rpartition(" ")[0] for i in index])
     ]
     rows, last = [], []
-    for i, whole, before in zip(index, wholes, befores, strict=True):
+    for i, whole, before in zip(index, whole_texts, without_last_word, strict=True):
         if len(whole) + 1 > positions:
             raise RequestError(
                 f"passage {i + 1} (its line) has {len(whole) + 1} tokens; the model has {positions}"
                 " positions, and no passage is cut"
             )
         rows.append([*whole, end])
-        last.append(len(whole) - common_prefix([whole, before]))
+        last.append(len(whole) - count_common_prefix([whole, before]))
         if not last[-1]:
             raise RequestError(
                 f"tokenizer {tokenizer.source}: the last word of passage {i + 1} (its line) has no"
@@ -219,7 +231,7 @@ def encode(
     return LambadaTexts(rows, list(range(len(rows))), index, last)
 
 
-def _open(ids: list[int], end: int) -> list[int]:
+def _strip_end(ids: list[int], end: int) -> list[int]:
     """Return tokens without the end token that some tokenizers append themselves."""
     return ids[:-1] if ids[-1:] == [end] else ids
 
@@ -259,16 +271,16 @@ _CLOSINGS = (
 )
 
 
-def make(made: MadePassages) -> list[str]:
+def generate_passages(config: GeneratedPassagesConfig) -> list[str]:
     """Generate distinct passages from a seed: who took what where, ending with such a thing."""
-    rng = random.Random(f"lambada:{made.seed}")
-    out: dict[str, None] = {}
-    while len(out) < made.passages:
-        out[_made_passage(rng)] = None
-    return list(out)
+    rng = random.Random(f"lambada:{config.seed}")
+    passages: dict[str, None] = {}
+    while len(passages) < config.passages:
+        passages[_generate_passage(rng)] = None
+    return list(passages)
 
 
-def _made_passage(rng: random.Random) -> str:
+def _generate_passage(rng: random.Random) -> str:
     """Generate one passage whose last word occurs earlier in it."""
     things = rng.sample(_THINGS, rng.randrange(1, 6))
     sentences = []

@@ -12,21 +12,26 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import GrownTable
-from steelyard.tasks.task import Differences, Many, Selected, Tally
+from steelyard.schema import GrownModel
+from steelyard.tasks.task import Differences, OutputCount, Selection, Tally
 
-ANSWERS = ("items", "nll", "last_nll", "hit")  # an engine's answers: four lists of one length
-ARGMAX = "argmax"  # optional: per item a list of token ids
+ANSWER_COLUMNS = (
+    "items",
+    "nll",
+    "last_nll",
+    "hit",
+)  # an engine's answers: four lists of one length
+ARGMAX_COLUMN = "argmax"  # optional: per item a list of token ids
 NO_TOKEN = -1
-MOST_TOKENS = 1 << 31  # limit of a vocabulary
-Token = Annotated[int, Field(ge=NO_TOKEN, lt=MOST_TOKENS)]
-LEAST = -1e-3  # below 0 only by rounding of a sum of log-probabilities
+MAX_TOKENS = 1 << 31  # limit of a vocabulary
+Token = Annotated[int, Field(ge=NO_TOKEN, lt=MAX_TOKENS)]
+MIN_NLL = -1e-3  # below 0 only by rounding of a sum of log-probabilities
 
 
 UNANSWERED = "?"
 
 
-class LambadaAnswers(GrownTable):
+class LambadaAnswers(GrownModel):
     """The answers of one pass: per passage the negative log-likelihood in nats of all its targets
     (`nll`) and of its last word (`last_nll`), and whether greedy decoding gives the whole last word
     (`hits`).
@@ -45,7 +50,7 @@ class LambadaAnswers(GrownTable):
     argmax: list[Token] | None = None
 
 
-class LambadaOutputs(GrownTable):
+class LambadaOutputs(GrownModel):
     """What a record keeps of LAMBADA: per passage its number of target tokens, how many of these
     are the last word's (`last`), and its position in the whole set; and the answers of each pass.
     Answers of version 1 have no `argmax`.
@@ -54,13 +59,13 @@ class LambadaOutputs(GrownTable):
     LATER: ClassVar[tuple[str, ...]] = ("version",)
 
     version: Literal[2] | None = Field(None, description="left out where it is 1")
-    targets: list[Many]
+    targets: list[OutputCount]
     last: list[int]
     index: list[int]
     passes: dict[str, LambadaAnswers]
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_lengths(self) -> Self:
         """Raise ValueError if a passage has no targets, or the lengths of a pass's answers do not
         fit the passages.
         """
@@ -68,24 +73,24 @@ class LambadaOutputs(GrownTable):
         if any(target < 1 for target in self.targets):
             raise ValueError("a passage without a token to predict")
         if any(
-            {len(one.nll), len(one.last_nll), len(one.hits)} != {count}
-            for one in self.passes.values()
+            {len(answers.nll), len(answers.last_nll), len(answers.hits)} != {count}
+            for answers in self.passes.values()
         ):
             raise ValueError(f"answers are not those of {count} passages")
         if any(
-            one.argmax is not None and len(one.argmax) != sum(self.last)
-            for one in self.passes.values()
+            answers.argmax is not None and len(answers.argmax) != sum(self.last)
+            for answers in self.passes.values()
         ):
             raise ValueError(f"argmax are not those of {sum(self.last)} tokens of last words")
         return self
 
 
-def outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
+def make_passage_outputs(targets: list[int], last: list[int], index: list[int]) -> LambadaOutputs:
     """Return outputs without any pass."""
     return LambadaOutputs(version=2, targets=targets, last=last, index=index, passes={})
 
 
-def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
+def check_passage_answers(answers: Any, outputs: LambadaOutputs) -> dict[str, Any]:
     """Return an engine's answers of a pass if a record can be made of them: lists `items`, `nll`,
     `last_nll` and `hit` of one length, and optionally `argmax`. Values that are not finite become
     None.
@@ -93,9 +98,11 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
     Raises TypeError or ValueError if types, lengths, indices or signs are wrong.
     """
     passages = len(outputs.targets)
-    columns: list[Any] = [table.get(name) for name in ANSWERS] if isinstance(table, dict) else []
+    columns: list[Any] = (
+        [answers.get(name) for name in ANSWER_COLUMNS] if isinstance(answers, dict) else []
+    )
     if not columns or not all(isinstance(column, list) for column in columns):
-        raise TypeError(f"the engine's outputs must be lists: {', '.join(ANSWERS)}")
+        raise TypeError(f"the engine's outputs must be lists: {', '.join(ANSWER_COLUMNS)}")
     items, nll, last_nll, hit = columns
     if not all(isinstance(value, int) for value in items + hit):
         raise TypeError("the engine's outputs must be lists of integers: items, hit")
@@ -103,7 +110,7 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
         raise TypeError("the engine's outputs must be lists of floats (or None): nll, last_nll")
     if len({len(column) for column in columns}) != 1:
         raise ValueError("the engine's outputs must be lists of one length")
-    if not all(0 <= item < passages for item in items) or not all(one in (0, 1) for one in hit):
+    if not all(0 <= item < passages for item in items) or not all(flag in (0, 1) for flag in hit):
         raise ValueError(
             f"the engine's outputs name a passage beyond 0 to {passages - 1}, or a hit that is not"
             " 0 or 1"
@@ -112,36 +119,44 @@ def check(table: Any, outputs: LambadaOutputs) -> dict[str, Any]:
         [value if value is not None and isfinite(value) else None for value in column]
         for column in (nll, last_nll)
     ]
-    low = min((value for column in sums for value in column if value is not None), default=0.0)
-    if low < LEAST:
+    lowest = min((value for column in sums for value in column if value is not None), default=0.0)
+    if lowest < MIN_NLL:
         raise ValueError(
-            f"the engine's outputs have a negative log-likelihood of {low}; it is not below 0"
+            f"the engine's outputs have a negative log-likelihood of {lowest}; it is not below 0"
         )
-    out = {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
-    argmax = table.get(ARGMAX)
-    return out if argmax is None else out | {ARGMAX: _check_argmax(argmax, items, outputs)}
+    checked = {"items": items, "nll": sums[0], "last_nll": sums[1], "hit": hit}
+    argmax = answers.get(ARGMAX_COLUMN)
+    return (
+        checked
+        if argmax is None
+        else checked | {ARGMAX_COLUMN: _check_argmax(argmax, items, outputs)}
+    )
 
 
-def _check_argmax(found: Any, items: list[int], outputs: LambadaOutputs) -> list[list[int]]:
+def _check_argmax(argmax: Any, items: list[int], outputs: LambadaOutputs) -> list[list[int]]:
     """Return the optional `argmax` of an engine if it has, for each item, as many token ids as the
     item's last word; raise TypeError or ValueError otherwise.
     """
-    if not isinstance(found, list) or not all(isinstance(row, list) for row in found):
-        raise TypeError(f"the engine's outputs must have a list of tokens for each item: {ARGMAX}")
-    if [len(row) for row in found] != [outputs.last[item] for item in items]:
+    if not isinstance(argmax, list) or not all(isinstance(row, list) for row in argmax):
+        raise TypeError(
+            f"the engine's outputs must have a list of tokens for each item: {ARGMAX_COLUMN}"
+        )
+    if [len(row) for row in argmax] != [outputs.last[item] for item in items]:
         raise ValueError(
             "the engine's outputs must have as many tokens as the last word of each item has:"
-            f" {ARGMAX}"
+            f" {ARGMAX_COLUMN}"
         )
-    if not all(type(token) is int and 0 <= token < MOST_TOKENS for row in found for token in row):
+    if not all(type(token) is int and 0 <= token < MAX_TOKENS for row in argmax for token in row):
         raise ValueError(
-            f"the engine's outputs have a token in {ARGMAX} that is not an integer from 0 to"
-            f" {MOST_TOKENS - 1}"
+            f"the engine's outputs have a token in {ARGMAX_COLUMN} that is not an integer from 0 to"
+            f" {MAX_TOKENS - 1}"
         )
-    return found
+    return argmax
 
 
-def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> LambadaOutputs:
+def merge_passage_answers(
+    outputs: LambadaOutputs, pass_name: str, rank_answers: list[dict[str, Any]]
+) -> LambadaOutputs:
     """Return the outputs with one more pass, from the checked answers of all ranks. A passage
     answered twice counts as repeated, and the later answer stays. `argmax` is kept only if every
     rank reports it.
@@ -151,49 +166,53 @@ def merge(outputs: LambadaOutputs, name: str, tables: list[dict[str, Any]]) -> L
     nll: list[float | None] = [None] * count
     last_nll: list[float | None] = [None] * count
     repeated = 0
-    bad = 0
-    for table in tables:
-        for item, whole, last, hit in zip(*(table[column] for column in ANSWERS), strict=True):
+    not_finite = 0
+    for columns in rank_answers:
+        for item, whole, last, hit in zip(
+            *(columns[column] for column in ANSWER_COLUMNS), strict=True
+        ):
             repeated += hits[item] != UNANSWERED
-            bad += whole is None or last is None
+            not_finite += whole is None or last is None
             nll[item], last_nll[item], hits[item] = whole, last, str(int(hit))
     answers = LambadaAnswers(
         nll=nll,
         last_nll=last_nll,
         hits="".join(hits),
-        not_finite=bad,
+        not_finite=not_finite,
         repeated=repeated,
-        argmax=_merged(outputs, tables) if all(ARGMAX in table for table in tables) else None,
+        argmax=_merge_argmax(outputs, rank_answers)
+        if all(ARGMAX_COLUMN in columns for columns in rank_answers)
+        else None,
     )
-    return outputs.model_copy(update={"passes": {**outputs.passes, name: answers}})
+    return outputs.model_copy(update={"passes": {**outputs.passes, pass_name: answers}})
 
 
-def _merged(outputs: LambadaOutputs, tables: list[dict[str, Any]]) -> list[int]:
+def _merge_argmax(outputs: LambadaOutputs, rank_answers: list[dict[str, Any]]) -> list[int]:
     """Return the likeliest tokens of all last words in passage order, -1 where unanswered."""
-    found = {
+    tokens_by_item = {
         item: row
-        for table in tables
-        for item, row in zip(table["items"], table[ARGMAX], strict=True)
+        for columns in rank_answers
+        for item, row in zip(columns["items"], columns[ARGMAX_COLUMN], strict=True)
     }
     return [
         token
         for item, size in enumerate(outputs.last)
-        for token in found.get(item, [NO_TOKEN] * size)
+        for token in tokens_by_item.get(item, [NO_TOKEN] * size)
     ]
 
 
-def argmax(outputs: LambadaOutputs, name: str) -> list[tuple[int, ...]] | None:
+def list_likeliest_words(outputs: LambadaOutputs, pass_name: str) -> list[tuple[int, ...]] | None:
     """Return the likeliest tokens of each passage's last word; None if the pass did not keep them.
     Raises KeyError if there is no such pass.
     """
-    found = outputs.passes[name].argmax
-    if found is None:
+    tokens = outputs.passes[pass_name].argmax
+    if tokens is None:
         return None
     ends = list(accumulate(outputs.last, initial=0))
-    return [tuple(found[begin:end]) for begin, end in pairwise(ends)]
+    return [tuple(tokens[begin:end]) for begin, end in pairwise(ends)]
 
 
-def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
+def score_passage_answers(outputs: LambadaOutputs, pass_name: str) -> dict[str, float]:
     """Score a pass over its answered passages: last-word accuracy `acc` with standard error `se`,
     and, if all likelihoods are finite, losses in nats and perplexities. Empty if the pass is
     missing or nothing was answered.
@@ -202,84 +221,113 @@ def score(outputs: LambadaOutputs, name: str) -> dict[str, float]:
     and `perplexity` weigh every token alike; `perplexity_last` is that of whole last words, as
     commonly reported for LAMBADA.
     """
-    answers = outputs.passes.get(name)
-    asked = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
-    if answers is None or not asked:
+    answers = outputs.passes.get(pass_name)
+    answered = [i for i, hit in enumerate(answers.hits) if hit != UNANSWERED] if answers else []
+    if answers is None or not answered:
         return {}
-    acc = sum(answers.hits[i] == "1" for i in asked) / len(asked)
-    nll, last = ([column[i] for i in asked] for column in (answers.nll, answers.last_nll))
-    finite = [one for one in nll if one is not None], [one for one in last if one is not None]
-    whole = len(finite[0]) == len(finite[1]) == len(asked)
-    known = _losses(*finite, [outputs.targets[i] for i in asked]) if whole else {}
-    return {**known, "acc": acc, "se": (acc * (1 - acc) / len(asked)) ** 0.5}
+    acc = sum(answers.hits[i] == "1" for i in answered) / len(answered)
+    nll, last = ([column[i] for i in answered] for column in (answers.nll, answers.last_nll))
+    finite = (
+        [value for value in nll if value is not None],
+        [value for value in last if value is not None],
+    )
+    all_finite = len(finite[0]) == len(finite[1]) == len(answered)
+    losses = _compute_losses(*finite, [outputs.targets[i] for i in answered]) if all_finite else {}
+    return {**losses, "acc": acc, "se": (acc * (1 - acc) / len(answered)) ** 0.5}
 
 
-def _losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str, float]:
+def _compute_losses(nll: list[float], last: list[float], targets: list[int]) -> dict[str, float]:
     """Return the losses and perplexities by name; a value too large for a float is left out."""
     values: dict[str, Callable[[], float]] = {
         "loss": lambda: (
-            fsum(one / count for one, count in zip(nll, targets, strict=True)) / len(nll)
+            fsum(passage_nll / count for passage_nll, count in zip(nll, targets, strict=True))
+            / len(nll)
         ),
         "loss_token": lambda: fsum(nll) / sum(targets),
         "perplexity": lambda: exp(fsum(nll) / sum(targets)),
         "perplexity_last": lambda: exp(fmean(last)),
     }
-    out = {}
+    losses = {}
     for name, value in values.items():
         try:
-            out[name] = value()
+            losses[name] = value()
         except OverflowError:  # too large for a float: left out, as unknown values are
             continue
-    return out
+    return losses
 
 
-def agreement(outputs: LambadaOutputs, one: str, other: str) -> float | None:
+def measure_passage_agreement(
+    outputs: LambadaOutputs, first_pass: str, second_pass: str
+) -> float | None:
     """Return the share of passages, answered in both passes, with the same last word: the same
     likeliest tokens or, if a pass did not keep these, right in both or wrong in both. None if a
     pass is missing or none was answered in both.
     """
-    if one not in outputs.passes or other not in outputs.passes:
+    if first_pass not in outputs.passes or second_pass not in outputs.passes:
         return None
-    ours, theirs = outputs.passes[one], outputs.passes[other]
-    both = [
+    first, second = outputs.passes[first_pass], outputs.passes[second_pass]
+    answered = [
         i
-        for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True))
+        for i, pair in enumerate(zip(first.hits, second.hits, strict=True))
         if UNANSWERED not in pair
     ]
-    words, others = argmax(outputs, one), argmax(outputs, other)
-    same = sum(
-        ours.hits[i] == theirs.hits[i] if words is None or others is None else words[i] == others[i]
-        for i in both
+    first_words, second_words = (
+        list_likeliest_words(outputs, first_pass),
+        list_likeliest_words(outputs, second_pass),
     )
-    return same / len(both) if both else None
+    equal = sum(
+        first.hits[i] == second.hits[i]
+        if first_words is None or second_words is None
+        else first_words[i] == second_words[i]
+        for i in answered
+    )
+    return equal / len(answered) if answered else None
 
 
-def differences(one: LambadaOutputs, other: LambadaOutputs, name: str) -> Differences | None:
+def compare_passage_outputs(
+    first: LambadaOutputs, second: LambadaOutputs, pass_name: str
+) -> Differences | None:
     """Compare two runs in a pass: last words (by likeliest tokens, else by right or wrong), and the
     largest difference of a passage's loss per token. None if the pass is missing in either, or the
     runs asked different passages.
     """
-    if name not in one.passes or name not in other.passes or one.index != other.index:
+    if (
+        pass_name not in first.passes
+        or pass_name not in second.passes
+        or first.index != second.index
+    ):
         return None
-    ours, theirs = one.passes[name], other.passes[name]
-    both = [
+    first_answers, second_answers = first.passes[pass_name], second.passes[pass_name]
+    answered = [
         i
-        for i, pair in enumerate(zip(ours.hits, theirs.hits, strict=True))
+        for i, pair in enumerate(zip(first_answers.hits, second_answers.hits, strict=True))
         if UNANSWERED not in pair
     ]
-    losses = [(ours.nll[i], theirs.nll[i], one.targets[i]) for i in both]
-    apart = [abs(b - a) / count for a, b, count in losses if a is not None and b is not None]
-    words, others = argmax(one, name), argmax(other, name)
-    tokens = None if words is None or others is None else sum(words[i] != others[i] for i in both)
-    right = sum(ours.hits[i] != theirs.hits[i] for i in both)
+    losses = [(first_answers.nll[i], second_answers.nll[i], first.targets[i]) for i in answered]
+    loss_differences = [
+        abs(b - a) / count for a, b, count in losses if a is not None and b is not None
+    ]
+    first_words, second_words = (
+        list_likeliest_words(first, pass_name),
+        list_likeliest_words(second, pass_name),
+    )
+    different_words = (
+        None
+        if first_words is None or second_words is None
+        else sum(first_words[i] != second_words[i] for i in answered)
+    )
+    different_hits = sum(first_answers.hits[i] != second_answers.hits[i] for i in answered)
     return Differences(
-        len(both), right if tokens is None else tokens, max(apart, default=None), tokens
+        len(answered),
+        different_hits if different_words is None else different_words,
+        max(loss_differences, default=None),
+        different_words,
     )
 
 
-def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
+def explain_passage_mismatch(outputs: LambadaOutputs, selection: Selection) -> str | None:
     """Return why outputs do not answer the rows that the user selected, or None if they do."""
-    if selected.row_count not in (None, len(outputs.index)) or selected.places not in (
+    if selection.row_count not in (None, len(outputs.index)) or selection.positions not in (
         None,
         outputs.index,
     ):
@@ -287,9 +335,9 @@ def off_scope(outputs: LambadaOutputs, selected: Selected) -> str | None:
     return None
 
 
-def tally(outputs: LambadaOutputs, name: str) -> Tally | None:
+def tally_passage_answers(outputs: LambadaOutputs, pass_name: str) -> Tally | None:
     """Return how a pass's answers cover the passages; None if there is no such pass."""
-    answers = outputs.passes.get(name)
+    answers = outputs.passes.get(pass_name)
     if answers is None:
         return None
     return Tally(

@@ -5,35 +5,37 @@ from typing import Literal
 
 from pydantic import Field
 
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 from steelyard.tasks.lambada import score
 from steelyard.tasks.task import ACCURACY, Score, Task
-from steelyard.words import meaning
+from steelyard.words import get_meanings
 
 
-class MadePassages(Frozen):
+class GeneratedPassagesConfig(FrozenModel):
     """How many passages to generate, and from which seed."""
 
     passages: int = Field(ge=1)
     seed: int = 0
 
 
-class LambadaData(Frozen):
+class LambadaData(FrozenModel):
     """The fields of `question.data` of LAMBADA. `fingerprint` is that of the published data set."""
 
     kind: Literal["lambada"]
     rows: int = Field(5153, ge=1, description="passages of the set; another number is another set")
     fingerprint: str | None = None
-    made: MadePassages | None = None
+    made: GeneratedPassagesConfig | None = None
 
 
-_LAST_WORD = meaning("lambada.acc")
-SCORES = (
-    Score("loss", "loss", *meaning("lambada.loss"), unit="nats", better="lower", form="number"),
+_LAST_WORD = get_meanings("lambada.acc")
+LAMBADA_SCORES = (
+    Score(
+        "loss", "loss", *get_meanings("lambada.loss"), unit="nats", better="lower", form="number"
+    ),
     Score(
         "loss_val",
         "loss",
-        *meaning("lambada.loss_val"),
+        *get_meanings("lambada.loss_val"),
         unit="nats",
         better="lower",
         form="number",
@@ -42,18 +44,22 @@ SCORES = (
     Score(
         "loss_token",
         "loss_token",
-        *meaning("lambada.loss_token"),
+        *get_meanings("lambada.loss_token"),
         unit="nats",
         better="lower",
         form="number",
     ),
     Score(
-        "perplexity", "perplexity", *meaning("lambada.perplexity"), better="lower", form="number"
+        "perplexity",
+        "perplexity",
+        *get_meanings("lambada.perplexity"),
+        better="lower",
+        form="number",
     ),
     Score(
         "perplexity_last",
         "perplexity_last",
-        *meaning("lambada.perplexity_last"),
+        *get_meanings("lambada.perplexity_last"),
         better="lower",
         form="number",
     ),
@@ -70,16 +76,16 @@ TASK = Task(
     outputs=score.LambadaOutputs,
     reader="steelyard.tasks.lambada.data:prepare",
     data_check="steelyard.tasks.lambada.data:check_source",
-    check=score.check,
-    merge=score.merge,
-    score=score.score,
-    tally=score.tally,
-    scores=SCORES,
+    check=score.check_passage_answers,
+    merge=score.merge_passage_answers,
+    score=score.score_passage_answers,
+    tally=score.tally_passage_answers,
+    scores=LAMBADA_SCORES,
     quality="acc",
     passes=("val", "infer"),
-    agreement=score.agreement,
-    differences=score.differences,
+    agreement=score.measure_passage_agreement,
+    differences=score.compare_passage_outputs,
     padded_rates=True,
     selects=("rows",),
-    off_scope=score.off_scope,
+    off_scope=score.explain_passage_mismatch,
 )

@@ -20,25 +20,27 @@ from steelyard.tasks import questions
 from steelyard.tasks.choices import LETTERS
 from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.questions import McqRow, Subject
-from steelyard.tasks.task import Asked, Prepared
+from steelyard.tasks.task import PreparedData, TaskRequest
 
-PLACE = "test/{}_test.csv"  # file of a subject's questions, for messages
+TEST_FILE = "test/{}_test.csv"  # file of a subject's questions, for messages
 MAX_TAR_BYTES = 1 << 30  # limit of the file, and of its unpacked size
-USUAL = "; MMLU's tar has 166 MB"
+SIZE_HINT = "; MMLU's tar has 166 MB"
 MAX_FILE_BYTES = 64 << 20
 MAX_ALL_BYTES = 256 << 20
 MAX_MEMBERS = 10_000
 MAX_ROWS = 200_000  # in all; a row takes at least 500 bytes of memory; MMLU has 14,327
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(request: TaskRequest) -> PreparedData:
     """Read or generate MMLU's questions, and make prompts of those that the request selects. Raises
     RequestError if data are missing or wrong.
     """
-    return questions.prepare(asked, *load(asked.data, asked.sources.data), place=PLACE)
+    return questions.prepare_questions(
+        request, *load_subjects(request.data, request.sources.data), location=TEST_FILE
+    )
 
 
-def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
+def load_subjects(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
     """Return the subjects and the name of their source, "made" if generated (no path given).
 
     Raises RequestError if the case generates none and no path is given, if the number of subjects
@@ -50,8 +52,8 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
                 "this size needs MMLU: give its folder (with data/dev/*.csv and data/test/*.csv) or"
                 " its .tar with --data"
             )
-        return questions.make("mmlu", data.made, data.shots), "made"
-    subjects = read(source)
+        return questions.generate_questions("mmlu", data.made, data.shots), "made"
+    subjects = read_subjects(source)
     if len(subjects) != data.subjects:
         raise RequestError(
             f"{source}: {len(subjects)} subjects; the case has {data.subjects}; "
@@ -70,13 +72,13 @@ def load(data: MmluData, source: Path | None) -> tuple[list[Subject], str]:
     return subjects, source.name
 
 
-def read(source: Path) -> list[Subject]:
+def read_subjects(source: Path) -> list[Subject]:
     """Read all subjects of a folder or tar, sorted by name. Raises RequestError if files are
     missing, malformed or too large.
     """
     files: dict[tuple[str, str], bytes] = {}
     size = 0
-    for split, name, content in _files(source):
+    for split, name, content in _iterate_files(source):
         files[split, name] = content
         size += len(content)
         if size > MAX_ALL_BYTES:
@@ -86,35 +88,35 @@ def read(source: Path) -> list[Subject]:
     tests = sorted(name for split, name in files if split == "test")
     devs = {name for split, name in files if split == "dev"}
     if not tests:
-        raise RequestError(_none(source))
-    odd = sorted(devs ^ set(tests))
-    if odd:
-        split = "dev" if odd[0] not in devs else "test"
+        raise RequestError(_no_files_message(source))
+    unpaired = sorted(devs ^ set(tests))
+    if unpaired:
+        split = "dev" if unpaired[0] not in devs else "test"
         raise RequestError(
-            f"{source}: {split}/{odd[0]}_{split}.csv is missing; every subject has a dev and a test"
+            f"{source}: {split}/{unpaired[0]}_{split}.csv is missing; every subject has a dev and a test"
             " file"
         )
-    out, left = [], MAX_ROWS
+    subjects, rows_left = [], MAX_ROWS
     for name in tests:
-        dev = _rows(files["dev", name], f"dev/{name}_dev.csv", left)
-        test = _rows(files["test", name], f"test/{name}_test.csv", left - len(dev))
-        left -= len(dev) + len(test)
-        out.append(Subject(name, dev, test))
-    return out
+        dev = _parse_rows(files["dev", name], f"dev/{name}_dev.csv", rows_left)
+        test = _parse_rows(files["test", name], f"test/{name}_test.csv", rows_left - len(dev))
+        rows_left -= len(dev) + len(test)
+        subjects.append(Subject(name, dev, test))
+    return subjects
 
 
 def check_source(source: Path) -> None:
     """Raise RequestError if a folder or tar holds no file of MMLU, or the first one is not MMLU's
     CSV. Reads no more than that file.
     """
-    found = next(_files(source), None)
-    if found is None:
-        raise RequestError(_none(source))
-    split, name, content = found
-    _rows(content, f"{split}/{name}_{split}.csv", MAX_ROWS)
+    first_file = next(_iterate_files(source), None)
+    if first_file is None:
+        raise RequestError(_no_files_message(source))
+    split, name, content = first_file
+    _parse_rows(content, f"{split}/{name}_{split}.csv", MAX_ROWS)
 
 
-def _none(source: Path) -> str:
+def _no_files_message(source: Path) -> str:
     """Return the error text for a path without MMLU's files."""
     return (
         f"{source}: no test/*_test.csv in it; give the folder or tar that holds data/dev and"
@@ -122,21 +124,21 @@ def _none(source: Path) -> str:
     )
 
 
-def _files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+def _iterate_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield (split, subject, content) of each CSV file in a folder or tar. Raises RequestError if
     the path does not exist.
     """
     if source.is_dir():
-        yield from _folder_files(source)
+        yield from _iterate_folder(source)
     elif source.is_file():
-        yield from _tar_files(source)
+        yield from _iterate_tar(source)
     else:
         raise RequestError(
             f"data {str(source)!r} does not exist; give MMLU's folder or its .tar with --data"
         )
 
 
-def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+def _iterate_folder(source: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield (split, subject, content) of the CSV files in `dev/` and `test/` of a folder or of its
     `data/`; else those of the only tar in the folder; else nothing.
     """
@@ -144,26 +146,26 @@ def _folder_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
         if (root / "test").is_dir():
             for split in ("dev", "test"):
                 for path in sorted((root / split).glob(f"*_{split}.csv")):
-                    yield split, path.name.removesuffix(f"_{split}.csv"), _content(path)
+                    yield split, path.name.removesuffix(f"_{split}.csv"), _read_csv_bytes(path)
             return
     tars = sorted(p for p in source.iterdir() if p.name.endswith((".tar", ".tar.gz", ".tgz")))
     if len(tars) == 1:
-        yield from _tar_files(tars[0])
+        yield from _iterate_tar(tars[0])
 
 
-def _content(path: Path) -> bytes:
+def _read_csv_bytes(path: Path) -> bytes:
     """Return the bytes of a CSV file. Raises RequestError if it cannot be read or is too large."""
-    with jsonl.refusals(path):
-        return files.read(path, MAX_FILE_BYTES)
+    with jsonl.refuse_unreadable(path):
+        return files.read_file(path, MAX_FILE_BYTES)
 
 
-def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
+def _iterate_tar(source: Path) -> Iterator[tuple[str, str, bytes]]:
     """Yield (split, subject, content) of the CSV files of a tar, other members skipped. Reads to
     its end, so that a compressed file's checksum is verified. Raises RequestError if it is no
     readable tar or exceeds a limit.
     """
     try:
-        with archive.opened(source, MAX_TAR_BYTES, USUAL) as (tar, whole):
+        with archive.open_tar(source, MAX_TAR_BYTES, SIZE_HINT) as (tar, stream):
             for count, member in enumerate(tar, 1):
                 if count > MAX_MEMBERS:
                     raise RequestError(f"{source}: more than {MAX_MEMBERS} members; MMLU has 173")
@@ -182,7 +184,7 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
                 content = tar.extractfile(member)
                 if content is not None:
                     yield split, name.removesuffix(f"_{split}.csv"), content.read()
-            while whole.read(1 << 20):
+            while stream.read(1 << 20):
                 # the checksum of a compressed file is at its end, which tarfile does not read
                 pass
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
@@ -191,28 +193,28 @@ def _tar_files(source: Path) -> Iterator[tuple[str, str, bytes]]:
         raise RequestError(f"{source}: not a readable tar: {first}") from error
 
 
-def _rows(content: bytes, name: str, most: int) -> tuple[McqRow, ...]:
+def _parse_rows(content: bytes, name: str, most_rows: int) -> tuple[McqRow, ...]:
     """Parse a CSV file into questions. Raises RequestError, with the file's `name`, if it is
     malformed, empty, or has more than `most_rows` rows.
     """
-    out: list[McqRow] = []
+    rows: list[McqRow] = []
     try:
         for number, row in enumerate(
             csv.reader(io.StringIO(content.decode("utf-8"), newline=""), strict=True), 1
         ):
-            if number > most:
+            if number > most_rows:
                 raise RequestError(
                     f"{name}: with it there are more than {MAX_ROWS} rows; MMLU has 14,327"
                 )
-            out.append(_row(row, name, number))
+            rows.append(_check_row(row, name, number))
     except (UnicodeDecodeError, csv.Error) as error:
         raise RequestError(f"{name}: not CSV in UTF-8: {error}") from error
-    if not out:
+    if not rows:
         raise RequestError(f"{name}: no rows")
-    return tuple(out)
+    return tuple(rows)
 
 
-def _row(row: list[str], name: str, number: int) -> McqRow:
+def _check_row(row: list[str], name: str, number: int) -> McqRow:
     """Return a CSV row as a question. Raises RequestError unless it has six columns and its answer
     is A, B, C or D.
     """

@@ -8,11 +8,11 @@ import numpy as np
 
 from steelyard.data import corpus as corpus_files
 from steelyard.data.corpus import Corpus
-from steelyard.data.tokenizer import MadeTokenizer, Tokenizer, end_of
+from steelyard.data.tokenizer import Tokenizer, WordHashTokenizer, require_end_token
 from steelyard.errors import RequestError
-from steelyard.tasks import held_out
-from steelyard.tasks.openwebtext.task import CorpusData, MadeText
-from steelyard.tasks.task import Asked, DataFacts, Prepared, is_published
+from steelyard.tasks import held_out_loss
+from steelyard.tasks.openwebtext.task import CorpusData, GeneratedTextConfig
+from steelyard.tasks.task import DataFacts, PreparedData, TaskRequest, is_published
 
 # Few combinations, so that a small model soon learns which words follow which.
 _DEEDS = (
@@ -24,26 +24,26 @@ _DEEDS = (
 _WHEN = ("at dawn", "at noon", "before the rain", "after the fair")
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(request: TaskRequest) -> PreparedData:
     """Open or generate a corpus and return training rows of it. Reads all tokens, to check them
     against the vocabulary and to fingerprint them. Raises RequestError if data are missing or
     wrong.
     """
-    fields: CorpusData = asked.data
-    if asked.sources.data is not None:
-        corpus = corpus_files.open_corpus(asked.sources.data)
+    fields: CorpusData = request.data
+    if request.sources.data is not None:
+        corpus = corpus_files.open_corpus(request.sources.data)
     elif fields.made is not None:
-        corpus = make(fields.made, MadeTokenizer(asked.vocab))
+        corpus = generate_corpus(fields.made, WordHashTokenizer(request.vocab))
     else:
         raise RequestError(
             "this size needs token files: give their prefix with --data, or make some with"
             " steelyard data pack"
         )
-    corpus_files.check_ids(corpus, asked.vocab)
+    corpus_files.check_ids(corpus, request.vocab)
     rows = corpus_files.CorpusRows(
-        corpus, asked.length, asked.step_batch(), asked.seed, fields.held_out
+        corpus, request.length, request.step_batch(), request.seed, fields.held_out
     )
-    fingerprint = corpus_files.fingerprint(corpus, None)
+    fingerprint = corpus_files.fingerprint_corpus(corpus, None)
     facts = DataFacts(
         source=corpus.name,
         rows=len(corpus.ends),
@@ -51,23 +51,24 @@ def prepare(asked: Asked) -> Prepared:
         fingerprint=fingerprint,
         published=is_published(fingerprint, fields.fingerprint),
     )
-    return Prepared(rows, facts, held_out.outputs(len(rows.held_out())))
+    return PreparedData(rows, facts, held_out_loss.make_held_out_outputs(len(rows.held_out())))
 
 
-def make(made: MadeText, tokenizer: Tokenizer) -> Corpus:
+def generate_corpus(config: GeneratedTextConfig, tokenizer: Tokenizer) -> Corpus:
     """Generate documents of a few sentences from a seed, each ended by the end token, as a corpus
     in memory.
     """
-    rng = random.Random(f"text:{made.seed}")
+    rng = random.Random(f"text:{config.seed}")
     texts = [
-        " ".join(_sentence(rng) for _ in range(rng.randrange(2, 12))) for _ in range(made.documents)
+        " ".join(_generate_sentence(rng) for _ in range(rng.randrange(2, 12)))
+        for _ in range(config.documents)
     ]
-    documents = [[*ids, end_of(tokenizer)] for ids in tokenizer.encode(texts)]
+    documents = [[*ids, require_end_token(tokenizer)] for ids in tokenizer.encode(texts)]
     ids = np.array([token for document in documents for token in document], dtype=np.int32)
     return Corpus(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), "made")
 
 
-def _sentence(rng: random.Random) -> str:
+def _generate_sentence(rng: random.Random) -> str:
     """Generate a sentence: who does what, and when."""
     who, deed, things = rng.choice(_DEEDS)
     return f"The {who} {deed} the {rng.choice(things)} {rng.choice(_WHEN)}."

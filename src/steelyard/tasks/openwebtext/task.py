@@ -4,18 +4,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from steelyard.schema import Frozen
-from steelyard.tasks.held_out import rows_task
+from steelyard.schema import FrozenModel
+from steelyard.tasks.held_out_loss import rows_task
 
 
-class MadeText(Frozen):
+class GeneratedTextConfig(FrozenModel):
     """How many documents to generate, and from which seed."""
 
     documents: int = Field(ge=3)
     seed: int = 0
 
 
-class CorpusData(Frozen):
+class CorpusData(FrozenModel):
     """The fields of `question.data` of OpenWebText. `fingerprint` is that of the published data
     set.
     """
@@ -25,7 +25,7 @@ class CorpusData(Frozen):
         ge=1, description="rows of validation documents for the loss before and after"
     )
     fingerprint: str | None = None
-    made: MadeText | None = None
+    made: GeneratedTextConfig | None = None
 
 
 TASK = rows_task(
@@ -33,6 +33,6 @@ TASK = rows_task(
     noun="row",
     data=CorpusData,
     reader="steelyard.tasks.openwebtext.data:prepare",
-    data_check="steelyard.data.corpus:check_files",
+    data_check="steelyard.data.corpus:check_token_files",
     batch_unit="rows",
 )

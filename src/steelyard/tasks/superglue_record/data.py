@@ -10,82 +10,94 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steelyard.data.cloze import Cloze, ClozeRows
-from steelyard.data.tokenizer import WordPieces, load_pieces
+from steelyard.data.cloze_samples import ClozeDataset, ClozeSample
+from steelyard.data.tokenizer import WordPieces, load_word_pieces
 from steelyard.errors import RequestError
-from steelyard.schema import canonical
-from steelyard.tasks.superglue_record import made, queries, score
+from steelyard.schema import to_canonical_json
+from steelyard.tasks.superglue_record import generated, queries, score
 from steelyard.tasks.superglue_record.queries import PLACEHOLDER, Query
-from steelyard.tasks.superglue_record.task import RecordData
+from steelyard.tasks.superglue_record.task import SuperglueRecordData
 from steelyard.tasks.task import (
-    Asked,
     DataFacts,
-    Prepared,
+    PreparedData,
+    TaskRequest,
     TokenizerFacts,
-    fingerprint_of,
+    fingerprint_parts,
     is_published,
 )
 
 SHUFFLE_SEED = 42  # the seed in GLM's processor
-_AT_ONCE = 1024  # samples whose texts are encoded in one call
+_ENCODE_BATCH = 1024  # samples whose texts are encoded in one call
 
 
-def prepare(asked: Asked) -> Prepared:
+def prepare(request: TaskRequest) -> PreparedData:
     """Read or generate queries, and return a cloze data set for an engine. Raises RequestError if
     data are missing or wrong, a query does not fit, or the model's vocabulary has no room for the
     start and end tokens of a piece.
     """
-    fields: RecordData = asked.data
-    tokenizer, label, train, held = _read(asked, fields)
-    begins, ends = tokenizer.vocab, tokenizer.vocab + 1
-    if ends >= asked.vocab:
+    fields: SuperglueRecordData = request.data
+    tokenizer, label, train, evaluated = _read_queries(request, fields)
+    start_token, end_token = tokenizer.vocab, tokenizer.vocab + 1
+    if end_token >= request.vocab:
         raise RequestError(
             f"the tokenizer has {tokenizer.vocab} pieces and a GLM two more; the model has rows for"
-            f" {asked.vocab}"
+            f" {request.vocab}"
         )
     try:
-        learned, cut = training(train, tokenizer, asked.length, fields.wrong)
+        train_samples, cut = make_training_samples(train, tokenizer, request.length, fields.wrong)
     except RequestError as error:
         raise RequestError(f"of those to train on, {error}") from error
-    questions, cut_too = evaluation(held, tokenizer, asked.length)
-    rows = ClozeRows(
-        learned, questions, asked.division, asked.step_batch(), asked.seed, begins, ends
+    evaluation_samples, evaluation_cut = make_evaluation_samples(
+        evaluated, tokenizer, request.length
     )
-    digest = fingerprint(train, held, tokenizer)
-    sizes = [rows.size(i, held=False) for i in range(len(learned))]
-    counts = {"queries": len(train), "evaluated": len(held)}
+    rows = ClozeDataset(
+        train_samples,
+        evaluation_samples,
+        request.division,
+        request.step_batch(),
+        request.seed,
+        start_token,
+        end_token,
+    )
+    digest = fingerprint_queries(train, evaluated, tokenizer)
+    sizes = [rows.count_tokens(i, held_out=False) for i in range(len(train_samples))]
+    counts = {"queries": len(train), "evaluated": len(evaluated)}
     facts = DataFacts(
         source=label,
         rows=len(train),
-        samples=len(learned),
+        samples=len(train_samples),
         sample_tokens=round(sum(sizes) / len(sizes), 1),
-        rows_evaluated=len(questions),
-        shortened=cut + cut_too,
+        rows_evaluated=len(evaluation_samples),
+        shortened=cut + evaluation_cut,
         fingerprint=digest,
-        published=is_published(digest, fields.fingerprint) if counts == asked.published else False,
-        tokenizer=TokenizerFacts.of(tokenizer),
+        published=is_published(digest, fields.fingerprint)
+        if counts == request.published
+        else False,
+        tokenizer=TokenizerFacts.from_tokenizer(tokenizer),
     )
-    return Prepared(rows, facts, score.outputs(questions))
+    return PreparedData(rows, facts, score.make_cloze_outputs(evaluation_samples))
 
 
-def _read(asked: Asked, fields: RecordData) -> tuple[WordPieces, str, list[Query], list[Query]]:
+def _read_queries(
+    request: TaskRequest, fields: SuperglueRecordData
+) -> tuple[WordPieces, str, list[Query], list[Query]]:
     """Return the tokenizer, the name of the source ("made" if generated), the queries to train on
     and those to evaluate. Raises RequestError if data are missing or malformed.
     """
-    source = asked.sources.data
+    source = request.sources.data
     if source is not None:
-        train, held = (queries.read(path) for path in queries.find(source))
-        return load_pieces(asked.sources.tokenizer_places()), source.name, train, held
+        train, evaluated = (queries.read_queries(path) for path in queries.find_query_files(source))
+        return load_word_pieces(request.sources.tokenizer_paths()), source.name, train, evaluated
     if fields.made is None:
         raise RequestError(
             "this size needs ReCoRD: name the folder of train.jsonl and val.jsonl with --data"
         )
-    train, held = made.make(fields.made)
-    return made.ClozeTokenizer(asked.vocab - 2), "made", train, held
+    train, evaluated = generated.generate_queries(fields.made)
+    return generated.GeneratedClozeTokenizer(request.vocab - 2), "made", train, evaluated
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _CandidateSet:
     """A query with the candidate texts that are scored for it, the indices of the right ones, and
     the answers' texts.
     """
@@ -96,9 +108,9 @@ class _Choice:
     answers: tuple[str, ...]
 
 
-def training(
-    every: list[Query], tokenizer: WordPieces, positions: int, wrong: int
-) -> tuple[list[Cloze], int]:
+def make_training_samples(
+    train_queries: list[Query], tokenizer: WordPieces, positions: int, wrong: int
+) -> tuple[list[ClozeSample], int]:
     """Make a training sample for every answer of every query; return them with the number of
     shortened contexts.
 
@@ -111,59 +123,61 @@ def training(
     """
     rng = random.Random(SHUFFLE_SEED)
     choices = []
-    for query in every:
+    for query in train_queries:
         for answer in query.answers:
             others = [entity for entity in query.entities if entity not in query.answers]
             if len(others) > wrong:
                 rng.shuffle(others)
-            choices.append(_Choice(query, (answer, *others[:wrong]), (0,), (answer,)))
-    return _encode(choices, tokenizer, positions)
+            choices.append(_CandidateSet(query, (answer, *others[:wrong]), (0,), (answer,)))
+    return _encode_candidates(choices, tokenizer, positions)
 
 
-def evaluation(
-    every: list[Query], tokenizer: WordPieces, positions: int
-) -> tuple[list[Cloze], int]:
+def make_evaluation_samples(
+    evaluated: list[Query], tokenizer: WordPieces, positions: int
+) -> tuple[list[ClozeSample], int]:
     """Make an evaluation sample for every query; return them with the number of shortened contexts.
 
     Candidates are all entities and nothing else. An answer that is no entity cannot be chosen; a
     query whose answers are all such has no right candidate and counts as wrong, as in GLM's own
     evaluation. Raises RequestError if a query does not fit in `positions`.
     """
-    rights = [
-        tuple(i for i, entity in enumerate(one.entities) if entity in one.answers) for one in every
+    right_indices = [
+        tuple(i for i, entity in enumerate(query.entities) if entity in query.answers)
+        for query in evaluated
     ]
     choices = [
-        _Choice(one, one.entities, right, one.answers)
-        for one, right in zip(every, rights, strict=True)
+        _CandidateSet(query, query.entities, right, query.answers)
+        for query, right in zip(evaluated, right_indices, strict=True)
     ]
-    return _encode(choices, tokenizer, positions)
+    return _encode_candidates(choices, tokenizer, positions)
 
 
-def _encode(
-    choices: list[_Choice], tokenizer: WordPieces, positions: int
-) -> tuple[list[Cloze], int]:
+def _encode_candidates(
+    choices: list[_CandidateSet], tokenizer: WordPieces, positions: int
+) -> tuple[list[ClozeSample], int]:
     """Tokenize queries with their candidates; return the samples and the number of passages that
     were cut to fit `positions`. Raises RequestError if one does not fit even without its passage.
     """
     samples, shortened = [], 0
     # one int object per token id, shared: a whole set has tens of millions of tokens
-    same: list[int] = list(range(tokenizer.vocab))
-    for start in range(0, len(choices), _AT_ONCE):
-        part = choices[start : start + _AT_ONCE]
+    shared_ints: list[int] = list(range(tokenizer.vocab))
+    for start in range(0, len(choices), _ENCODE_BATCH):
+        batch = choices[start : start + _ENCODE_BATCH]
         texts = list(
             dict.fromkeys(
-                text for choice in part for text in (*_parts(choice.query), *choice.texts)
+                text for choice in batch for text in (*_split_query(choice.query), *choice.texts)
             )
         )
         encoded = tokenizer.encode(texts)
         ids = {
-            text: tuple(same[i] for i in found) for text, found in zip(texts, encoded, strict=True)
+            text: tuple(shared_ints[i] for i in text_ids)
+            for text, text_ids in zip(texts, encoded, strict=True)
         }
         # equal contexts share one tuple: most samples of a query have the same
         contexts: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for choice in part:
+        for choice in batch:
             candidates = tuple(ids[text] for text in choice.texts)
-            passage, before, after = (ids[text] for text in _parts(choice.query))
+            passage, before, after = (ids[text] for text in _split_query(choice.query))
             room = positions - 3 - len(before) - len(after) - max(map(len, candidates)) - 1
             if room < 0:
                 raise RequestError(
@@ -172,12 +186,12 @@ def _encode(
                     f" has {positions}"
                 )
             shortened += len(passage) > room
-            kept = passage[:room]
-            context = (tokenizer.cls, *kept, *before, tokenizer.mask, *after, tokenizer.pad)
+            cut_passage = passage[:room]
+            context = (tokenizer.cls, *cut_passage, *before, tokenizer.mask, *after, tokenizer.pad)
             context = contexts.setdefault(context, context)
-            mask = 1 + len(kept) + len(before)
+            mask = 1 + len(cut_passage) + len(before)
             samples.append(
-                Cloze(
+                ClozeSample(
                     context,
                     mask,
                     candidates,
@@ -190,7 +204,7 @@ def _encode(
     return samples, shortened
 
 
-def _parts(query: Query) -> tuple[str, str, str]:
+def _split_query(query: Query) -> tuple[str, str, str]:
     """Return the texts that are encoded separately: the passage, the query before its placeholder,
     and the query after it.
     """
@@ -198,16 +212,16 @@ def _parts(query: Query) -> tuple[str, str, str]:
     return query.passage, before, after
 
 
-def fingerprint(train: list[Query], held: list[Query], tokenizer: WordPieces) -> str:
+def fingerprint_queries(train: list[Query], evaluated: list[Query], tokenizer: WordPieces) -> str:
     """Return the SHA-256 (hex) of all queries, whatever files they were read from, and of the
     tokenizer's vocabulary.
     """
 
-    def parts() -> Iterator[str]:
+    def iterate_parts() -> Iterator[str]:
         """Yield the texts to hash: the number of queries of each set, and each query."""
-        for every in (train, held):
-            yield f"{len(every)} queries\n"
-            for one in every:
-                yield canonical([one.passage, one.query, one.entities, one.answers])
+        for query_set in (train, evaluated):
+            yield f"{len(query_set)} queries\n"
+            for query in query_set:
+                yield to_canonical_json([query.passage, query.query, query.entities, query.answers])
 
-    return fingerprint_of(tokenizer, parts())
+    return fingerprint_parts(tokenizer, iterate_parts())

@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 1 << 30
 MAX_LINE_BYTES = 1 << 20
 
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_LINE = (
+_LINE_FORMAT = (
     'a line is {"passage": {"text": "…", "entities": [{"start": 0, "end": 4}]}, '
     '"qas": [{"query": "… @placeholder …", "answers": [{"text": "…"}]}]}'
 )
@@ -46,20 +46,20 @@ class Query:
     name: str  # line of the file and number of the query in it, from 1: `LINE-NUMBER`
 
 
-def find(folder: Path) -> tuple[Path, Path]:
+def find_query_files(folder: Path) -> tuple[Path, Path]:
     """Return the training and the evaluation file (train.jsonl and val.jsonl, perhaps gzipped) of a
     folder. Raises RequestError if one is missing.
     """
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "does not exist"
+        problem = "is not a folder" if folder.exists() else "does not exist"
         raise RequestError(
-            f"data {str(folder)!r} {what}; give the folder that holds ReCoRD's train.jsonl and"
+            f"data {str(folder)!r} {problem}; give the folder that holds ReCoRD's train.jsonl and"
             " val.jsonl with --data"
         )
-    return _one(folder, "train"), _one(folder, "val")
+    return _find_split(folder, "train"), _find_split(folder, "val")
 
 
-def _one(folder: Path, stem: str) -> Path:
+def _find_split(folder: Path, stem: str) -> Path:
     """Return the file of one split (`stem` is train or val) in a folder. Raises RequestError if it
     is missing.
     """
@@ -72,120 +72,134 @@ def _one(folder: Path, stem: str) -> Path:
     )
 
 
-def read(path: Path) -> list[Query]:
+def read_queries(path: Path) -> list[Query]:
     """Read all queries of a file, perhaps gzipped, in line order. Raises RequestError if it is
     unreadable, too large, malformed or empty.
     """
-    lines = jsonl.read(
-        path, _LINE, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most"
+    lines = jsonl.read_json_lines(
+        path, _LINE_FORMAT, MAX_LINE_BYTES, MAX_FILE_BYTES, ", which a file of ReCoRD has at most"
     )
-    out = [query for line in lines for query in _queries(line)]
-    if not out:
-        raise RequestError(_empty(path))
-    return out
+    queries = [query for line in lines for query in _parse_line(line)]
+    if not queries:
+        raise RequestError(_empty_file_message(path))
+    return queries
 
 
 def check_source(folder: Path) -> None:
     """Raise RequestError if a folder does not hold ReCoRD's files, judged by their names and first
     lines.
     """
-    for path in find(folder):
-        line = next(jsonl.read(path, _LINE, MAX_LINE_BYTES), None)
+    for path in find_query_files(folder):
+        line = next(jsonl.read_json_lines(path, _LINE_FORMAT, MAX_LINE_BYTES), None)
         if line is None:
-            raise RequestError(_empty(path))
-        list(_queries(line))
+            raise RequestError(_empty_file_message(path))
+        list(_parse_line(line))
 
 
-def _empty(path: Path) -> str:
+def _empty_file_message(path: Path) -> str:
     """Return the error text for a file without queries."""
-    return f"{path}: no queries; {_LINE}"
+    return f"{path}: no queries; {_LINE_FORMAT}"
 
 
-def plain(text: str) -> str:
+def normalize_punctuation(text: str) -> str:
     """Return a text with straight quotes, and hyphens for en dashes; its length does not change."""
     return text.translate(_PLAIN)
 
 
-def _queries(line: jsonl.Line) -> Iterator[Query]:
+def _parse_line(line: jsonl.JsonLine) -> Iterator[Query]:
     """Yield the queries of a line. Raises RequestError if something is malformed, or a query has
     not exactly one placeholder.
     """
-    found, where = line.value, line.where
-    passage = found.get("passage") if isinstance(found, dict) else None
-    if not isinstance(passage, dict) or not isinstance(found.get("qas"), list):
-        raise RequestError(f"{where} is {shown(found)}; {_LINE}")
-    text = plain(_text(passage.get("text"), "the passage's text", where))
-    entities = _entities(passage.get("entities"), text, where)
-    written = text.replace("@highlight\n", "- ")
-    for i, one in enumerate(found["qas"], 1):
-        if not isinstance(one, dict):
-            raise RequestError(f"{where}: query {i} is {shown(one)}; {_LINE}")
-        query = plain(_text(one.get("query"), f"query {i}", where))
+    value, location = line.value, line.location
+    passage = value.get("passage") if isinstance(value, dict) else None
+    if not isinstance(passage, dict) or not isinstance(value.get("qas"), list):
+        raise RequestError(f"{location} is {shown(value)}; {_LINE_FORMAT}")
+    text = normalize_punctuation(
+        _require_words(passage.get("text"), "the passage's text", location)
+    )
+    entities = _parse_entities(passage.get("entities"), text, location)
+    itemized = text.replace("@highlight\n", "- ")
+    for i, element in enumerate(value["qas"], 1):
+        if not isinstance(element, dict):
+            raise RequestError(f"{location}: query {i} is {shown(element)}; {_LINE_FORMAT}")
+        query = normalize_punctuation(_require_words(element.get("query"), f"query {i}", location))
         if (count := query.count(PLACEHOLDER)) != 1:
             raise RequestError(
-                f"{where}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one"
+                f"{location}: query {i} has {count} {PLACEHOLDER} in {shown(query)}; allowed: one"
             )
         yield Query(
-            written,
+            itemized,
             query,
             entities,
-            _answers(one.get("answers"), f"query {i}", where),
+            _parse_answers(element.get("answers"), f"query {i}", location),
             f"{line.number}-{i}",
         )
 
 
-def _entities(found: Any, text: str, where: str) -> tuple[str, ...]:
+def _parse_entities(entities: Any, text: str, location: str) -> tuple[str, ...]:
     """Return the distinct texts of a passage's entities, sorted. Raises RequestError if there are
     none, or a position is outside the passage.
     """
-    if not isinstance(found, list):
-        raise RequestError(f"{where}: the passage's entities are {shown(found)}; {_LINE}")
-    if not found:
+    if not isinstance(entities, list):
         raise RequestError(
-            f"{where}: the passage has no entities, and its queries no candidates; allowed: 1 or"
+            f"{location}: the passage's entities are {shown(entities)}; {_LINE_FORMAT}"
+        )
+    if not entities:
+        raise RequestError(
+            f"{location}: the passage has no entities, and its queries no candidates; allowed: 1 or"
             " more"
         )
-    out = set()
-    for i, one in enumerate(found, 1):
-        start, end = (one.get("start"), one.get("end")) if isinstance(one, dict) else (None, None)
+    texts = set()
+    for i, entity in enumerate(entities, 1):
+        start, end = (
+            (entity.get("start"), entity.get("end")) if isinstance(entity, dict) else (None, None)
+        )
         if type(start) is not int or type(end) is not int:
             raise RequestError(
-                f'{where}: entity {i} is {shown(one)}; an entity is {{"start": 0, "end": 4}}, two'
+                f'{location}: entity {i} is {shown(entity)}; an entity is {{"start": 0, "end": 4}}, two'
                 " integers"
             )
         if not 0 <= start <= end < len(text):
             raise RequestError(
-                f"{where}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the"
+                f"{location}: entity {i} is from {start} to {end}; allowed: 0 to {len(text) - 1}, the"
                 " last character of the passage, and no end before its start"
             )
-        out.add(text[start : end + 1])
-    return tuple(sorted(out))
+        texts.add(text[start : end + 1])
+    return tuple(sorted(texts))
 
 
-def _answers(found: Any, name: str, where: str) -> tuple[str, ...]:
+def _parse_answers(answers: Any, name: str, location: str) -> tuple[str, ...]:
     """Return the distinct texts of a query's answers in file order; `name` names the query in
     errors. Raises RequestError if there are none or one is malformed.
     """
-    if found is not None and not isinstance(found, list):
-        raise RequestError(f"{where}: the answers of {name} are {shown(found)}; {_LINE}")
-    if not found:
+    if answers is not None and not isinstance(answers, list):
         raise RequestError(
-            f"{where}: {name} has no answers; the sets of training and evaluation have some, the"
+            f"{location}: the answers of {name} are {shown(answers)}; {_LINE_FORMAT}"
+        )
+    if not answers:
+        raise RequestError(
+            f"{location}: {name} has no answers; the sets of training and evaluation have some, the"
             " test set none"
         )
-    out: dict[str, None] = {}
-    for i, one in enumerate(found, 1):
-        if not isinstance(one, dict):
-            raise RequestError(f"{where}: answer {i} of {name} is {shown(one)}; {_LINE}")
-        out[plain(_text(one.get("text"), f"the text of answer {i} of {name}", where))] = None
-    return tuple(out)
+    texts: dict[str, None] = {}
+    for i, answer in enumerate(answers, 1):
+        if not isinstance(answer, dict):
+            raise RequestError(
+                f"{location}: answer {i} of {name} is {shown(answer)}; {_LINE_FORMAT}"
+            )
+        texts[
+            normalize_punctuation(
+                _require_words(answer.get("text"), f"the text of answer {i} of {name}", location)
+            )
+        ] = None
+    return tuple(texts)
 
 
-def _text(value: Any, name: str, where: str) -> str:
+def _require_words(value: Any, name: str, location: str) -> str:
     """Return a value that is a string with more than white space. Raises RequestError, with `name`
     and `location`, otherwise.
     """
-    text = jsonl.text(value, f"{where}: {name} is", _LINE)
+    text = jsonl.require_text(value, f"{location}: {name} is", _LINE_FORMAT)
     if not text.strip():
-        raise RequestError(f"{where}: {name} is {shown(value)}; {_LINE}")
+        raise RequestError(f"{location}: {name} is {shown(value)}; {_LINE_FORMAT}")
     return text

@@ -14,25 +14,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from steelyard.schema import Frozen
-from steelyard.tasks.held_out import first_stop
+from steelyard.schema import FrozenModel
+from steelyard.tasks.held_out_loss import find_first_stop
 from steelyard.tasks.kind import TRAIN
-from steelyard.tasks.task import Breakdown, Differences, Stopped, Tally
-from steelyard.words import pair
+from steelyard.tasks.task import Breakdown, Differences, EarlyStop, Tally
+from steelyard.words import get_text_pair
 
 if TYPE_CHECKING:
-    from steelyard.data.cloze import Cloze
+    from steelyard.data.cloze_samples import ClozeSample
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_EVALUATION = {"step", "samples", "choices"}
+_EVALUATION_KEYS = {"step", "samples", "choices"}
 
 
-Match = Annotated[int, Field(ge=0, le=1)]
+MatchFlag = Annotated[int, Field(ge=0, le=1)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
-class RecordEvaluation(Frozen):
+class ClozeEvaluation(FrozenModel):
     """One evaluation, after `step` steps and `samples` trained samples: the chosen candidate of
     every question, as (question, candidate) pairs.
     """
@@ -43,32 +43,32 @@ class RecordEvaluation(Frozen):
     repeated: int
 
 
-class Pass(Frozen):
+class ClozePassOutputs(FrozenModel):
     """The outputs of a pass that does not train: its evaluations."""
 
-    evaluations: list[RecordEvaluation]
+    evaluations: list[ClozeEvaluation]
 
 
-class RecordSteps(Frozen):
+class ClozeTrainOutputs(FrozenModel):
     """The outputs of the training pass: its evaluations, and why it ended early, or None."""
 
-    evaluations: list[RecordEvaluation]
-    stopped: Stopped | None
+    evaluations: list[ClozeEvaluation]
+    stopped: EarlyStop | None
 
 
-class RecordOutputs(Frozen):
+class ClozeOutputs(FrozenModel):
     """What a record keeps of ReCoRD: per question the right candidates (`right`), and each
     candidate's exact match (`em`) and F1; and the outputs of each pass.
     """
 
     items: int
     right: list[list[int]]
-    em: list[list[Match]]
+    em: list[list[MatchFlag]]
     f1: list[list[UnitInterval]]
-    passes: dict[str, RecordSteps | Pass]
+    passes: dict[str, ClozeTrainOutputs | ClozePassOutputs]
 
     @model_validator(mode="after")
-    def _fit(self) -> Self:
+    def _check_candidates(self) -> Self:
         """Raise ValueError if the lists do not fit the number of questions, or an evaluation names
         a question or candidate that does not exist.
         """
@@ -76,60 +76,67 @@ class RecordOutputs(Frozen):
             raise ValueError(f"candidates are not those of {self.items} questions")
         if any(len(em) != len(f1) for em, f1 in zip(self.em, self.f1, strict=True)):
             raise ValueError("a question has other candidates for exact match than for F1")
-        for one in (one for found in self.passes.values() for one in found.evaluations):
+        for evaluation in (
+            evaluation
+            for pass_outputs in self.passes.values()
+            for evaluation in pass_outputs.evaluations
+        ):
             if not all(
                 0 <= item < self.items and -1 <= choice < len(self.em[item])
-                for item, choice in one.choices
+                for item, choice in evaluation.choices
             ):
                 raise ValueError("an evaluation names a question or a candidate that is not there")
         return self
 
 
-def outputs(held: "list[Cloze]") -> RecordOutputs:
+def make_cloze_outputs(samples: "list[ClozeSample]") -> ClozeOutputs:
     """Return outputs without any pass; exact match and F1 of every candidate are computed here."""
-    return RecordOutputs(
-        items=len(held),
-        right=[list(one.right) for one in held],
+    return ClozeOutputs(
+        items=len(samples),
+        right=[list(sample.right) for sample in samples],
         em=[
-            [max(exact(text, answer) for answer in one.answers) for text in one.texts]
-            for one in held
+            [max(match_exactly(text, answer) for answer in sample.answers) for text in sample.texts]
+            for sample in samples
         ],
         f1=[
-            [round(max(f1(text, answer) for answer in one.answers), 6) for text in one.texts]
-            for one in held
+            [
+                round(max(compute_f1(text, answer) for answer in sample.answers), 6)
+                for text in sample.texts
+            ]
+            for sample in samples
         ],
         passes={},
     )
 
 
-def exact(text: str, answer: str) -> int:
+def match_exactly(text: str, answer: str) -> int:
     """Return 1 if the two texts are equal after normalization, else 0."""
-    return int(_words(text) == _words(answer))
+    return int(_normalize_words(text) == _normalize_words(answer))
 
 
-def f1(text: str, answer: str) -> float:
+def compute_f1(text: str, answer: str) -> float:
     """Return the F1 (0 to 1) of the two texts' normalized words, counted with repetition; 0 if they
     share none.
     """
-    said, wanted = _words(text), _words(answer)
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+    text_words, answer_words = _normalize_words(text), _normalize_words(answer)
+    common = sum((Counter(text_words) & Counter(answer_words)).values())
+    return 2 * common / (len(text_words) + len(answer_words)) if common else 0.0
 
 
-def _words(text: str) -> list[str]:
+def _normalize_words(text: str) -> list[str]:
     """Return the words of a text in lower case, without ASCII punctuation (words around it are
     joined) and without articles.
     """
     return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
 
 
-def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
+def check_cloze_outputs(pass_outputs: Any, outputs: ClozeOutputs) -> dict[str, Any]:
     """Return an engine's outputs of a pass if a record can be made of them: `evaluations`, and
     `stopped` if the pass trains. A pass without steps has exactly one evaluation.
 
     Raises TypeError or ValueError otherwise.
     """
-    if not isinstance(table, dict) or set(table) not in (
+    if not isinstance(pass_outputs, dict) or set(pass_outputs) not in (
         {"stopped", "evaluations"},
         {"evaluations"},
     ):
@@ -137,45 +144,47 @@ def check(table: Any, outputs: RecordOutputs) -> dict[str, Any]:
             "the engine's outputs must be `stopped` and `evaluations` of the steps, or"
             " `evaluations` alone"
         )
-    evaluations = table["evaluations"]
+    evaluations = pass_outputs["evaluations"]
     if not isinstance(evaluations, list):
         raise TypeError("the engine's outputs must be a list: evaluations")
-    if "stopped" not in table and len(evaluations) != 1:
+    if "stopped" not in pass_outputs and len(evaluations) != 1:
         raise ValueError(
             f"the engine's outputs have {len(evaluations)} evaluations; a pass without steps"
             " has one"
         )
-    out: dict[str, Any] = {"evaluations": [_evaluation(one, outputs) for one in evaluations]}
-    steps = [one["step"] for one in out["evaluations"]]
+    checked: dict[str, Any] = {
+        "evaluations": [_check_evaluation(evaluation, outputs) for evaluation in evaluations]
+    }
+    steps = [evaluation["step"] for evaluation in checked["evaluations"]]
     if steps != sorted(set(steps)):
         raise ValueError(
             f"the engine's outputs have evaluations at the steps {steps}; each is later than the"
             " one before"
         )
-    if "stopped" in table:
-        stopped = table["stopped"]
+    if "stopped" in pass_outputs:
+        stopped = pass_outputs["stopped"]
         if stopped is not None and (
             not isinstance(stopped, dict) or type(stopped.get("step")) is not int
         ):
             raise TypeError("the engine's outputs must be None or a table with a step: stopped")
-        out["stopped"] = stopped
-    return out
+        checked["stopped"] = stopped
+    return checked
 
 
-def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
+def _check_evaluation(evaluation: Any, outputs: ClozeOutputs) -> dict[str, Any]:
     """Return one evaluation of an engine with its `step`, `samples` and `choices`, if they are
     valid; raise TypeError or ValueError otherwise.
     """
-    if not isinstance(found, dict) or set(found) != _EVALUATION:
+    if not isinstance(evaluation, dict) or set(evaluation) != _EVALUATION_KEYS:
         raise TypeError(
-            f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION))}"
+            f"the engine's outputs must be tables as evaluations: {', '.join(sorted(_EVALUATION_KEYS))}"
         )
     for name in ("step", "samples"):
-        if type(found[name]) is not int or found[name] < 0:
+        if type(evaluation[name]) is not int or evaluation[name] < 0:
             raise TypeError(
                 f"the engine's outputs must be an integer from 0 on: {name} of an evaluation"
             )
-    choices = found["choices"]
+    choices = evaluation["choices"]
     if not isinstance(choices, list) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(type(i) is int for i in pair)
         for pair in choices
@@ -192,50 +201,52 @@ def _evaluation(found: Any, outputs: RecordOutputs) -> dict[str, Any]:
             " does not have"
         )
     return {
-        "step": found["step"],
-        "samples": found["samples"],
+        "step": evaluation["step"],
+        "samples": evaluation["samples"],
         "choices": [list(pair) for pair in choices],
     }
 
 
-def merge(outputs: RecordOutputs, name: str, tables: list[dict[str, Any]]) -> RecordOutputs:
+def merge_cloze_outputs(
+    outputs: ClozeOutputs, pass_name: str, rank_outputs: list[dict[str, Any]]
+) -> ClozeOutputs:
     """Return the outputs with one more pass, whose evaluations have the choices of all ranks in
     question order. A question answered twice counts as repeated, and the later answer stays.
     """
     evaluations: dict[int, dict[str, Any]] = {}
-    for table in tables:
-        for one in table["evaluations"]:
-            mine = evaluations.setdefault(
-                one["step"], {"samples": one["samples"], "choices": {}, "repeated": 0}
+    for rank in rank_outputs:
+        for evaluation in rank["evaluations"]:
+            combined = evaluations.setdefault(
+                evaluation["step"], {"samples": evaluation["samples"], "choices": {}, "repeated": 0}
             )
-            for item, choice in one["choices"]:
-                mine["repeated"] += item in mine["choices"]
-                mine["choices"][item] = choice
-    found = [
-        RecordEvaluation(
+            for item, choice in evaluation["choices"]:
+                combined["repeated"] += item in combined["choices"]
+                combined["choices"][item] = choice
+    merged_evaluations = [
+        ClozeEvaluation(
             step=step,
-            samples=one["samples"],
-            choices=sorted(one["choices"].items()),
-            repeated=one["repeated"],
+            samples=evaluation["samples"],
+            choices=sorted(evaluation["choices"].items()),
+            repeated=evaluation["repeated"],
         )
-        for step, one in sorted(evaluations.items())
+        for step, evaluation in sorted(evaluations.items())
     ]
     merged = (
-        RecordSteps(evaluations=found, stopped=first_stop(tables))
-        if name in TRAIN.stepped
-        else Pass(evaluations=found)
+        ClozeTrainOutputs(evaluations=merged_evaluations, stopped=find_first_stop(rank_outputs))
+        if pass_name in TRAIN.stepped
+        else ClozePassOutputs(evaluations=merged_evaluations)
     )
-    return outputs.model_copy(update={"passes": {**outputs.passes, name: merged}})
+    return outputs.model_copy(update={"passes": {**outputs.passes, pass_name: merged}})
 
 
-def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
+def score_cloze_outputs(outputs: ClozeOutputs, pass_name: str) -> dict[str, float]:
     """Score the last evaluation of a pass over its answered questions: accuracy `acc` with standard
     error `se`, exact match `em`, and `f1`. Empty if there is none.
     """
-    last = _last(outputs, name)
+    last = _find_last_evaluation(outputs, pass_name)
     if last is None or not last.choices:
         return {}
-    acc = _accuracy(outputs, last)
+    acc = _compute_accuracy(outputs, last)
     chosen = [(item, choice) for item, choice in last.choices if choice >= 0]
     return {
         "acc": acc,
@@ -245,18 +256,23 @@ def score(outputs: RecordOutputs, name: str) -> dict[str, float]:
     }
 
 
-def history(outputs: RecordOutputs, name: str) -> list[tuple[int, int, float | None]]:
+def list_accuracies(outputs: ClozeOutputs, pass_name: str) -> list[tuple[int, int, float | None]]:
     """Return (step, trained samples, accuracy) of each evaluation of a pass; accuracy is None if no
     question was answered. Empty if there is no such pass.
     """
-    found = outputs.passes.get(name)
-    every = found.evaluations if found is not None else []
+    pass_outputs = outputs.passes.get(pass_name)
+    evaluations = pass_outputs.evaluations if pass_outputs is not None else []
     return [
-        (one.step, one.samples, _accuracy(outputs, one) if one.choices else None) for one in every
+        (
+            evaluation.step,
+            evaluation.samples,
+            _compute_accuracy(outputs, evaluation) if evaluation.choices else None,
+        )
+        for evaluation in evaluations
     ]
 
 
-def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
+def _compute_accuracy(outputs: ClozeOutputs, evaluation: ClozeEvaluation) -> float:
     """Return the share of an evaluation's answered questions whose choice is right. Raises
     ZeroDivisionError if there are none.
     """
@@ -265,45 +281,66 @@ def _accuracy(outputs: RecordOutputs, evaluation: RecordEvaluation) -> float:
     )
 
 
-def _last(outputs: RecordOutputs, name: str) -> RecordEvaluation | None:
+def _find_last_evaluation(outputs: ClozeOutputs, pass_name: str) -> ClozeEvaluation | None:
     """Return the last evaluation of a pass; None if there is none."""
-    found = outputs.passes.get(name)
-    return found.evaluations[-1] if found is not None and found.evaluations else None
+    pass_outputs = outputs.passes.get(pass_name)
+    return (
+        pass_outputs.evaluations[-1]
+        if pass_outputs is not None and pass_outputs.evaluations
+        else None
+    )
 
 
-def differences(one: RecordOutputs, other: RecordOutputs, name: str) -> Differences | None:
+def compare_cloze_outputs(
+    first: ClozeOutputs, second: ClozeOutputs, pass_name: str
+) -> Differences | None:
     """Compare the candidates that two runs chose in the last evaluation of a pass; None if there is
     none in either, or they are after different steps.
     """
-    ours, theirs = _last(one, name), _last(other, name)
-    if ours is None or theirs is None or ours.step != theirs.step:
+    first_evaluation, second_evaluation = (
+        _find_last_evaluation(first, pass_name),
+        _find_last_evaluation(second, pass_name),
+    )
+    if (
+        first_evaluation is None
+        or second_evaluation is None
+        or first_evaluation.step != second_evaluation.step
+    ):
         return None
-    chosen = dict(theirs.choices)
-    both = [(choice, chosen[item]) for item, choice in ours.choices if item in chosen]
-    return Differences(len(both), sum(a != b for a, b in both))
+    chosen = dict(second_evaluation.choices)
+    choice_pairs = [
+        (choice, chosen[item]) for item, choice in first_evaluation.choices if item in chosen
+    ]
+    return Differences(len(choice_pairs), sum(a != b for a, b in choice_pairs))
 
 
-def tally(outputs: RecordOutputs, name: str) -> Tally | None:
+def tally_cloze_answers(outputs: ClozeOutputs, pass_name: str) -> Tally | None:
     """Return how the last evaluation of a pass covers the questions; None if the pass has no
     evaluation (as training with random weights has none).
     """
-    last = _last(outputs, name)
+    last = _find_last_evaluation(outputs, pass_name)
     if last is None:
         return None
-    bad = sum(choice < 0 for _, choice in last.choices)
-    return Tally(outputs.items, outputs.items - len(last.choices), last.repeated, bad)
+    not_finite = sum(choice < 0 for _, choice in last.choices)
+    return Tally(outputs.items, outputs.items - len(last.choices), last.repeated, not_finite)
 
 
-def stopped(outputs: RecordOutputs) -> Stopped | None:
+def find_cloze_stop(outputs: ClozeOutputs) -> EarlyStop | None:
     """Return why the pass `train` ended early; None if it did not, or is missing."""
-    found = outputs.passes.get("train")
-    return found.stopped if isinstance(found, RecordSteps) else None
+    pass_outputs = outputs.passes.get("train")
+    return pass_outputs.stopped if isinstance(pass_outputs, ClozeTrainOutputs) else None
 
 
-def breakdowns(outputs: RecordOutputs) -> list[Breakdown]:
+def make_cloze_breakdowns(outputs: ClozeOutputs) -> list[Breakdown]:
     """Return one table for the page, the accuracy of every evaluation in the order of the run; none
     if there is no evaluation.
     """
-    rows = tuple(one for name in ("before", "train", "after") for one in history(outputs, name))
-    columns = (pair("breakdown.after_step"), pair("breakdown.samples"), ("acc", "acc"))
-    return [Breakdown(pair("breakdown.evaluations"), columns, rows)] if rows else []
+    rows = tuple(
+        row for name in ("before", "train", "after") for row in list_accuracies(outputs, name)
+    )
+    columns = (
+        get_text_pair("breakdown.after_step"),
+        get_text_pair("breakdown.samples"),
+        ("acc", "acc"),
+    )
+    return [Breakdown(get_text_pair("breakdown.evaluations"), columns, rows)] if rows else []

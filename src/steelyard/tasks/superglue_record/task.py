@@ -9,13 +9,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from steelyard.schema import Frozen
+from steelyard.schema import FrozenModel
 from steelyard.tasks.superglue_record import score
 from steelyard.tasks.task import Score, Task
-from steelyard.words import meaning
+from steelyard.words import get_meanings
 
 
-class MadeCloze(Frozen):
+class GeneratedClozeConfig(FrozenModel):
     """How many queries to generate for training and evaluation, with how many candidates, and from
     which seed.
     """
@@ -26,22 +26,24 @@ class MadeCloze(Frozen):
     seed: int = 0
 
 
-class RecordData(Frozen):
+class SuperglueRecordData(FrozenModel):
     """The fields of `question.data` of ReCoRD. `fingerprint` is that of the published data set."""
 
     kind: Literal["record"]
     wrong: int = Field(9, ge=1, description="wrong candidates of a training example, at most")
     fingerprint: str | None = None
-    made: MadeCloze | None = None
+    made: GeneratedClozeConfig | None = None
 
 
-_ACCURACY = meaning("superglue_record.acc")
-SCORES = (
+_ACCURACY = get_meanings("superglue_record.acc")
+SUPERGLUE_RECORD_SCORES = (
     Score("acc", "acc", *_ACCURACY),
-    Score("acc_before", "acc", *meaning("superglue_record.acc_before"), better="", of="before"),
-    Score("acc_se", "se", *meaning("score.acc_se"), better=""),
-    Score("em", "em", *meaning("superglue_record.em")),
-    Score("f1", "f1", *meaning("superglue_record.f1")),
+    Score(
+        "acc_before", "acc", *get_meanings("superglue_record.acc_before"), better="", of="before"
+    ),
+    Score("acc_se", "se", *get_meanings("score.acc_se"), better=""),
+    Score("em", "em", *get_meanings("superglue_record.em")),
+    Score("f1", "f1", *get_meanings("superglue_record.f1")),
 )
 
 TASK = Task(
@@ -50,21 +52,21 @@ TASK = Task(
     kind="train",
     work="train_cloze",
     noun="sample",
-    data=RecordData,
-    outputs=score.RecordOutputs,
+    data=SuperglueRecordData,
+    outputs=score.ClozeOutputs,
     reader="steelyard.tasks.superglue_record.data:prepare",
     data_check="steelyard.tasks.superglue_record.queries:check_source",
-    check=score.check,
-    merge=score.merge,
-    score=score.score,
-    tally=score.tally,
-    scores=SCORES,
+    check=score.check_cloze_outputs,
+    merge=score.merge_cloze_outputs,
+    score=score.score_cloze_outputs,
+    tally=score.tally_cloze_answers,
+    scores=SUPERGLUE_RECORD_SCORES,
     quality="acc",
     # no `after`: training that ends at a target has just been evaluated
     passes=("before", "train"),
-    differences=score.differences,
-    breakdowns=score.breakdowns,
-    stopped=score.stopped,
+    differences=score.compare_cloze_outputs,
+    breakdowns=score.make_cloze_breakdowns,
+    stopped=score.find_cloze_stop,
     rates_in_samples=True,
     starts_trained=True,
     published_facts=("queries", "evaluated"),

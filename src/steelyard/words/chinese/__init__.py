@@ -15,7 +15,7 @@ from steelyard.words.chinese import (
 )
 
 MEANINGS = meanings.MEANINGS
-CASES = cases.CHINESE
+CASES = cases.CASES
 TEXTS: dict[str, str] = {
     **checks.TEXTS,
     **comparing.TEXTS,

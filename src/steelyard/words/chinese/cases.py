@@ -6,7 +6,7 @@ A record holds the English of its time, so a text that no case file has any more
 
 _LOSS = "每样本填充至 2048 个 token 且计入填充；引言部分也参与学习，故损失不可比"
 
-CHINESE: dict[str, str] = {
+CASES: dict[str, str] = {
     "Aquila2-34B scores LAMBADA, tensor parallel": "Aquila2-34B 评测 LAMBADA，张量并行",
     (
         "Prefill only: every passage of LAMBADA's test set goes through the model once, and"

@@ -1,0 +1,238 @@
+"""Environment variables that can change a result, by name. A record states the values of these and
+of no others.
+
+Names are listed in full: variables that begin with `NCCL_` or `TORCH` may hold tokens and passwords
+too. Each list holds what its library documents as changing what is computed, or how fast. Names of
+files and folders are left out.
+
+Variables in lists with `TUNE` in their name may be set by `tune.env` and by a site file, those with
+`SITE` by a site file only. A case can come from a stranger, so that none of them names a program, a
+library or a plug-in to load.
+"""
+
+# https://docs.nvidia.com/cuda/cuda-c-programming-guide (environment variables), cuBLAS's and
+# cuDNN's own manuals
+CUDA_VARIABLES = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_EMULATE_SINGLE_PRECISION",
+    "CUBLAS_EMULATION_STRATEGY",
+    "CUDA_AUTO_BOOST",
+    "CUDA_CACHE_DISABLE",
+    "CUDA_CACHE_MAXSIZE",
+    "CUDA_DEVICE_DEFAULT_PERSISTING_L2_CACHE_PERCENTAGE_LIMIT",
+    "CUDA_DEVICE_MAX_COPY_CONNECTIONS",
+    "CUDA_DEVICE_ORDER",
+    "CUDA_DISABLE_PTX_JIT",
+    "CUDA_FORCE_PTX_JIT",
+    "CUDA_MANAGED_FORCE_DEVICE_ALLOC",
+    "CUDA_MODULE_DATA_LOADING",
+    "CUDA_MODULE_LOADING",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+    "CUDA_MPS_CLIENT_PRIORITY",
+    "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT",
+    "CUDA_SCALE_LAUNCH_QUEUES",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDNN_CONV_WSCAP_DBG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+CUDA_TUNE_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+# https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; NCCL_IB_PKEY has the name of a
+# secret, and is left out
+NCCL_VARIABLES = (
+    "NCCL_ALLOC_P2P_NET_LL_BUFFERS",
+    "NCCL_CHECKS_DISABLE",
+    "NCCL_CHECK_POINTERS",
+    "NCCL_COLLNET_NODE_THRESHOLD",
+    "NCCL_COMM_BLOCKING",
+    "NCCL_CTA_POLICY",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_GRAPH_MIXING_SUPPORT",
+    "NCCL_GRAPH_REGISTER",
+    "NCCL_IB_CUDA_SUPPORT",
+    "NCCL_IB_ECE_ENABLE",
+    "NCCL_IB_FIFO_TC",
+    "NCCL_IB_MERGE_NICS",
+    "NCCL_IB_MERGE_VFS",
+    "NCCL_IGNORE_CPU_AFFINITY",
+    "NCCL_LAUNCH_MODE",
+    "NCCL_LAUNCH_ORDER_IMPLICIT",
+    "NCCL_LL_BUFFSIZE",
+    "NCCL_LL128_BUFFSIZE",
+    "NCCL_LOCAL_REGISTER",
+    "NCCL_MAX_CTAS",
+    "NCCL_MAX_P2P_NCHANNELS",
+    "NCCL_MIN_CTAS",
+    "NCCL_MIN_P2P_NCHANNELS",
+    "NCCL_NCHANNELS_PER_NET_PEER",
+    "NCCL_NET",
+    "NCCL_NET_DISABLE_INTRA",
+    "NCCL_NET_GDR_C2C",
+    "NCCL_NET_PLUGIN",
+    "NCCL_NET_SHARED_BUFFERS",
+    "NCCL_NET_SHARED_COMMS",
+    "NCCL_NTHREADS",
+    "NCCL_NVB_DISABLE",
+    "NCCL_NVLSTREE_MAX_CHUNKSIZE",
+    "NCCL_P2P_DIRECT_DISABLE",
+    "NCCL_P2P_NET_CHUNKSIZE",
+    "NCCL_P2P_PXN_LEVEL",
+    "NCCL_PXN_C2C",
+    "NCCL_RUNTIME_CONNECT",
+    "NCCL_SINGLE_RING_THRESHOLD",
+    "NCCL_TUNER_PLUGIN",
+    "NCCL_WIN_STRIDE",
+    "NCCL_WORK_FIFO_BYTES",
+)
+NCCL_TUNE_VARIABLES = (
+    "NCCL_ALGO",
+    "NCCL_BUFFSIZE",
+    "NCCL_DEBUG",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+)
+NCCL_SITE_VARIABLES = (
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_CROSS_NIC",
+    "NCCL_DEBUG_SUBSYS",
+    "NCCL_DMABUF_ENABLE",
+    "NCCL_IB_ADAPTIVE_ROUTING",
+    "NCCL_IB_AR_THRESHOLD",
+    "NCCL_IB_DISABLE",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_IB_HCA",
+    "NCCL_IB_PCI_RELAXED_ORDERING",
+    "NCCL_IB_QPS_PER_CONNECTION",
+    "NCCL_IB_RETRY_CNT",
+    "NCCL_IB_ROCE_VERSION_NUM",
+    "NCCL_IB_SL",
+    "NCCL_IB_SPLIT_DATA_ON_QPS",
+    "NCCL_IB_TC",
+    "NCCL_IB_TIMEOUT",
+    "NCCL_MNNVL_ENABLE",
+    "NCCL_NET_GDR_LEVEL",
+    "NCCL_NET_GDR_READ",
+    "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_P2P_DISABLE",
+    "NCCL_P2P_LEVEL",
+    "NCCL_PXN_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_SOCKET_FAMILY",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS",
+)
+# a site file may set them; no record states them
+NCCL_ADDRESS_VARIABLES = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE")
+
+# OpenMP 5.2, chapter 21; Intel's and LLVM's runtimes; oneMKL's and oneDNN's manuals;
+# torch.distributed on Gloo
+CPU_VARIABLES = (
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "DNNL_PRIMITIVE_CACHE_CAPACITY",
+    "GOMP_CPU_AFFINITY",
+    "GOMP_SPINCOUNT",
+    "KMP_AFFINITY",
+    "KMP_BLOCKTIME",
+    "KMP_HW_SUBSET",
+    "KMP_LIBRARY",
+    "KMP_SETTINGS",
+    "KMP_TPAUSE",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_DOMAIN_NUM_THREADS",
+    "MKL_DYNAMIC",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_NUM_STRIPES",
+    "MKL_THREADING_LAYER",
+    "OMP_DISPLAY_AFFINITY",
+    "OMP_DYNAMIC",
+    "OMP_MAX_ACTIVE_LEVELS",
+    "OMP_NESTED",
+    "OMP_PLACES",
+    "OMP_PROC_BIND",
+    "OMP_SCHEDULE",
+    "OMP_STACKSIZE",
+    "OMP_THREAD_LIMIT",
+    "OMP_WAIT_POLICY",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+)
+CPU_TUNE_VARIABLES = ("MKL_NUM_THREADS", "OMP_NUM_THREADS")
+CPU_SITE_VARIABLES = ("GLOO_DEVICE_TRANSPORT", "GLOO_SOCKET_IFNAME")
+
+# https://docs.pytorch.org/docs/stable/torch_environment_variables.html and the notes that it leads
+# to
+TORCH_VARIABLES = (
+    "PYTORCH_JIT",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHDYNAMO_DISABLE",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING",
+    "TORCHINDUCTOR_CPP_WRAPPER",
+    "TORCHINDUCTOR_CUDAGRAPHS",
+    "TORCHINDUCTOR_FORCE_DISABLE_CACHES",
+    "TORCHINDUCTOR_FREEZING",
+    "TORCHINDUCTOR_FX_GRAPH_CACHE",
+    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS",
+    "TORCHINDUCTOR_MAX_AUTOTUNE_POINTWISE",
+    "TORCHINDUCTOR_PERMUTE_FUSION",
+    "TORCHINDUCTOR_SHAPE_PADDING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_COMPILE_DISABLE",
+    "TORCH_CUDA_ARCH_LIST",
+    "TORCH_CUDNN_SDPA_ENABLED",
+    "TORCH_CUDNN_V8_API_DISABLED",
+    "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT",
+    "TORCH_DISABLE_ADDR2LINE",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+    "TORCH_LINALG_PREFER_CUSOLVER",
+    "TORCH_LINALG_PREFER_MAGMA",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    "TORCH_NCCL_CUDA_EVENT_CACHE",
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "TORCH_NCCL_ENABLE_TIMING",
+    "TORCH_NCCL_HIGH_PRIORITY",
+    "TORCH_NCCL_NAN_CHECK",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING",
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    "TORCH_SHOW_CPP_STACKTRACES",
+)
+
+# variables with such a word in their name are never recorded
+SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "AUTH", "CREDENTIAL")
+# names of files and folders change no result, and are private
+PATH_SUFFIXES = ("_DIR", "_HOME", "_PATH", "_FILE")
+
+
+def is_recorded(name: str, allowed: frozenset[str]) -> bool:
+    """Return whether a record states a variable: it is in `allowed`, and its name is neither that
+    of a file or folder nor of a secret.
+    """
+    return (
+        name in allowed
+        and not name.endswith(PATH_SUFFIXES)
+        and not any(word in name.upper() for word in SECRET_WORDS)
+    )

@@ -1,0 +1,224 @@
+"""Print or write what `report`, `compare` and `history` show: text, Markdown, HTML, CSV, JSON, and
+FlagPerf's page layout.
+
+The pages themselves are made by `report/`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steelyard import files, report
+from steelyard.cli.printing import (
+    find_width,
+    print_json,
+    print_stderr,
+    print_stdout,
+    print_verbatim,
+)
+from steelyard.errors import RequestError
+from steelyard.record.ceilings_record import SpecRecord
+from steelyard.record.record import Record
+from steelyard.report import Page, as_csv, report_data
+from steelyard.report.flagperf import CasePage
+from steelyard.report.report_data import PageFile
+
+CSV = "csv"
+FLAGPERF = "flagperf"
+PAGE_SEPARATOR = "\n---\n\n"  # between the pages of two cases, in Markdown
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """The options of `report` that say what is shown and how. Creating one raises RequestError if
+    they cannot be combined.
+    """
+
+    given_format: str | None
+    layout: str | None
+    lang: str
+    to: Path | None
+    explain: bool
+    full: bool
+    wide: bool
+    as_json: bool
+
+    def __post_init__(self) -> None:
+        """Raise RequestError for an unknown layout, format or language, and for options that cannot
+        be combined.
+        """
+        if self.layout not in (None, FLAGPERF):
+            raise RequestError(f"--layout {self.layout!r}: allowed: {FLAGPERF}")
+        check_format(self.format, self.lang, (CSV,))
+        if self.layout and self.given_format not in (None, "md"):
+            raise RequestError(
+                f"--layout {FLAGPERF} is Markdown; leave out --format {self.given_format}"
+            )
+        if self.explain and (self.layout or self.format == CSV):
+            option = f"--layout {FLAGPERF}" if self.layout else f"--format {CSV}"
+            raise RequestError(
+                f"--explain and {option} do not go together; ask for them one after the other"
+            )
+        if self.as_json and self.to is None and (self.given_format or self.layout):
+            raise RequestError(
+                "--json prints data, not a page; add --to FILE to write the page too, or leave out"
+                " --json"
+            )
+
+    @property
+    def format(self) -> str:
+        """Return the format to write: `md` with a layout, otherwise the one asked for, otherwise
+        `text`.
+        """
+        return "md" if self.layout else self.given_format or "text"
+
+
+def _render_page(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> str:
+    """Render a page, or the CSV table of records. Spec records are rendered if there are any, the
+    others are then ignored. Raise RequestError for CSV of spec records.
+    """
+    if specs and options.format == CSV:
+        raise RequestError(
+            f"--format {CSV} is of runs; records of kind spec have no metrics: take --json or"
+            " another format"
+        )
+    width = find_width(options.wide or options.full or options.to is not None)
+    if specs:
+        return report.render_ceilings(specs, options.format, options.lang, width)
+    if options.format == CSV:
+        return as_csv.render_csv(records)
+    short = options.format == "text" and not options.full and not options.as_json
+    make_page = (
+        report.build_waterfall_page
+        if options.explain
+        else report.build_brief_page
+        if short
+        else report.build_report_page
+    )
+    return report.render(records, options.format, options.lang, make_page, width)
+
+
+def export_records(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> None:
+    """Print spec records, or if there are none records of runs, as the options ask; or write them
+    to the file or folder of --to and print its path.
+
+    With --json, data is printed, and the page is also written if --to is given. Raise RequestError
+    for what cannot be shown or written.
+    """
+    written = [] if options.to is None else _write_pages(options, options.to, specs, records)
+    if options.as_json:
+        exported = (
+            report_data.build_ceilings_report(specs, written)
+            if specs
+            else report_data.build_report(records, options.explain, written)
+        )
+        print_json(exported.model_dump(mode="json", by_alias=True))
+    elif options.to is not None:
+        for page_file in written:
+            print_stderr(f"{'table' if options.format == CSV else 'page'}: {page_file.path}")
+    else:
+        print_text = print_verbatim if options.format == CSV else print_stdout
+        print_text(_render_all(options, specs, records))
+
+
+def _write_pages(
+    options: ExportOptions, to: Path, specs: list[SpecRecord], records: list[Record]
+) -> list[PageFile]:
+    """Write the page to the file `to` and return what was written; with FlagPerf's layout one file
+    per case in the folder `to`, which is created, unless its name ends in .md. Raise RequestError
+    if it cannot be written.
+    """
+    if options.layout and to.suffix != ".md":
+        try:
+            to.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"--to {str(to)!r} is no folder that can be made: {error.strerror}"
+            ) from error
+        text_by_path = {
+            to / f"{page.name}.md": page.text
+            for page in _make_flagperf_pages(options, specs, records)
+        }
+    else:
+        text_by_path = {to: _render_all(options, specs, records)}
+    for path, content in text_by_path.items():
+        write_page(path, content)
+    return [
+        PageFile(format=options.format, lang=options.lang, path=str(path)) for path in text_by_path
+    ]
+
+
+def _render_all(options: ExportOptions, specs: list[SpecRecord], records: list[Record]) -> str:
+    """Render everything as one text: with FlagPerf's layout the pages of all cases, separated by
+    rules.
+    """
+    if options.layout:
+        return PAGE_SEPARATOR.join(
+            page.text for page in _make_flagperf_pages(options, specs, records)
+        )
+    return _render_page(options, specs, records)
+
+
+def _make_flagperf_pages(
+    options: ExportOptions, specs: list[SpecRecord], records: list[Record]
+) -> list[CasePage]:
+    """Return one page per case in FlagPerf's layout. Raise RequestError for spec records."""
+    if specs:
+        raise RequestError(
+            f"--layout {FLAGPERF} is of runs, and these records are of kind spec; leave out"
+            " --layout"
+        )
+    return report.flagperf_pages(records, options.lang)
+
+
+def check_format(format_: str, lang: str, other_formats: tuple[str, ...] = ()) -> None:
+    """Raise RequestError for an unknown format or language; `others` are formats that are allowed
+    beside those of pages, such as csv.
+    """
+    if format_ not in (*report.FORMATS, *other_formats):
+        raise RequestError(
+            f"--format {format_!r}: allowed: {', '.join((*report.FORMATS, *other_formats))}"
+        )
+    if lang not in report.LANGS:
+        raise RequestError(f"--lang {lang!r}: allowed: {', '.join(report.LANGS)}")
+
+
+def show_page(
+    make_page: Callable[[], Page],
+    make_json: Callable[[], dict[str, Any]],
+    format_: str,
+    lang: str,
+    to: Path | None,
+    wide: bool,
+    as_json: bool,
+) -> None:
+    """Print a page as wide as the terminal, or write it to the file `to` without a limit of width
+    and print its path.
+
+    With `as_json`, `table()` is printed as JSON instead of the page, or after writing it a dict
+    with its path. `page` and `table` are called only if needed. Raise RequestError if the file
+    cannot be written.
+    """
+    if to is None and as_json:
+        print_json(make_json())
+        return
+    text = report.format_page(make_page(), format_, find_width(wide or to is not None))
+    if to is None:
+        print_stdout(text)
+        return
+    write_page(to, text)
+    if as_json:
+        print_json({"format": format_, "lang": lang, "page": None, "path": str(to)})
+    else:
+        print_stderr(f"page: {to}")
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a text to the file of --to in one step (whole or not at all). Raise RequestError if it
+    cannot be written.
+    """
+    try:
+        files.write_file(path, text.encode("utf-8"))
+    except OSError as error:
+        raise RequestError(f"--to {str(path)!r} cannot be written: {error.strerror}") from error

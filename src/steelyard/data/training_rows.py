@@ -1,0 +1,46 @@
+"""The form of training data: rows of fixed length, made of segments that do not attend to each
+other.
+
+A training set (`TrainingRows`) says which rows make the global batch of each step, the same for
+every parallel plan; each rank takes its part of it. `data/corpus.py` and `tasks/alpaca` implement
+it; the engines read it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+RowKey = Any  # identifies a row; opaque to all but the data set
+
+IGNORED = -100  # the target of a token that has no loss
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One training row: segments laid end to end, and padding, if any, as a last segment of its
+    own.
+    """
+
+    tokens: Ids
+    targets: Ids  # the next token of the same segment, or IGNORED
+    lens: tuple[int, ...]  # lengths of the segments; they add up to the row's length
+    real: int  # number of tokens that are not padding
+    samples: int
+
+
+class TrainingRows(Protocol):
+    """A data set of training rows, addressed by keys that only the data set understands."""
+
+    def batch(self, step: int) -> list[RowKey]:
+        """Return the keys of the rows in the global batch of a step, counted from 0."""
+
+    def row(self, key: RowKey) -> TrainingRow:
+        """Return the tokens and targets of the row with this key."""
+
+    def held_out(self) -> list[RowKey]:
+        """Return the keys of the rows that are never trained on and whose loss is measured before
+        and after; the same at every call.
+        """

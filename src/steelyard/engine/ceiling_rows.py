@@ -1,0 +1,92 @@
+"""Ceilings that `steelyard spec` measures: what a framework offers, one row for each thing a device
+can do.
+
+A framework's `FrameworkCeilings` (engines/torch/device_ceilings.py is torch's) yields
+`CeilingRow`s. The worker of `steelyard spec` (run/ceilings_worker.py) prepares each row, checks its result
+once and times it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
+
+
+class UnavailableError(Exception):
+    """Raised by `CeilingRow.prepare` if the device cannot run a row, or not within the time for one
+    call; the message is the reason that the record shows.
+    """
+
+
+@dataclass(frozen=True)
+class PreparedCeiling:
+    """A row of `steelyard spec` with its memory allocated, ready to be called any number of times.
+
+    `check` runs the row once and returns (error, bound): the error is the largest difference from
+    the fp64 result as a fraction of that result's root mean square (or a count of wrong numbers
+    with bound 0), not finite if the result is no number. It is None if there is nothing to compare.
+    `detail` goes to the record: sizes, shapes, how it was measured.
+    """
+
+    call: Callable[[], Any]
+    amount: float  # FLOPs or bytes of one call
+    check: Callable[[], tuple[float, float]] | None = None
+    detail: Mapping[str, int | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CallBudget:
+    """The time limit of one call of a row, with which rows choose how large they are.
+
+    `rate` is the best rate so far of rows of the same group, precision and kind, in FLOP/s or B/s;
+    None if none was timed yet. `call_s` is the longest that one call may take, in seconds.
+    """
+
+    rate: float | None
+    call_s: float
+
+    @property
+    def max_amount(self) -> float | None:
+        """Return the FLOPs or bytes that one call may have (rate x call_s), or None if no rate is
+        known.
+        """
+        return None if self.rate is None else self.rate * self.call_s
+
+
+@dataclass(frozen=True)
+class CeilingRow:
+    """One ceiling that a framework can measure on this rank's device, not prepared yet.
+
+    `prepare` allocates the row's memory and may raise UnavailableError. A row whose unit is `B` is
+    a capacity: its amount is the result, and it is never called.
+    """
+
+    group: CeilingGroup
+    name: str
+    precision: str | None
+    unit: CeilingUnit
+    prepare: Callable[[CallBudget], PreparedCeiling]
+    # why the device cannot run it, if that is known before trying
+    unavailable: str | None = None
+    kind: str = ""  # rows of one group, precision and kind are about equally fast
+    all_ranks: bool = False  # all ranks must call it together, equally often
+
+
+class FrameworkCeilings(Protocol):
+    """The ceilings that a framework can measure on one device. Constructed with the framework
+    object, after it has joined all ranks.
+    """
+
+    def rows(self, quick: bool) -> Iterator[CeilingRow]:
+        """Yield the rows in the order in which they are measured; with `quick`, fewer and smaller
+        ones.
+        """
+
+    def all_reduce_max(self, value: float) -> float:
+        """Return the largest of the values that all ranks pass; every rank must call it. One rank
+        alone gets its own value.
+        """
+
+    def release_memory(self) -> None:
+        """Return the device memory that the last row allocated to the device."""

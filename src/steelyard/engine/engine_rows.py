@@ -1,0 +1,338 @@
+"""The rows that say what each engine and framework can do, known without importing either.
+
+The command line chooses and refuses by these rows; workers load what they name. Other packages add
+rows through the entry-point groups `steelyard.engines` (an `EngineRow`) and `steelyard.frameworks`
+(a `FrameworkRow`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from steelyard import plugins
+from steelyard.case.case import Case
+from steelyard.case.question import Question
+from steelyard.engine.ceiling_rows import FrameworkCeilings
+from steelyard.engine.framework import Framework
+from steelyard.engine.job import Engine, Job
+from steelyard.errors import (
+    MORE_MEMORY_HINT,
+    RequestError,
+    find_first_cause,
+    format_in_one_line,
+    is_out_of_memory,
+    suggest_name,
+)
+from steelyard.models.shapes import VARIANT_FIELDS
+from steelyard.plan.degrees import Plan
+
+# Kinds of work and what an engine must compute in each; docs/engines.md has the details.
+WORKS = {
+    "score_choices": "the likeliest token after each text, and the likeliest of a few",
+    "score_texts": (
+        "the loss of every token of each text, and whether its last word is the likeliest"
+    ),
+    "train_rows": "training on rows of tokens",
+    "train_cloze": "training on contexts with candidates to choose from",
+}
+DEGREES = ("tp", "pp", "dp")
+
+
+@dataclass(frozen=True)
+class FrameworkRow:
+    """A framework, which joins ranks and drives devices: its name, and what workers load of it.
+
+    `make` is the `module:Class` of its `Framework`.
+    """
+
+    name: str
+    make: str
+    # `module:Class` of its ceilings for `steelyard spec`; None: it has none
+    ceilings: str | None = None
+    profiler: bool = False  # whether its profiler is read, for --explain
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """What an engine can do, as data: kinds of work, model families, precisions, plans. It never
+    names a task or a case.
+    """
+
+    name: str
+    framework: str
+    works: Mapping[str, str]  # kind of work → `module:Class`, called with a Job
+    families: tuple[str, ...]
+    variants: tuple[str, ...] = ()  # fields in which a Llama may differ from a plain one
+    divisions: tuple[str, ...] = ("closed",)
+    precisions: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16")  # of matmuls
+    # names of precisions of training
+    trains_in: tuple[str, ...] = ("fp32", "tf32", "fp16", "bf16", "bf16-pure")
+    degrees: tuple[str, ...] = ("dp",)  # those that may be larger than 1
+    processes: Literal["per_device", "one"] = "per_device"
+    checkpoints: bool = True  # whether its training writes them, and resumes from one
+    passes: tuple[str, ...] | None = None  # those it has; None: all of the task's
+    batches_of: tuple[str, ...] = ("rows", "samples")  # what a global batch may count
+    several_hosts: bool = True
+    # the program whose folder `engine.checkout` must name, where the engine starts one
+    checkout: str = ""
+    fused: bool = False  # whether blocks save as little for backward as llama_fused.py
+    even: bool = False  # whether micro-batches must divide the rows of a step
+    memory_factor: float = 1.0  # real over predicted memory, for `auto` tunes
+    needs: tuple[str, ...] = ()  # modules that must be installed
+    extra: str = ""  # what to install them with: pip install 'steelyard[extra]'
+
+    def refusal(self, case: Case) -> str | None:
+        """Return why this engine cannot run a case, as a line for the user that ends with the
+        engines that can; None if it can run it.
+
+        Checks kind of work, model family and variants, and what a global batch counts. Precision,
+        division and plan are checked elsewhere (run/checked_request.py).
+        """
+        question = case.question
+        if self._can_run(question):
+            return None
+        able_engines = [row.name for row in load_engine_rows().values() if row._can_run(question)]
+        why = ""
+        if question.model.family not in self.families and hasattr(question.model, "model_type"):
+            why = f": it has no model of type {question.model.model_type!r}"
+        elif (
+            question.task_row.work in self.works
+            and question.task_row.batch_unit not in self.batches_of
+        ):
+            why = (
+                f": its global batch counts {question.task_row.batch_unit}, several to a row that do not"
+                " see each other"
+            )
+        unsupported_variants = sorted(_model_variants(question) - set(self.variants))
+        if (
+            question.task_row.work in self.works
+            and question.model.family in self.families
+            and unsupported_variants
+        ):
+            why = f": its model has {', '.join(f'question.model.{name}' for name in unsupported_variants)}"
+        return (
+            f"engine {self.name!r} does not run {case.name}{why}; allowed:"
+            f" {', '.join(able_engines) or 'none'}"
+        )
+
+    def _can_run(self, question: Question) -> bool:
+        """Return whether the engine has the question's kind of work, model family and variants and,
+        for training, its unit of the global batch.
+        """
+        row = question.task_row
+        has_batch_unit = not row.kind_row.trains or row.batch_unit in self.batches_of
+        has_model = question.model.family in self.families and _model_variants(question) <= set(
+            self.variants
+        )
+        return row.work in self.works and has_model and has_batch_unit
+
+    def can_divide(self, plan: Plan) -> bool:
+        """Return whether the engine supports every degree (tp, pp, dp) of the plan that is larger
+        than 1.
+        """
+        return all(getattr(plan, name) == 1 or name in self.degrees for name in DEGREES)
+
+    def find_missing_module(self) -> str | None:
+        """Return the name of the first needed module that is not installed, or None. Raises
+        RequestError if an installed one fails to import.
+        """
+        return next((module for module in self.needs if not plugins.is_installed(module)), None)
+
+
+def _model_variants(question: Question) -> set[str]:
+    """Return the fields in which the question's model differs from a plain Llama; empty for
+    families without variants.
+    """
+    return set(getattr(question.model, "variants", ()))
+
+
+TORCH = EngineRow(
+    name="torch",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.torch.score:TorchScore",
+        "score_texts": "steelyard.engines.torch.score:TorchScore",
+        "train_rows": "steelyard.engines.torch.train:TorchTrain",
+        "train_cloze": "steelyard.engines.torch.train_cloze:TorchCloze",
+    },
+    families=("llama", "glm"),
+    variants=VARIANT_FIELDS,
+    divisions=("closed", "open"),
+    precisions=("fp32", "tf32", "fp16", "bf16", "fp8"),
+    trains_in=("fp32", "tf32", "fp16", "bf16", "bf16-pure", "fp8", "fp8-pure"),
+    degrees=("tp", "pp", "dp"),
+    fused=True,
+    needs=("torch",),
+    extra="torch",
+)
+TRANSFORMERS = EngineRow(
+    name="transformers",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.transformers.score:TransformersScore",
+        "score_texts": "steelyard.engines.transformers.score:TransformersScore",
+        "train_rows": "steelyard.engines.transformers.train:TransformersTrain",
+    },
+    families=("llama", "auto"),
+    variants=VARIANT_FIELDS,
+    needs=("torch", "transformers"),
+    extra="transformers",
+)
+REFERENCE = EngineRow(
+    name="reference",
+    framework="torch",
+    works={"train_cloze": "steelyard.engines.reference.train_cloze:ReferenceCloze"},
+    families=("glm",),
+    needs=("torch",),
+    extra="torch",
+)
+MEGATRON = EngineRow(
+    name="megatron",
+    framework="torch",
+    works={
+        "score_choices": "steelyard.engines.megatron.score:MegatronScore",
+        "score_texts": "steelyard.engines.megatron.score:MegatronScore",
+        "train_rows": "steelyard.engines.megatron.train:MegatronTrain",
+    },
+    families=("llama",),
+    degrees=("tp", "pp", "dp"),
+    memory_factor=1.04,  # 136.7 GiB for 131.6 predicted: `f2c31648` in results/h200
+    needs=("torch", "megatron.core"),
+    extra="megatron",
+)
+PADDLE = EngineRow(
+    name="paddle",
+    framework="paddle",
+    works={"train_rows": "steelyard.engines.paddle.train:PaddleTrain"},
+    families=("llama",),
+    trains_in=("fp32", "tf32", "fp16-o2", "bf16-o2"),
+    degrees=("tp", "pp", "dp"),
+    checkpoints=False,
+    memory_factor=1.25,  # not measured
+    needs=("paddle",),
+    extra="paddle",
+)
+FLAGSCALE = EngineRow(
+    name="flagscale",
+    framework="program",
+    works={"train_rows": "steelyard.engines.flagscale.train:FlagScaleTrain"},
+    families=("llama",),
+    precisions=("fp32", "fp16", "bf16"),
+    trains_in=("fp32", "fp16", "bf16"),
+    degrees=("tp", "pp", "dp"),
+    processes="one",
+    checkpoints=False,
+    passes=("train",),
+    batches_of=("rows",),
+    several_hosts=False,
+    checkout="FlagScale",
+    even=True,
+    memory_factor=1.25,  # not measured
+    needs=("torch",),
+    extra="torch",
+)
+FRAMEWORKS = [
+    FrameworkRow(
+        "torch",
+        "steelyard.engines.torch.framework:TorchFramework",
+        "steelyard.engines.torch.device_ceilings:TorchCeilings",
+        profiler=True,
+    ),
+    FrameworkRow("paddle", "steelyard.engines.paddle.framework:PaddleFramework"),
+    FrameworkRow("program", "steelyard.engines.flagscale.framework:ProgramFramework"),
+]
+
+
+def load_engine_rows() -> dict[str, EngineRow]:
+    """Return all engine rows by name: the shipped ones, then those of installed packages. Raises
+    RequestError if two have one name.
+    """
+    return plugins.load_rows_by_name(
+        [TORCH, TRANSFORMERS, REFERENCE, MEGATRON, PADDLE, FLAGSCALE],
+        "steelyard.engines",
+        EngineRow,
+        "engine",
+    )
+
+
+def find_engine(name: str) -> EngineRow:
+    """Return the engine row of a name; raise RequestError, with similar names, if there is none."""
+    rows = load_engine_rows()
+    if name not in rows:
+        raise RequestError(f"no engine {name!r}; {suggest_name(name, sorted(rows))}")
+    return rows[name]
+
+
+def load_engine(name: str, work: str) -> Callable[[Job], Engine]:
+    """Import the engine's class for a kind of work (a key of `WORKS`) and return it; call it with a
+    `Job`.
+
+    Raises RequestError if there is no such engine, it does not do this work, or its module is
+    missing or fails to import; MemoryError if the import runs out of memory.
+    """
+    engine_row = find_engine(name)
+    if work not in engine_row.works:
+        raise RequestError(
+            f"engine {name!r} cannot do {work}; it can do: {', '.join(engine_row.works)}"
+        )
+    try:
+        engine: Callable[[Job], Engine] = plugins.load_reference(engine_row.works[work])
+    except ImportError as error:
+        raise _import_failure(engine_row, error) from error
+    return engine
+
+
+def _import_failure(engine_row: EngineRow, error: ImportError) -> RequestError | MemoryError:
+    """Return, without raising it, the exception for an engine whose import failed: MemoryError if
+    memory ran out, else RequestError with the pip command that helps.
+    """
+    extra, why = (
+        f"'steelyard[{engine_row.extra or engine_row.name}]'",
+        format_in_one_line(find_first_cause(error)),
+    )
+    if is_out_of_memory(error):
+        return MemoryError(
+            f"engine {engine_row.name!r} cannot be imported for lack of memory ({why}); {MORE_MEMORY_HINT}"
+        )
+    if isinstance(error, ModuleNotFoundError):
+        return RequestError(
+            f"engine {engine_row.name!r} needs {error.name or why}; pip install {extra}"
+        )
+    reinstall_command = f"pip install --force-reinstall {extra}"
+    return RequestError(
+        f"engine {engine_row.name!r} cannot be imported ({why}); install what it needs again: {reinstall_command}"
+    )
+
+
+def load_framework(name: str) -> Callable[..., Framework]:
+    """Import a framework's class by the framework's name and return it. Raises RequestError if
+    there is no such framework.
+    """
+    framework_class: Callable[..., Framework] = plugins.load_reference(_find_framework(name).make)
+    return framework_class
+
+
+def load_ceilings(name: str) -> Callable[[Framework], FrameworkCeilings]:
+    """Import and return the class that yields a framework's rows of `steelyard spec`; call it with
+    the framework object. Raises RequestError if the framework is unknown or has none.
+    """
+    reference = _find_framework(name).ceilings
+    if reference is None:
+        raise RequestError(f"framework {name!r} has no benchmarks for steelyard spec")
+    ceilings_class: Callable[[Framework], FrameworkCeilings] = plugins.load_reference(reference)
+    return ceilings_class
+
+
+def load_framework_rows() -> dict[str, FrameworkRow]:
+    """Return all framework rows by name: the shipped ones, then those of installed packages. Raises
+    RequestError if two have one name.
+    """
+    return plugins.load_rows_by_name(FRAMEWORKS, "steelyard.frameworks", FrameworkRow, "framework")
+
+
+def _find_framework(name: str) -> FrameworkRow:
+    """Return the framework row of a name; raise RequestError if there is none."""
+    rows = load_framework_rows()
+    if name not in rows:
+        raise RequestError(f"no framework {name!r}; known: {', '.join(sorted(rows))}")
+    return rows[name]

@@ -1,0 +1,264 @@
+"""Megatron's GPTModel as a Llama: layers from its local spec with this package's attention kernels,
+and weights by this package's parameter names.
+"""
+
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor, nn
+
+from steelyard.engine.job import Job
+from steelyard.models import llama_placements
+from steelyard.models.attention import PackedLayout, attend_packed_rows
+from steelyard.models.llama import LlamaShape
+from steelyard.models.llama_placements import Shard
+from steelyard.models.shapes import count_vocab_rows
+from steelyard.models.tensors import DTYPES
+from steelyard.weights import llama_weights
+
+
+def make_packed_seq_params(rows: PackedLayout) -> Any:
+    """Return the layout of packed rows as Megatron's layers pass it on."""
+    return PackedSeqParams(
+        qkv_format="sbhd",
+        cu_seqlens_q=rows.cu_q,
+        cu_seqlens_kv=rows.cu_k,
+        max_seqlen_q=rows.max_q,
+        max_seqlen_kv=rows.max_k,
+    )
+
+
+class MegatronPackedAttention(nn.Module):
+    """The core attention of Megatron's layers: an attention kernel of models/attention.py over
+    packed rows. Constructed by Megatron; raises ValueError if it asks for another softmax scale
+    than 1/sqrt(D).
+    """
+
+    kernel = ""
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__()
+        if softmax_scale is not None:
+            raise ValueError(f"softmax_scale {softmax_scale}: kernels have that of the head's size")
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Return attention of query, key and value, [tokens, 1, heads, D] each, as [tokens, 1,
+        heads x D]. The rows come from `packed_seq_params`; mask and bias are ignored.
+        """
+        params = packed_seq_params
+        rows = PackedLayout(
+            params.cu_seqlens_q, params.cu_seqlens_kv, params.max_seqlen_q, params.max_seqlen_kv
+        )
+        out = attend_packed_rows(
+            query.squeeze(1), key.squeeze(1), value.squeeze(1), rows, self.kernel
+        )
+        return out.flatten(1).unsqueeze(1)
+
+
+def attention_class(kernel: str) -> type[MegatronPackedAttention]:
+    """Return a subclass of the attention with this kernel: a layer spec takes a class, and passes
+    it no arguments of ours.
+    """
+    return type("PackedAttention", (MegatronPackedAttention,), {"kernel": kernel})
+
+
+class SegmentRotary(RotaryEmbedding):  # type: ignore[misc]
+    """Megatron's rotary embedding by each token's position in its own segment. Set `positions`
+    [tokens] before each forward pass. Megatron's own forward is replaced because it caches the
+    angles by length.
+    """
+
+    positions: Tensor  # of the batch that is computed next
+
+    def get_freqs_non_repeated(self, max_seq_len: int, offset: int = 0) -> Tensor:
+        """Return the angles of all tokens, [tokens, D/2], from `positions`; the arguments are
+        ignored.
+        """
+        return torch.outer(self.positions.to(self.inv_freq.dtype), self.inv_freq)
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> Tensor:
+        """Return the angles in Megatron's layout, computed anew in each call."""
+        out: Tensor = self.get_emb(max_seq_len, offset)
+        return out
+
+
+# Our names of what a layer holds, and Megatron's. QKV stands by key group in both; gate and up are
+# one after the other.
+LAYER_PARAMETERS = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "qkv.weight": "self_attention.linear_qkv.weight",
+    "qkv.bias": "self_attention.linear_qkv.bias",
+    "out.weight": "self_attention.linear_proj.weight",
+    "ffn_norm.weight": "pre_mlp_layernorm.weight",
+    "gate_up.weight": "mlp.linear_fc1.weight",
+    "down.weight": "mlp.linear_fc2.weight",
+}
+OUTER_PARAMETERS = {
+    "embed.weight": "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "output.weight": "output_layer.weight",
+}
+
+
+class MegatronLlama(GPTModel):  # type: ignore[misc]
+    """This rank's pipeline stage and tensor-parallel shard of a Llama, as Megatron's GPTModel. The
+    vocabulary is padded to equal rows on all ranks; `own_rows` of this rank's are real. Needs
+    initialized process groups.
+    """
+
+    def __init__(self, config: Any, shape: LlamaShape, kernel: str) -> None:
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        rows = count_vocab_rows(shape.vocab, tp)
+        layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+        layer.submodules.self_attention.submodules.core_attention = attention_class(kernel)
+        block = TransformerBlockSubmodules([layer] * (shape.layers // pp), WrappedTorchNorm)
+        super().__init__(
+            config,
+            block,
+            rows * tp,
+            shape.positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+        )
+        self.rotary_pos_emb = SegmentRotary(shape.head_dim, 1.0, rotary_base=shape.rope_base)
+        first = parallel_state.get_tensor_model_parallel_rank() * rows
+        self.own_rows = max(0, min(rows, shape.vocab - first))  # the rest pads the vocabulary
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return Megatron's loss of each token after setting the logits of padding rows to -inf, in
+        place.
+        """
+        if self.own_rows < logits.shape[-1]:
+            logits[..., self.own_rows :] = -torch.inf
+        out: Tensor = super().compute_language_model_loss(labels, logits)
+        return out
+
+
+def run_stage(
+    wrapped: Any,
+    model: MegatronLlama,
+    tokens: Tensor,
+    positions: Tensor,
+    rows: PackedLayout,
+    labels: Tensor | None,
+) -> Tensor:
+    """Run a stage on packed tokens, called through `wrapped` (the model itself, or what DDP and
+    Float16Module put around it).
+
+    Returns hidden states [tokens, 1, hidden] or, on the last stage of a model with its output
+    layer, losses [1, tokens] if `labels` [1, tokens] are given. Sets the rotary positions of
+    `model`.
+    """
+    model.rotary_pos_emb.positions = positions
+    out: Tensor = wrapped(
+        tokens[None], None, None, labels=labels, packed_seq_params=make_packed_seq_params(rows)
+    )
+    return out
+
+
+def fill_weights(
+    model: MegatronLlama, tensors: Mapping[str, Tensor], job: Job, shape: LlamaShape
+) -> dict[str, Any]:
+    """Write the case's weights into `tensors`, which have the parameters' sizes and Megatron's
+    names, and return their source for the record.
+
+    They are the same as every engine's: random from the seed, or read from the checkpoint
+    (RequestError if it does not fit); each rank fills its shard. Rows that pad the vocabulary
+    become zero.
+    """
+    question, shard = job.case.question, Shard(job.place.tp, job.plan.tp)
+    views = parameter_views(model, tensors, shape, shard)
+    with torch.no_grad():
+        for name in ("embed.weight", "output.weight"):
+            if name in views:
+                tensors[OUTER_PARAMETERS[name]].zero_()  # rows that pad a vocabulary stay so
+        if job.weights is not None:
+            return llama_weights.load_into_views(
+                views, job.weights, shape, shard, job.report_loading
+            )
+        for name, view in views.items():
+            if name.endswith("bias"):
+                view.zero_()
+            elif view.dim() == 1:
+                view.fill_(1.0)
+            else:
+                llama_weights.fill_random_view(
+                    name, view, question.seed, shape, shard, DTYPES[question.precision.weights]
+                )
+    return {"source": "random", "seed": question.seed}
+
+
+def parameter_views(
+    model: MegatronLlama, tensors: Mapping[str, Tensor], shape: LlamaShape, shard: Shard
+) -> dict[str, Tensor]:
+    """Return by our parameter names views of `tensors` (by Megatron's names) to write to, each of
+    the logical shape that this shard holds. Raises RuntimeError if a tensor is no Llama parameter.
+    """
+    names = {theirs: ours for ours, theirs in OUTER_PARAMETERS.items()}
+    for i, layer in enumerate(model.decoder.layers):
+        names |= {
+            f"decoder.layers.{i}.{theirs}": f"layers.{layer.layer_number - 1}.{ours}"
+            for ours, theirs in LAYER_PARAMETERS.items()
+        }
+    unknown = sorted(tensors.keys() - names.keys())
+    if unknown:
+        raise RuntimeError(f"Megatron's parameter {unknown[0]} is none of a Llama's")
+    return {
+        names[name]: _logical_view(names[name], tensor, shape, shard)
+        for name, tensor in tensors.items()
+    }
+
+
+def _logical_view(name: str, tensor: Tensor, shape: LlamaShape, shard: Shard) -> Tensor:
+    """Return a tensor's logical view without the rows that pad the vocabulary."""
+    row = llama_placements.find_placement(name)
+    view = tensor.view(row.logical_shape(llama_placements.make_shard_shape(shape, shard)))
+    if row.split is None:
+        return view
+    begin, end = llama_placements.find_shard_box(name, shape, shard)[row.split]
+    return view.narrow(row.split, 0, end - begin)
+
+
+def describe_library() -> str:
+    """Return the version of megatron-core and whether Transformer Engine was imported, as a text
+    for the record: Megatron then uses its Adam and norms.
+    """
+    engine = (
+        "with Transformer Engine's optimizer"
+        if "transformer_engine" in sys.modules
+        else "without Transformer Engine"
+    )
+    return f"megatron-core {version('megatron-core')}, {engine}"

@@ -1,0 +1,205 @@
+"""Check that the clocks of a run agree, so that a manipulated or broken clock does not go
+unnoticed.
+
+A clock that a preloaded library slows down makes every rate too high, and nothing else in a record
+would show it; the kernel's uptime text and the device's events are beyond that library's reach.
+`validity.py` applies both rules to a record.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import fsum
+
+from steelyard.metrics import device_readings
+from steelyard.metrics.passes import find_rate_span, select_samples, select_windows
+from steelyard.metrics.result import Finding, make_check, make_failed_check, make_note
+from steelyard.record.record import Record, Sample, Value
+from steelyard.words import Message, MessageValues
+
+# share; clocks of one machine drift apart by less than a tenth of this, even when a time server
+# corrects them
+MAX_CLOCK_DIFFERENCE = 0.005
+CLOCK_SLACK_S = 0.005  # two clocks are not read at the same instant
+# /proc/uptime counts hundredths of a second; a device's clock is read from the host
+CLOCK_RESOLUTION_S = {"uptime": 0.02, "device": 0.02}
+
+REPORTED_PASS = "train"  # the only pass that external programs report
+MAX_REPORTED_DIFFERENCE = 0.02
+READ_SLACK_S = 0.1  # on a busy host a line is read some time after it was printed
+REPORTED_ROUNDING_S = 5e-5  # programs report tenths of a millisecond; half of one
+
+
+@dataclass(frozen=True)
+class ClockPair:
+    """Two measurements of one time interval.
+
+    `excess_s` is by how many seconds they differ beyond what is allowed; at most 0 if they agree.
+    `values` fill the message of the check.
+    """
+
+    excess_s: float
+    values: MessageValues
+
+
+def _compare_clocks(
+    interval_name: Message, clock_name: str, host_s: float, other_s: float
+) -> ClockPair:
+    """Compare the host's clock with another clock over the same interval.
+
+    0.5 % and 5 ms may differ, plus the resolution of a coarse clock (`clock_name`).
+    """
+    allowed = (
+        MAX_CLOCK_DIFFERENCE * max(host_s, other_s)
+        + CLOCK_SLACK_S
+        + CLOCK_RESOLUTION_S.get(clock_name, 0.0)
+    )
+    message_values: MessageValues = {
+        "where": interval_name,
+        "name": clock_name,
+        "host": host_s,
+        "other": other_s,
+        "most": MAX_CLOCK_DIFFERENCE,
+    }
+    return ClockPair(abs(host_s - other_s) - allowed, message_values)
+
+
+def check_clocks_agree(record: Record, metrics: dict[str, Value]) -> list[Finding]:
+    """Validity rule: check that every clock a worker read counted the same seconds from its start
+    to its end, and the device's clock in every pass.
+
+    Returns one check `clocks_agree` (reason `clock`) on the worst pair, which names libraries
+    preloaded into the run if it failed; nothing for older records, which have no such clocks.
+    """
+    pairs = [*_pair_rank_clocks(record), *_pair_pass_clocks(record)]
+    if not pairs:
+        return []  # older records have no such clocks
+    worst = max(pairs, key=lambda pair: pair.excess_s)
+    if worst.excess_s <= 0:
+        return [
+            make_check(
+                "clocks_agree",
+                True,
+                "clock",
+                "check.clocks_agree",
+                {"count": len(pairs), "most": MAX_CLOCK_DIFFERENCE},
+            )
+        ]
+    preloaded = _list_preloaded(record)
+    if preloaded:
+        message_values: MessageValues = {**worst.values, "preloaded": preloaded}
+        return [
+            make_failed_check(
+                "clocks_agree", "clock", "check.clocks_agree_preloaded", message_values
+            )
+        ]
+    return [make_failed_check("clocks_agree", "clock", "check.clocks_agree", worst.values)]
+
+
+def check_reported_times(record: Record, metrics: dict[str, Value]) -> list[Finding]:
+    """Validity rule: compare step times that an external program reported of itself with our own
+    measurements.
+
+    Returns nothing unless the record's clock is `reported`. Else check `reported`, on the times
+    between the program's output lines as they were read, over the whole pass and over the steady
+    window; a check for each device that it was in use; and a note.
+    """
+    if record.clock != "reported":
+        return []
+    rate_span = find_rate_span(record)
+    parts = {
+        "reported.all": select_samples(record, REPORTED_PASS),
+        "reported.steady": rate_span.steps.get(rate_span.slowest_rank, []) if rate_span else [],
+    }
+    pairs = [
+        pair
+        for name, steps in parts.items()
+        if (pair := _compare_reported(Message(name), steps)) is not None
+    ]
+    worst = max(pairs, key=lambda pair: pair.excess_s, default=None)
+    if worst is None:
+        finding = make_check("reported", True, "reported", "check.reported_few", {})
+    else:
+        finding = make_check(
+            "reported", worst.excess_s <= 0, "reported", "check.reported", worst.values
+        )
+    return [finding, *_check_devices_in_use(record), make_note(Message("note.reported"))]
+
+
+def _compare_reported(part_name: Message, steps: list[Sample]) -> ClockPair | None:
+    """Compare the summed step times that a program reported with the times at which its output
+    lines were read; None if there are no steps after the first.
+
+    The first step is left out, because no line comes before it. 2 %, 0.1 s and rounding of each
+    reported time may differ.
+    """
+    later_steps = [step for step in steps if step.step > 0]
+    if not later_steps:
+        return None
+    reported_s = fsum(step.end_s - step.start_s for step in later_steps)
+    read_s = fsum(step.host_end_s - step.host_start_s for step in later_steps)
+    allowed = (
+        MAX_REPORTED_DIFFERENCE * read_s + READ_SLACK_S + len(later_steps) * REPORTED_ROUNDING_S
+    )
+    values: MessageValues = {
+        "where": part_name,
+        "steps": len(later_steps),
+        "told": reported_s,
+        "seen": read_s,
+        "most": MAX_REPORTED_DIFFERENCE,
+    }
+    return ClockPair(abs(reported_s - read_s) - allowed, values)
+
+
+def _check_devices_in_use(record: Record) -> Iterator[Finding]:
+    """Yield a check for each train window and each device that counts its processes: at least one
+    process was seen on it during the pass.
+    """
+    for window in select_windows(record, REPORTED_PASS):
+        for series in record.telemetry:
+            counts = device_readings.select_readings(
+                series, window.start_s, window.start_s + window.wall_s
+            ).columns.processes
+            known = [count for count in counts if count is not None]
+            if known:
+                message_values: MessageValues = {"device": series.device, "most": max(known)}
+                yield make_check(
+                    "reported_in_use",
+                    max(known) > 0,
+                    "reported",
+                    "check.reported_in_use",
+                    message_values,
+                )
+
+
+def _pair_rank_clocks(record: Record) -> Iterator[ClockPair]:
+    """Yield each rank's monotonic clock paired with each other clock that the rank read; nothing
+    for ranks without a monotonic clock.
+    """
+    for rank in record.ranks:
+        clock_times = rank.clocks or {}
+        for clock_name, elapsed_s in clock_times.items():
+            if clock_name != "monotonic" and "monotonic" in clock_times:
+                yield _compare_clocks(
+                    Message("at.rank", {"rank": rank.rank}),
+                    clock_name,
+                    clock_times["monotonic"],
+                    elapsed_s,
+                )
+
+
+def _pair_pass_clocks(record: Record) -> Iterator[ClockPair]:
+    """Yield the wall time of each pass on each rank paired with the device's own time for it, if
+    there is one.
+    """
+    for window in record.passes:
+        if window.device_s is not None:
+            interval_name = Message("at.pass", {"pass": window.pass_name, "rank": window.rank})
+            yield _compare_clocks(interval_name, "device", window.wall_s, window.device_s)
+
+
+def _list_preloaded(record: Record) -> str:
+    """Return LD_PRELOAD and LD_AUDIT of the run as "NAME=value, ..."; empty if neither was set."""
+    variables = record.environment.software.variables
+    return ", ".join(
+        f"{name}={variables[name]}" for name in ("LD_PRELOAD", "LD_AUDIT") if name in variables
+    )

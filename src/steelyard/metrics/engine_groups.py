@@ -1,0 +1,301 @@
+"""Group records that differ only in their engine: how far their answers are from the base's, and
+their rates.
+
+The base is engine `torch`, else the engine of the first record. Answers are those of every finished
+run; rates are those of valid runs only.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from steelyard.case.request import DEFAULT_ENGINE
+from steelyard.metrics import estimates, passes, rates, stats, training_formulas
+from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.record.record import Record
+from steelyard.tasks.task import Differences
+
+T = TypeVar("T")
+
+# Parts that also failed runs have, and all parts that records of one group have in common.
+ENGINE_REQUEST_PARTS = ("case", "division", "precision", "sample", "steps", "plan", "asked_tune")
+ENGINE_PARTS = (*ENGINE_REQUEST_PARTS, "key", "headline", "weights", "devices")
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """The largest absolute difference of a value over the steps that two runs have in common, and
+    the step of it, counted from 0.
+    """
+
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class AnswerDifferences:
+    """How far a run's answers are from those of a base run, as absolute differences; of several
+    runs, the farthest of each.
+
+    None is unknown, or not applicable to this kind of work. `chosen` counts items that were
+    answered differently, `loss` and `grad_norm` compare training steps, `quality` is the difference
+    of the quality metric.
+    """
+
+    chosen: Differences | None  # items that were answered differently
+    loss: StepDifference | None  # of training steps
+    grad_norm: StepDifference | None
+    quality: float | None
+
+
+@dataclass(frozen=True)
+class EngineRuns:
+    """The finished runs of one engine in a group.
+
+    `answers` compares them with the base engine's first run. For the base itself these are its
+    other runs, which shows how far apart runs of one engine are; None if it ran once.
+    """
+
+    name: str
+    records: tuple[Record, ...]
+    is_base: bool
+    answers: AnswerDifferences | None
+    quality: float | None  # mean over finished runs
+    rate: Estimate | None  # of all devices together; mean over valid runs
+    source: IntervalSource | None  # what the interval of `rate` comes from
+    ratio: Estimate | None  # rate over the base's rate
+    mfu: float | None  # mean over valid runs
+    mem: float | None  # GiB, highest over finished runs
+
+    @property
+    def valid_count(self) -> int:
+        """Return the number of valid runs."""
+        return sum(record.status == "valid" for record in self.records)
+
+    @property
+    def invalid_rate(self) -> float | None:
+        """Return the mean rate of the runs that are not valid, which is shown and never compared;
+        None if one has no rate, or all are valid.
+        """
+        run_rates = [
+            estimates.estimate_rate(item) for item in self.records if item.status != "valid"
+        ]
+        return stats.mean_of_all([None if item is None else item.value for item in run_rates])
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Finished runs of two or more engines that were asked the same, the base engine first.
+
+    `metric` is the quality that is compared: the case's, else the loss of the last steps. `without`
+    names engines that were asked the same and have only failed runs.
+    """
+
+    metric: str
+    rows: tuple[EngineRuns, ...]
+    without: tuple[str, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Return the records of all engines."""
+        return tuple(record for row in self.rows for record in row.records)
+
+    @property
+    def base(self) -> EngineRuns:
+        """Return the base engine's runs."""
+        return self.rows[0]
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the rates."""
+        return rates.work_unit(self.records[0])
+
+
+def find_engine_groups(records: Iterable[Record]) -> list[EngineGroup]:
+    """Return the groups of finished, comparable records (equal in `ENGINE_PARTS`) that have at
+    least two engines.
+    """
+    all_records = list(records)
+    finished = (record for record in all_records if record.status != "failed")
+    records_by_key = stats.group_by(
+        finished, lambda record: estimates.make_group_key(record, ENGINE_PARTS)
+    )
+    found_groups = []
+    for group in records_by_key.values():
+        names = {record.engine.name for record in group}
+        if len(names) > 1:
+            request_key = estimates.make_group_key(group[0], ENGINE_REQUEST_PARTS)
+            failed_engines = [
+                candidate.engine.name
+                for candidate in all_records
+                if candidate.status == "failed"
+                and estimates.make_group_key(candidate, ENGINE_REQUEST_PARTS) == request_key
+            ]
+            metric = estimates.choose_quality_metric(group)
+            without = tuple(name for name in dict.fromkeys(failed_engines) if name not in names)
+            found_groups.append(EngineGroup(metric, _make_engine_runs(group, metric), without))
+    return found_groups
+
+
+def _make_engine_runs(group: list[Record], metric: str) -> tuple[EngineRuns, ...]:
+    """Return the runs of each engine: the base (torch, else the first record's engine) first, the
+    others in the order in which they came.
+    """
+    by_name = stats.group_by(group, lambda record: record.engine.name)
+    names = sorted(by_name, key=lambda name: name != DEFAULT_ENGINE)
+    return tuple(
+        _summarize_engine(name, by_name[name], by_name[names[0]], metric) for name in names
+    )
+
+
+def _summarize_engine(
+    name: str, records: list[Record], base: list[Record], metric: str
+) -> EngineRuns:
+    """Summarize the runs of one engine against the base engine's.
+
+    Rate, MFU and ratio are means over valid runs; quality is the mean over all, None if one lacks
+    it; memory is the highest of all. The ratio of the base is 1. Answers are compared with the
+    base's first record.
+    """
+    is_base = records is base
+    valid, compared_records = _select_valid(records), records[1:] if is_base else records
+    (rate, source), (base_rate, _) = (
+        estimates.average_known_runs(map(estimates.estimate_rate, engine_records))
+        for engine_records in (valid, _select_valid(base))
+    )
+    ratio = None
+    if rate is not None and base_rate is not None:
+        ratio = Estimate(1.0) if is_base else estimates.divide_estimates(rate, base_rate)
+    return EngineRuns(
+        name=name,
+        records=tuple(records),
+        is_base=is_base,
+        answers=(
+            merge_farthest(
+                [compare_answers(base[0], record, metric) for record in compared_records]
+            )
+            if compared_records
+            else None
+        ),
+        quality=stats.mean_of_all(
+            [estimates.get_metric_value(record, metric) for record in records]
+        ),
+        rate=rate,
+        source=source,
+        ratio=ratio,
+        mfu=stats.mean_of_all([estimates.get_metric_value(record, "mfu") for record in valid]),
+        mem=max(
+            (
+                value
+                for value in (estimates.get_metric_value(record, "mem") for record in records)
+                if value is not None
+            ),
+            default=None,
+        ),
+    )
+
+
+def _select_valid(records: list[Record]) -> list[Record]:
+    """Return the records with status valid."""
+    return [record for record in records if record.status == "valid"]
+
+
+def compare_answers(base: Record, record: Record, metric: str) -> AnswerDifferences:
+    """Return how far a record's answers are from those of `base`; both must be of the same
+    question. `metric` names the quality metric.
+    """
+    step_values = base.task.kind_row.step_values
+    base_quality, record_quality = (
+        estimates.get_metric_value(base, metric),
+        estimates.get_metric_value(record, metric),
+    )
+    return AnswerDifferences(
+        chosen=_compare_choices(base, record),
+        loss=_find_largest_step_difference(base, record, "loss") if "loss" in step_values else None,
+        grad_norm=_find_largest_step_difference(base, record, "grad_norm")
+        if "grad_norm" in step_values
+        else None,
+        quality=None
+        if base_quality is None or record_quality is None
+        else abs(record_quality - base_quality),
+    )
+
+
+def _compare_choices(base: Record, record: Record) -> Differences | None:
+    """Return how many items of the headline pass were answered differently; None if the task does
+    not compare them, or a record has no answers.
+    """
+    differences, pass_name = base.task.differences, passes.find_headline_pass(base)
+    base_answers, record_answers = base.answers, record.answers
+    if differences is None or pass_name is None or base_answers is None or record_answers is None:
+        return None
+    result: Differences | None = differences(base_answers, record_answers, pass_name)
+    return result
+
+
+def _find_largest_step_difference(
+    base: Record, record: Record, value_name: str
+) -> StepDifference | None:
+    """Return the largest difference of a step's value ("loss" or "grad_norm") over the steps that
+    both runs have.
+
+    None if there are none, or the value is not finite in one of them. None also for a resumed run,
+    except for losses, which are known from the first step on.
+    """
+    if value_name != "loss" and (base.restarts or record.restarts):
+        return None
+    pairs = list(
+        zip(
+            training_formulas.list_step_values(base, value_name),
+            training_formulas.list_step_values(record, value_name),
+            strict=False,
+        )
+    )
+    known_differences = [
+        StepDifference(abs(b - a), step)
+        for step, (a, b) in enumerate(pairs)
+        if a is not None and b is not None
+    ]
+    return (
+        max(known_differences, key=lambda difference: difference.value, default=None)
+        if len(known_differences) == len(pairs)
+        else None
+    )
+
+
+def merge_farthest(differences: list[AnswerDifferences]) -> AnswerDifferences:
+    """Return the largest of each difference over one or more runs; each is None if it is unknown
+    for one of them.
+    """
+    return AnswerDifferences(
+        chosen=_merge_choices([item.chosen for item in differences]),
+        loss=_max_if_all_known([item.loss for item in differences], lambda item: item.value),
+        grad_norm=_max_if_all_known(
+            [item.grad_norm for item in differences], lambda item: item.value
+        ),
+        quality=_max_if_all_known([item.quality for item in differences], lambda item: item),
+    )
+
+
+def _merge_choices(differences: list[Differences | None]) -> Differences | None:
+    """Return the differences of the run with most different answers, with the largest of the other
+    numbers over all runs; None if one is unknown.
+    """
+    worst = _max_if_all_known(differences, lambda item: item.other)
+    if worst is None:
+        return None
+    largest_number = _max_if_all_known(
+        [None if item is None else item.largest for item in differences], lambda item: item
+    )
+    token_count = _max_if_all_known(
+        [None if item is None else item.tokens for item in differences], lambda item: item
+    )
+    return Differences(worst.items, worst.other, largest_number, token_count)
+
+
+def _max_if_all_known(items: list[T | None], size_of: Callable[[T], float]) -> T | None:
+    """Return the item with the largest `size_of`; None if one of the items is None. Raises
+    ValueError if there are no items.
+    """
+    known = [item for item in items if item is not None]
+    return max(known, key=size_of) if len(known) == len(items) else None

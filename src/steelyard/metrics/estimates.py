@@ -1,0 +1,233 @@
+"""Combine several runs into one number: which runs belong together, their mean, and its interval.
+
+Used by everything that shows more than one record: repeats, engines, scaling, overview, comparison
+and history.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import hypot, sqrt
+from statistics import fmean
+from typing import Any, Literal
+
+from steelyard.case.case import AUTO
+from steelyard.metrics import passes, stats
+from steelyard.metrics.result import work_name
+from steelyard.record.record import Record
+from steelyard.schema import to_canonical_json
+
+# beyond any machine, so that no formula overflows on a forged record
+RATE_BOUNDS = (1e-30, 1e30)
+
+Interval = tuple[float, float]
+# what an interval comes from: the steps of one run, or the spread between several runs
+IntervalSource = Literal["steps", "runs"]
+
+
+def list_device_names(record: Record) -> list[str]:
+    """Return the names of the devices of a run, on all hosts, each once and sorted."""
+    devices = [
+        *record.environment.hardware.devices,
+        *(device for host in record.hosts for device in host.devices),
+    ]
+    return sorted({device.name for device in devices})
+
+
+def _identify_weights(record: Record) -> list[Any]:
+    """Return [source, seed, header_sha256], which identify the weights; None for what the record
+    does not have.
+    """
+    facts = record.weights.model_dump(mode="json")
+    return [facts.get(name) for name in ("source", "seed", "header_sha256")]
+
+
+def _validity_limits(record: Record) -> list[Any]:
+    """Return [gate, max_interval]: what decides whether a run is valid, and can be changed with
+    `--set`.
+    """
+    case = record.case
+    return [None if case.gate is None else case.gate.model_dump(mode="json"), case.max_interval]
+
+
+def _requested_tune(record: Record) -> dict[str, Any]:
+    """Return the tune as it was requested: values that were chosen automatically are "auto" again.
+    `parallel` is left out.
+    """
+    return {
+        **record.tune.model_dump(mode="json", exclude={"parallel"}),
+        **dict.fromkeys(record.auto_tunes, AUTO),
+    }
+
+
+# What two runs may have in common, by name. `parallel` of a tune is left out: it is how the plan
+# was requested, and the plan itself is a part.
+GROUPING_PARTS: dict[str, Callable[[Record], Any]] = {
+    "case": lambda record: [record.case.name, record.case.size],
+    "division": lambda record: record.case.division,
+    "precision": lambda record: record.case.precision,
+    "limits": _validity_limits,
+    "engine": lambda record: record.engine.name,
+    "sample": lambda record: record.scope.model_dump(mode="json", exclude={"steps"}),
+    "steps": lambda record: record.scope.steps,
+    "plan": lambda record: [
+        record.plan.nodes,
+        record.plan.devices,
+        record.plan.tp,
+        record.plan.pp,
+        record.plan.dp,
+    ],
+    "tune": lambda record: record.tune.model_dump(mode="json", exclude={"parallel"}),
+    "asked_tune": _requested_tune,  # `auto` gives other numbers for other engines and plans
+    "key": lambda record: record.case.key,  # a failed run's key may lack the data's fingerprint
+    "headline": passes.find_headline_pass,
+    "weights": _identify_weights,
+    "devices": list_device_names,
+    "restarts": lambda record: [one.step for one in record.restarts],
+    "formulas": lambda record: record.formulas,
+}
+
+
+def make_group_key(record: Record, parts: Iterable[str]) -> str:
+    """Return a text that is equal for runs that agree in the named parts (keys of
+    `GROUPING_PARTS`); used as a grouping key.
+
+    Raises KeyError for an unknown part.
+    """
+    return to_canonical_json([GROUPING_PARTS[name](record) for name in parts])
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % confidence interval; an interval of None is unknown."""
+
+    value: float
+    interval: Interval | None = None
+
+    def scale(self, factor: float) -> "Estimate":
+        """Return a new estimate with value and interval multiplied by `factor`, which must be
+        positive.
+        """
+        interval = self.interval
+        return Estimate(
+            self.value * factor,
+            None if interval is None else (interval[0] * factor, interval[1] * factor),
+        )
+
+
+def estimate_rate(record: Record, count_name: str | None = None) -> Estimate | None:
+    """Return the rate of a record, work of all devices per second of wall time, with its interval.
+
+    `count_name` is "tokens" or "samples"; None means what this record's rates count (`work_name`).
+    It is the stored metric `tokens_per_device_s` times the number of devices, or `samples_per_s`:
+    over the headline pass, in training over the steady window. None if the record has no such
+    value, or an absurd one; an interval that does not contain the value is dropped.
+    """
+    tokens = (count_name or work_name(record)) == "tokens"
+    metric_name, devices = (
+        ("tokens_per_device_s", record.plan.world) if tokens else ("samples_per_s", 1)
+    )
+    stored = record.metrics.get(metric_name)
+    if stored is None or stored.value is None or not RATE_BOUNDS[0] < stored.value < RATE_BOUNDS[1]:
+        return None
+    interval = stored.interval
+    is_plausible = (
+        interval is not None and 0 <= interval[0] <= stored.value <= interval[1] < RATE_BOUNDS[1]
+    )
+    return Estimate(stored.value, interval if is_plausible else None).scale(devices)
+
+
+def average_known_runs(
+    estimates: Iterable[Estimate | None],
+) -> tuple[Estimate | None, IntervalSource | None]:
+    """Return the mean of the estimates that are not None, and what its interval comes from; (None,
+    None) if there are none.
+
+    Intervals are those of `average_runs`.
+    """
+    known = [estimate for estimate in estimates if estimate is not None]
+    return average_runs(known) if known else (None, None)
+
+
+def average_runs(estimates: Sequence[Estimate]) -> tuple[Estimate, IntervalSource | None]:
+    """Return the mean over one or more runs, and what its interval comes from.
+
+    One run keeps its own interval ("steps"; None if it has none). Several get the interval of their
+    spread by Student's t ("runs"), because runs are independent and steps of one run are not. Its
+    lower end is cut at 0 unless a value is negative.
+    """
+    if len(estimates) == 1:
+        return estimates[0], None if estimates[0].interval is None else "steps"
+    values = [estimate.value for estimate in estimates]
+    mean = fmean(values)
+    half_width = (
+        stats.student_t_95(len(values) - 1) * standard_deviation(values) / sqrt(len(values))
+    )
+    return (
+        Estimate(
+            mean,
+            (
+                mean - half_width if min(values) < 0 else max(0.0, mean - half_width),
+                mean + half_width,
+            ),
+        ),
+        "runs",
+    )
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Return the sample standard deviation of two or more values."""
+    mean = fmean(values)
+    return hypot(*(value - mean for value in values)) / sqrt(len(values) - 1)
+
+
+def divide_estimates(top: Estimate, bottom: Estimate) -> Estimate:
+    """Return top / bottom of two independent, positive estimates, with an interval if both have
+    one.
+
+    Relative errors add as squares, each end with the other's opposite end; the lower end is cut at
+    0.
+    """
+    value = top.value / bottom.value
+    if top.interval is None or bottom.interval is None:
+        return Estimate(value)
+    (top_down, top_up), (bottom_down, bottom_up) = (
+        _relative_errors(top, top.interval),
+        _relative_errors(bottom, bottom.interval),
+    )
+    return Estimate(
+        value,
+        (
+            max(0.0, value * (1 - hypot(top_down, bottom_up))),
+            value * (1 + hypot(top_up, bottom_down)),
+        ),
+    )
+
+
+def _relative_errors(estimate: Estimate, interval: Interval) -> Interval:
+    """Return how far both ends of the interval are from the value, as shares of the value: (below,
+    above).
+    """
+    return (estimate.value - interval[0]) / estimate.value, (
+        interval[1] - estimate.value
+    ) / estimate.value
+
+
+def get_metric_value(record: Record, metric_name: str) -> float | None:
+    """Return the stored value of a metric; None if the record has no such metric or its value is
+    None.
+    """
+    stored = record.metrics.get(metric_name)
+    return None if stored is None else stored.value
+
+
+def choose_quality_metric(group: Sequence[Record]) -> str:
+    """Return the name of the quality metric by which these runs are compared.
+
+    It is the case's quality metric (of the first record), unless no run has a value for it; then
+    the first metric of the training steps, `loss`, if the kind of work has one. `group` must not be
+    empty.
+    """
+    case_metric = group[0].quality.metric
+    if any(get_metric_value(record, case_metric) is not None for record in group):
+        return case_metric
+    return next(iter(group[0].task.kind_row.step_metrics), case_metric)

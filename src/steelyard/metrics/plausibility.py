@@ -1,0 +1,250 @@
+"""Check that a rate can be true: the counted work is that of the rows drawn, no pass is faster than
+the device multiplies, and no work is hidden outside the timed passes.
+
+`validity.py` applies these rules to a record.
+"""
+
+from collections.abc import Iterator
+from math import fsum
+
+from steelyard.data.division import COUNT_NAMES
+from steelyard.metrics import cpu_contention, passes, rates
+from steelyard.metrics.result import Finding, make_check
+from steelyard.plan import degrees, flops
+from steelyard.record.record import Record, Value
+from steelyard.record.run_facts import RankFacts
+from steelyard.words import Message, MessageValues
+
+# factor over the matmul rate of the same run, which varies with temperature and neighbours
+MATMUL_MARGIN = 1.1
+# The same on a busy host. A neighbour on the other thread of a core, and threads that spin for one
+# that waits, can each take half of a matmul's rate: 1.35e11 FLOP per CPU second were measured where
+# a quiet host gave 2.16e11. Such a run is invalid as `busy` anyway, size smoke apart. Engines that
+# do no work in the pass were measured at 3 times the matmul's rate, where threads spin meanwhile,
+# and at 40 times (tests/hard/test_cheats.py).
+BUSY_MARGIN = 2.5
+FIRST_VERSION_WITH_SEVERAL_TIMINGS = (
+    4  # of the formulas: with several timings, and a margin for busy hosts
+)
+# the largest share of a pass's wall time that may be spent outside it, on its answers and length
+MAX_SHARE_OUTSIDE = 0.1
+MAX_OUTSIDE_S = 0.05  # too short to hide work in
+
+
+def check_drawn_counts(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: check for each pass that samples count exactly the work of the rows that were
+    drawn for it.
+
+    Counts are compared for the whole pass, and for each step's global batch in training. Yields
+    check `drawn_PASS` with reason `tokens`; nothing for records that did not count what was drawn.
+    """
+    for pass_name, drawn_counts in record.drawn.items():
+        step_counts = (
+            _count_by_step(record, pass_name)
+            if pass_name in record.task.kind_row.stepped
+            else [passes.sum_counts(record, pass_name)]
+        )
+        difference = next(_find_count_differences(record, drawn_counts, step_counts), None)
+        message_values: MessageValues = (
+            {"pass": pass_name}
+            if difference is None
+            else {"pass": pass_name, "difference": difference}
+        )
+        yield make_check(
+            f"drawn_{pass_name}", difference is None, "tokens", "check.drawn", message_values
+        )
+
+
+def _count_by_step(record: Record, pass_name: str) -> list[dict[str, int]]:
+    """Return the counts of each step of a pass, summed over replicas (the first rank of each)."""
+    placements = {
+        rank: degrees.find_position(record.plan, rank)
+        for rank in passes.group_working_steps(record, pass_name)
+    }
+    replica_steps = [
+        s
+        for rank, s in passes.group_working_steps(record, pass_name).items()
+        if placements[rank].tp == placements[rank].pp == 0
+    ]
+    steps = max(map(len, replica_steps), default=0)
+    return [
+        {
+            key: sum(s[i].counts.get(key, 0) for s in replica_steps if i < len(s))
+            for key in COUNT_NAMES
+        }
+        for i in range(steps)
+    ]
+
+
+def _find_count_differences(
+    record: Record, drawn_counts: list[dict[str, int]], step_counts: list[dict[str, int]]
+) -> Iterator[Message]:
+    """Yield a message for each count of each step that differs from what was drawn.
+
+    In division open, where shared prefixes are computed once, tokens and pairs may be fewer;
+    samples and logits must be equal.
+    """
+    may_be_fewer = record.case.division == "open" and record.task.kind_row.shares
+    for step, (drawn_in_step, counts) in enumerate(zip(drawn_counts, step_counts, strict=False)):
+        for key in COUNT_NAMES:
+            counted, expected = counts.get(key, 0), drawn_in_step.get(key, 0)
+            least = 0 if may_be_fewer and key not in ("samples", "logits") else expected
+            if not least <= counted <= expected:
+                message_values: MessageValues = {"counted": counted, "what": key, "held": expected}
+                yield (
+                    Message("drawn.step", {**message_values, "step": step})
+                    if len(drawn_counts) > 1
+                    else Message("drawn.whole", message_values)
+                )
+
+
+def check_plausible_rates(record: Record, metrics: dict[str, Value]) -> list[Finding]:
+    """Validity rule: check that no pass is faster than the datasheet's peak, nor than the matmul
+    rate measured on the same devices in this run.
+
+    Returns one check `plausible` (reason `implausible`) on the pass and limit that come closest;
+    nothing if no limit is known.
+    """
+    claims = [
+        claim
+        for name in dict.fromkeys(w.pass_name for w in record.passes)
+        for claim in _compare_with_limits(record, name)
+    ]
+    if not claims:
+        return []
+    share, message_values = max(claims, key=lambda claim: claim[0])
+    return [make_check("plausible", share <= 1, "implausible", "check.plausible", message_values)]
+
+
+def _compare_with_limits(record: Record, pass_name: str) -> Iterator[tuple[float, MessageValues]]:
+    """Yield for each limit on a pass the rate as a share of the limit (above 1 is implausible), and
+    the values of the check's message.
+
+    The rate is causal model FLOPs over time. Nothing for a pass without tokens.
+    """
+    counts = passes.sum_counts(record, pass_name)
+    if not counts.get("tokens"):
+        return
+    question = record.question
+    model_flops = (
+        flops.count_flops(
+            question.model, counts, "causal", record.task.kind_row.forwards_in_pass(pass_name)
+        )
+        or 0
+    )
+    for limit_name, limit, time_s in _list_rate_limits(record, pass_name):
+        if limit:
+            rate = model_flops / time_s if time_s > 0 else float("inf")
+            yield (
+                rate / limit,
+                {"pass": pass_name, "rate": rate, "limit": limit, "what": limit_name},
+            )
+
+
+def _list_rate_limits(
+    record: Record, pass_name: str
+) -> Iterator[tuple[Message, float | None, float]]:
+    """Yield the limits on a pass's FLOP/s: its name, the limit over all devices (None if unknown),
+    and the seconds that the rate is taken over.
+
+    They are the datasheet peak, and the matmul rate measured in this run times a margin, which is
+    wider on a busy host from formulas version 4 on. Times are the shorter of wall and compute time.
+    If the CPU is the device, it shares its cores with other processes, so the second limit is over
+    CPU time, in the pass and in the matmul.
+    """
+    devices = passes.count_devices(record)
+    windows = passes.select_windows(record, pass_name)
+    times = [
+        t
+        for t in (passes.wall_s(record, pass_name), passes.compute_s(record, pass_name))
+        if t is not None
+    ]
+    shortest_s = min(times, default=0.0)
+    peak = rates.datasheet_peak(record).value
+    yield Message("limit.peak"), peak and peak * devices, shortest_s
+    has_several = (
+        record.formulas is not None and record.formulas >= FIRST_VERSION_WITH_SEVERAL_TIMINGS
+    )
+    host_is_busy = has_several and cpu_contention.is_busy(record)
+    margin = BUSY_MARGIN if host_is_busy else MATMUL_MARGIN
+    if (
+        cpu_contention.find_contention_limits(record.environment.hardware.accelerator)
+        is not cpu_contention.CPU_IS_DEVICE_LIMITS
+    ):
+        measured = [_find_fastest_matmul(rank) for rank in record.ranks]
+        total_rate = fsum(rate for rate in measured if rate) if all(measured) else None
+        yield (
+            _name_limit("limit.matmul", {"margin": margin}, host_is_busy),
+            total_rate and margin * total_rate,
+            shortest_s,
+        )
+        return
+    rates_by_rank = [_list_cpu_rates(rank, has_several) for rank in record.ranks]
+    cpu_times_s = [window.cpu_s for window in windows]
+    if rates_by_rank and all(rates_by_rank) and None not in cpu_times_s:
+        busy_s = fsum(time_s for time_s in cpu_times_s if time_s is not None)
+        known = [rate for rates in rates_by_rank for rate in rates]
+        message_values: MessageValues = {"margin": margin, "count": len(known)}
+        limit_name = _name_limit(
+            "limit.cpu_best" if has_several else "limit.cpu", message_values, host_is_busy
+        )
+        yield limit_name, margin * max(known), busy_s
+
+
+def _name_limit(code: str, values: MessageValues, host_is_busy: bool) -> Message:
+    """Return the message that names a limit; on a busy host with the reason for its wide margin."""
+    limit_name = Message(code, values)
+    return Message("limit.busy", {"limit": limit_name}) if host_is_busy else limit_name
+
+
+def _list_cpu_rates(rank: RankFacts, has_several: bool) -> list[float]:
+    """Return a rank's rates of the square matmul in FLOP per second of CPU time; empty if not
+    measured.
+
+    From formulas version 4 on (`has_several`) these are all timings; in older records, and if there
+    are none, the one mean rate.
+    """
+    timings = (rank.matmul_cpu_rates or {}).values() if has_several else ()
+    known = [rate for rates in timings for rate in rates if rate]
+    return known or [rate for rate in (rank.matmul_flops_per_cpu_s,) if rate]
+
+
+def _find_fastest_matmul(rank: RankFacts) -> float | None:
+    """Return the fastest matmul measured on a rank in FLOP/s, of the square one and the case's own
+    shapes; None if none was.
+    """
+    known = [rank.matmul_flops_per_s, *(matmul.flops_per_s for matmul in rank.matmuls or [])]
+    return max((rate for rate in known if rate), default=None)
+
+
+def check_time_outside_passes(record: Record, metrics: dict[str, Value]) -> Iterator[Finding]:
+    """Validity rule: check that what an engine does outside the timed pass, to prepare its length
+    and to read its answers, takes at most 10 % of the pass plus 50 ms.
+
+    Yields check `beside_PASS` with reason `hidden` for each rank whose budget has such parts.
+    """
+    budgets = {rank.rank: rank.budget or {} for rank in record.ranks}
+    for window in record.passes:
+        budget = budgets.get(window.rank, {})
+        parts = {
+            part: budget[f"{part}_{window.pass_name}"]
+            for part in OUTSIDE_PARTS
+            if f"{part}_{window.pass_name}" in budget
+        }
+        spent_s = fsum(parts.values())
+        message_values: MessageValues = {
+            "pass": window.pass_name,
+            "rank": window.rank,
+            "spent": spent_s,
+            "parts": tuple(parts),
+            "wall": window.wall_s,
+            "most": MAX_SHARE_OUTSIDE,
+        }
+        if parts:
+            ok = spent_s <= MAX_OUTSIDE_S + MAX_SHARE_OUTSIDE * window.wall_s
+            yield make_check(
+                f"beside_{window.pass_name}", ok, "hidden", "check.beside", message_values
+            )
+
+
+OUTSIDE_PARTS = ("total", "outputs")  # parts of a worker's budget, as in `total_infer`

@@ -1,0 +1,331 @@
+"""Build the history of each question: its rate over time, and the first bad record.
+
+Behind `steelyard history`. Records of one question, engine, plan, precision, kind of device and
+scope form a trend. Consecutive records of a trend with the same setup are one point: repeats, whose
+spread tells whether a point is really below another.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from steelyard.case.key import compute_question_key
+from steelyard.errors import RequestError
+from steelyard.metrics import estimates, rates, ratio, record_fields, stats, verify
+from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.metrics.ratio import Ratio
+from steelyard.record.index import RecordSummary
+from steelyard.record.record import Record, Scope
+from steelyard.schema import to_canonical_json
+
+# reason codes of runs that a user ended: they say nothing about the machine or the program
+ENDED_BY_USER = {"interrupted", "cancelled", "unfinished"}
+# beginnings of the fields that repeats have in common
+SETUP_FIELDS = ("tune.", "engine.", "environment.", "weights.")
+MAX_NAMES_CHARS = 60  # longer lists of names are shortened to a number and a hash
+VARYING_FIELDS = (
+    "environment.hardware.uuids",
+)  # of these, the ones that may differ between repeats
+
+
+@dataclass(frozen=True)
+class IndexedRecord:
+    """A record's index entry, and the path of its file."""
+
+    path: Path
+    entry: RecordSummary
+
+    @property
+    def rate(self) -> Estimate | None:
+        """Return the rate of the record with its interval; None unless the record is valid and has
+        one.
+        """
+        if self.entry.status != "valid" or self.entry.rate is None:
+            return None
+        return Estimate(self.entry.rate, self.entry.interval)
+
+
+@dataclass(frozen=True)
+class TrendPoint:
+    """One point of a trend: a run, or consecutive repeats of it, with the mean rate of its valid
+    runs.
+
+    `to_first` and `to_previous` are the ratios to the first and to the previous point that has a
+    rate; None if there is none. `rate` is None if no run is valid.
+    """
+
+    runs: tuple[IndexedRecord, ...]
+    rate: Estimate | None
+    source: IntervalSource | None
+    to_first: Ratio | None
+    to_previous: Ratio | None
+
+    @property
+    def rates(self) -> list[Estimate]:
+        """Return the rates of the valid runs."""
+        return _list_rates(self.runs)
+
+    @property
+    def valid_count(self) -> int:
+        """Return the number of valid runs."""
+        return sum(indexed.entry.status == "valid" for indexed in self.runs)
+
+
+@dataclass(frozen=True)
+class FirstBadRecord:
+    """The first bad record of a trend: not valid, or slower than the best point before it.
+
+    `ratio` and `best` (a record of that point) are None for a record that is not valid.
+    """
+
+    record: IndexedRecord
+    ratio: Ratio | None  # to the best point before it
+    best: IndexedRecord | None  # a record of that point
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The points of one trend, oldest first, and its first bad record; None if there is none."""
+
+    points: tuple[TrendPoint, ...]
+    first_bad: FirstBadRecord | None
+
+    @property
+    def first_entry(self) -> RecordSummary:
+        """Return the entry of the first record, which names what the trend has in common."""
+        return self.points[0].runs[0].entry
+
+    @property
+    def unit(self) -> str:
+        """Return the unit of the rates; empty if no entry has one."""
+        return next(
+            (
+                indexed.entry.unit
+                for point in self.points
+                for indexed in point.runs
+                if indexed.entry.unit
+            ),
+            "",
+        )
+
+
+@dataclass(frozen=True)
+class RateHistory:
+    """All trends, and the files that are no record or do not verify. `threshold` is the share below
+    which a slowdown does not count.
+    """
+
+    trends: tuple[Trend, ...]
+    not_verified: tuple[IndexedRecord, ...]  # files that are no record or do not verify
+    threshold: float
+
+
+def summarize_record(path: Path) -> RecordSummary:
+    """Read and verify a record file, and return its index entry.
+
+    A file that is no record or does not verify gets an entry with only `wrong`, the reason; nothing
+    is raised for it.
+    """
+    try:
+        return _make_entry(verify.read_verified_record(path))
+    except RequestError as error:
+        return RecordSummary(wrong=str(error).removeprefix(f"{path}: ")[:1000])
+
+
+def _make_entry(record: Record) -> RecordSummary:
+    """Return the index entry of a record; `setup` is a hash of its tune, engine, environment and
+    weights fields.
+    """
+    case, scope, plan, source = record.case, record.scope, record.plan, record.environment.source
+    rate_estimate = estimates.estimate_rate(record)
+    metric = estimates.choose_quality_metric([record])
+    quality = record.metrics.get(metric)
+    setup_fields = {
+        name: value
+        for name, value in record_fields.list_setting_fields(record).items()
+        if name.startswith(SETUP_FIELDS) and not name.startswith(VARYING_FIELDS)
+    }
+    return RecordSummary(
+        id=record.id,
+        created=record.created,
+        status=record.status,
+        codes=tuple(dict.fromkeys(reason.code for reason in record.reasons)),
+        name=case.name,
+        size=case.size,
+        key=case.key,
+        unread_key=compute_question_key(case.question, record_fields.UNREAD_FINGERPRINT),
+        read=record.fingerprint != record_fields.UNREAD_FINGERPRINT,
+        division=case.division,
+        precision=case.precision,
+        engine=record.engine.name,
+        plan=f"{plan.config} {plan}",
+        scope=_format_scope(scope),
+        devices=tuple(estimates.list_device_names(record)),
+        setup=hashlib.sha256(to_canonical_json(setup_fields).encode()).hexdigest()[:16],
+        revision=source.revision,
+        version=source.version,
+        dirty=source.dirty,
+        unit=rates.work_unit(record),
+        rate=None if rate_estimate is None else rate_estimate.value,
+        interval=None if rate_estimate is None else rate_estimate.interval,
+        quality=metric,
+        quality_value=None if quality is None else quality.value,
+    )
+
+
+def _format_scope(scope: Scope) -> str:
+    """Format what of a scope distinguishes trends: "full", or subjects, rows and sample, else
+    "window". The number of steps does not count.
+    """
+    parts = (
+        [f"subjects {_shorten_names(scope.subjects, len(scope.subjects))}"]
+        if scope.subjects
+        else []
+    )
+    parts += [f"rows {_shorten_names(scope.rows, scope.selected.row_count)}"] if scope.rows else []
+    parts += [f"sample {scope.sample}"] if scope.sample is not None else []
+    return "full" if scope.kind == "full" else ", ".join(parts) or "window"
+
+
+def _shorten_names(names: tuple[str, ...], count: int | None) -> str:
+    """Return the names joined by commas, or `count` and a hash of them if that exceeds 60
+    characters.
+    """
+    text = ",".join(names)
+    return (
+        text
+        if len(text) <= MAX_NAMES_CHARS
+        else f"{count} {hashlib.sha256(to_canonical_json(names).encode()).hexdigest()[:8]}"
+    )
+
+
+def build_history(entries: Mapping[Path, RecordSummary], threshold: float) -> RateHistory:
+    """Group index entries into trends, and find the first bad record of each.
+
+    A copy of a record counts once. Entries that do not verify are listed apart. Raises RequestError
+    if `threshold` is not a share from 0 to below 1.
+    """
+    ratio.check_threshold(threshold)
+    all_indexed = [IndexedRecord(path, entry) for path, entry in entries.items()]
+    # a copy of a record counts once
+    verified = {indexed.entry.id: indexed for indexed in all_indexed if indexed.entry.wrong is None}
+    ordered = sorted(
+        verified.values(), key=lambda indexed: (indexed.entry.created, indexed.entry.id)
+    )
+    trends = tuple(_make_trend(group, threshold) for group in _group_trends(ordered))
+    return RateHistory(
+        trends,
+        tuple(indexed for indexed in all_indexed if indexed.entry.wrong is not None),
+        threshold,
+    )
+
+
+def _group_trends(ordered: list[IndexedRecord]) -> list[list[IndexedRecord]]:
+    """Group records into trends, in the order in which they come.
+
+    A run that ended before it read its data has no full key; it joins the trend of the same
+    question whose data were read, if there is one.
+    """
+    read_keys = {
+        _make_trend_key(indexed.entry, indexed.entry.unread_key): indexed.entry.key
+        for indexed in ordered
+        if indexed.entry.read
+    }
+
+    def make_key(indexed: IndexedRecord) -> str:
+        """Return the grouping key of a record's trend."""
+        entry = indexed.entry
+        return _make_trend_key(
+            entry,
+            entry.key
+            if entry.read
+            else read_keys.get(_make_trend_key(entry, entry.unread_key), entry.key),
+        )
+
+    return list(stats.group_by(ordered, make_key).values())
+
+
+def _make_trend_key(entry: RecordSummary, key: str) -> str:
+    """Return the grouping key of an entry in which `key` stands for its question."""
+    return to_canonical_json(
+        [key, entry.engine, entry.plan, entry.precision, entry.devices, entry.scope]
+    )
+
+
+def _make_trend(group: list[IndexedRecord], threshold: float) -> Trend:
+    """Make a trend of records sorted by time: consecutive records with equal setup become one
+    point.
+    """
+    points: list[TrendPoint] = []
+    for _, repeats in groupby(group, key=lambda indexed: indexed.entry.setup):
+        point_records = tuple(repeats)
+        rated_points = [point for point in points if point.rate is not None]
+        known_rates = _list_rates(point_records)
+        ratios = [
+            ratio.compare_rates(earlier.rates, known_rates)
+            for earlier in rated_points[:1] + rated_points[-1:]
+        ] or [
+            None,
+            None,
+        ]
+        points.append(
+            TrendPoint(point_records, *estimates.average_known_runs(known_rates), *ratios)
+        )
+    return Trend(tuple(points), _find_first_bad(points, threshold))
+
+
+def _list_rates(group: Iterable[IndexedRecord]) -> list[Estimate]:
+    """Return the rates of the records that are valid and have one."""
+    return [estimate for estimate in (indexed.rate for indexed in group) if estimate is not None]
+
+
+def _find_first_bad(points: list[TrendPoint], threshold: float) -> FirstBadRecord | None:
+    """Return the first record that is not valid, or is slower than the best point before it; None
+    if there is none.
+
+    Runs that somebody ended (interrupted, cancelled, unfinished) are passed over.
+    """
+    best: TrendPoint | None = None
+    for point in points:
+        slowdown = None if best is None else _find_slowdown(best, point, threshold)
+        for indexed in point.runs:
+            if indexed.entry.status != "valid" and not set(indexed.entry.codes) & ENDED_BY_USER:
+                return FirstBadRecord(indexed, None, None)
+            if slowdown is not None and best is not None and indexed.rate is not None:
+                return FirstBadRecord(
+                    indexed, slowdown, next(run for run in best.runs if run.rate is not None)
+                )
+        if point.rate is not None and (
+            best is None or best.rate is None or point.rate.value > best.rate.value
+        ):
+            best = point
+    return None
+
+
+def _find_slowdown(best: TrendPoint, point: TrendPoint, threshold: float) -> Ratio | None:
+    """Return the ratio to the best point if it is below 1 by more than the threshold and
+    significant; else None.
+
+    If it cannot be tested, the intervals of both points must not overlap.
+    """
+    point_ratio = ratio.compare_rates(best.rates, point.rates)
+    if (
+        point_ratio is None
+        or point_ratio.value >= 1
+        or not point_ratio.exceeds(threshold)
+        or best.rate is None
+        or point.rate is None
+    ):
+        return None
+    if point_ratio.verdict != "not tested":
+        return point_ratio if point_ratio.verdict == "significant" else None
+    best_interval, point_interval = best.rate.interval, point.rate.interval
+    return (
+        point_ratio
+        if best_interval is not None
+        and point_interval is not None
+        and point_interval[1] < best_interval[0]
+        else None
+    )

@@ -1,0 +1,168 @@
+"""Group runs that were asked the same (repeats), as one result with the spread between them.
+
+Numbers are those of valid runs. A run that is not valid is counted and named, and never averaged:
+not even one whose own steps are too uneven for the case while its repeats agree. Its rate may be
+right, but its record does not show it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from steelyard.metrics import estimates, rates, stats
+from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.record.record import Record
+
+# Parts that also failed runs have, and all parts that repeats have in common.
+REPEAT_REQUEST_PARTS = (
+    "case",
+    "division",
+    "precision",
+    "limits",
+    "engine",
+    "sample",
+    "steps",
+    "plan",
+    "tune",
+)
+REPEAT_PARTS = (
+    *REPEAT_REQUEST_PARTS,
+    "key",
+    "headline",
+    "weights",
+    "devices",
+    "restarts",
+    "formulas",
+)
+RATE_NAME = "rate"
+MAX_REPEATED_VALUE = 1e30  # as for rates, so that squares stay finite
+
+
+@dataclass(frozen=True)
+class MetricSpread:
+    """One metric over the valid runs of a group that have a value for it.
+
+    `deviation` is the sample standard deviation between runs as a share of the mean; None for one
+    run, or a mean of 0.
+    """
+
+    name: str  # a metric, or `rate`: work of all devices per second of wall time
+    unit: str
+    runs: int
+    mean: Estimate
+    source: IntervalSource | None  # what the interval of `mean` comes from
+    deviation: float | None  # standard deviation as a share of the mean
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
+class RepeatGroup:
+    """Two or more runs that were asked the same, in the order in which they came, with the spread
+    of their metrics.
+
+    `metrics` is empty if no run is valid.
+    """
+
+    records: tuple[Record, ...]
+    metrics: tuple[MetricSpread, ...]
+
+    @property
+    def valid(self) -> tuple[Record, ...]:
+        """Return the runs with status valid."""
+        return tuple(record for record in self.records if record.status == "valid")
+
+    @property
+    def not_valid(self) -> tuple[Record, ...]:
+        """Return the runs that are invalid or failed."""
+        return tuple(record for record in self.records if record.status != "valid")
+
+    @property
+    def interval_only(self) -> int:
+        """Return the number of runs whose only reason against validity is that the interval of
+        their own steps is too wide.
+        """
+        return sum(
+            {reason.code for reason in record.reasons} == {"interval"} for record in self.not_valid
+        )
+
+
+def find_repeat_groups(records: Iterable[Record]) -> list[RepeatGroup]:
+    """Return the groups of at least two runs that were asked the same: equal in all `REPEAT_PARTS`.
+
+    A failed run, which lacks some parts, joins the earliest finished run with equal
+    `REPEAT_REQUEST_PARTS`; failed runs without one form a group of their own.
+    """
+    all_records = list(records)
+    key_by_request = {
+        estimates.make_group_key(item, REPEAT_REQUEST_PARTS): estimates.make_group_key(
+            item, REPEAT_PARTS
+        )
+        for item in reversed(all_records)
+        if item.status != "failed"
+    }
+
+    def group_key(record: Record) -> str:
+        """Return the grouping key of a record; for a failed run that of a finished run with the
+        same request, if there is one.
+        """
+        request = estimates.make_group_key(record, REPEAT_REQUEST_PARTS)
+        return (
+            key_by_request.get(request, request)
+            if record.status == "failed"
+            else estimates.make_group_key(record, REPEAT_PARTS)
+        )
+
+    return [
+        RepeatGroup(tuple(group), _measure_spreads(group))
+        for group in stats.group_by(all_records, group_key).values()
+        if len(group) > 1
+    ]
+
+
+def _measure_spreads(group: list[Record]) -> tuple[MetricSpread, ...]:
+    """Return the spread of rate, MFU, memory, energy per token and quality over the valid runs;
+    those that no run has are left out.
+    """
+    valid = [record for record in group if record.status == "valid"]
+    if not valid:
+        return ()
+    quality_metric = estimates.choose_quality_metric(valid)
+    spreads = [
+        _measure_spread(
+            RATE_NAME,
+            rates.work_unit(valid[0]),
+            [estimates.estimate_rate(record) for record in valid],
+        )
+    ]
+    for name in ("mfu", "mem", "energy_per_token", quality_metric):
+        unit = next((record.metrics[name].unit for record in valid if name in record.metrics), "")
+        spreads.append(
+            _measure_spread(
+                name,
+                unit,
+                [_make_estimate(estimates.get_metric_value(record, name)) for record in valid],
+            )
+        )
+    return tuple(spread for spread in spreads if spread is not None)
+
+
+def _make_estimate(value: float | None) -> Estimate | None:
+    """Return the value as an estimate without an interval; None if unknown or absurdly large."""
+    return Estimate(value) if value is not None and abs(value) < MAX_REPEATED_VALUE else None
+
+
+def _measure_spread(name: str, unit: str, run_values: list[Estimate | None]) -> MetricSpread | None:
+    """Return the spread of a metric over the runs that have it; None if none has."""
+    known = [estimate for estimate in run_values if estimate is not None]
+    if not known:
+        return None
+    values = [estimate.value for estimate in known]
+    mean, source = estimates.average_runs(known)
+    relative_deviation = (
+        estimates.standard_deviation(values) / abs(mean.value)
+        if len(values) > 1 and mean.value
+        else None
+    )
+    return MetricSpread(
+        name, unit, len(values), mean, source, relative_deviation, min(values), max(values)
+    )

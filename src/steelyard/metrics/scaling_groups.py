@@ -1,0 +1,129 @@
+"""Group valid records that differ only in their plan: how the rate of one question grows with the
+number of devices.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from steelyard.metrics import estimates, rates, stats
+from steelyard.metrics.estimates import Estimate, IntervalSource
+from steelyard.plan.degrees import Plan
+from steelyard.record.record import Record
+
+# Parts that records of one group have in common. `sample` is one, because a sample changes how many
+# prefixes are shared and how large a batch is.
+SCALING_PARTS = (
+    "key",
+    "division",
+    "precision",
+    "engine",
+    "headline",
+    "sample",
+    "devices",
+    "asked_tune",
+)
+
+
+@dataclass(frozen=True)
+class ScalingRow:
+    """The runs of one plan, with speed-up and efficiency relative to the base plan.
+
+    Speed-up is the rate over the base's; efficiency is speed-up over the ratio of device counts.
+    Those of the base are 1 by definition and have no interval.
+    """
+
+    records: tuple[Record, ...]
+    rate: Estimate  # of all devices together; mean over runs
+    source: IntervalSource | None  # what the interval of `rate` comes from
+    speedup: Estimate
+    efficiency: Estimate
+    is_base: bool
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan, which all runs of the row share."""
+        return self.records[0].plan
+
+
+@dataclass(frozen=True)
+class ScalingGroup:
+    """Records that differ only in their plan: one row for each plan, fewest devices first.
+
+    `unit` is that of the rates. The base row is the fastest plan on the fewest devices.
+    """
+
+    unit: str
+    rows: tuple[ScalingRow, ...]
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Return the records of all rows."""
+        return tuple(record for row in self.rows for record in row.records)
+
+    @property
+    def base(self) -> ScalingRow:
+        """Return the row that speed-ups are relative to."""
+        return next(row for row in self.rows if row.is_base)
+
+
+def find_scaling_groups(records: Iterable[Record]) -> list[ScalingGroup]:
+    """Return the groups of valid, comparable records that have runs on at least two different
+    numbers of devices.
+
+    Records that are not valid or have no rate are left out. Empty if there is no such group.
+    """
+    rated = (
+        record
+        for record in records
+        if record.status == "valid" and estimates.estimate_rate(record) is not None
+    )
+    records_by_key = stats.group_by(
+        rated, lambda record: estimates.make_group_key(record, SCALING_PARTS)
+    )
+    scaled_groups = [
+        group
+        for group in records_by_key.values()
+        if len({record.plan.world for record in group}) > 1
+    ]
+    return [
+        ScalingGroup(rates.work_unit(group[0]), _make_scaling_rows(group))
+        for group in scaled_groups
+    ]
+
+
+def _make_scaling_rows(group: list[Record]) -> tuple[ScalingRow, ...]:
+    """Return a row for each plan of the group, fewest devices first; the base is the plan with the
+    highest mean rate on the fewest devices.
+    """
+    by_plan = stats.group_by(group, _make_plan_key)
+    rate_by_plan = {
+        plan: estimates.average_runs(
+            [estimate for estimate in map(estimates.estimate_rate, by_plan[plan]) if estimate]
+        )
+        for plan in sorted(by_plan)
+    }
+    fewest_devices = min(world for world, *_ in rate_by_plan)
+    base = max(
+        (plan for plan in rate_by_plan if plan[0] == fewest_devices),
+        key=lambda plan: rate_by_plan[plan][0].value,
+    )
+    rows = []
+    for plan, (rate, source) in rate_by_plan.items():
+        speedup = (
+            Estimate(1.0)
+            if plan == base
+            else estimates.divide_estimates(rate, rate_by_plan[base][0])
+        )
+        efficiency = speedup.scale(fewest_devices / plan[0])
+        rows.append(
+            ScalingRow(tuple(by_plan[plan]), rate, source, speedup, efficiency, plan == base)
+        )
+    return tuple(rows)
+
+
+def _make_plan_key(record: Record) -> tuple[int, ...]:
+    """Return (devices, nodes, tp, pp, dp), which identifies a plan and sorts plans by number of
+    devices.
+    """
+    plan = record.plan
+    return plan.world, plan.nodes, plan.tp, plan.pp, plan.dp

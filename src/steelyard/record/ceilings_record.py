@@ -1,0 +1,188 @@
+"""The spec record as a pydantic model, and functions that seal, write, read and check its file: the
+ceilings of a machine.
+
+`steelyard spec` measures what a machine can do at most: matmuls, memory, copies, attention,
+collectives. `benches` are the raw timings of each rank. `ceilings` are derived from them, from
+telemetry and from the datasheet; `steelyard verify` derives them again. run/ceilings_parent.py writes
+it, report reads it.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from steelyard import words
+from steelyard.errors import RequestError
+from steelyard.plan.ceiling_shapes import CeilingGroup, CeilingUnit
+from steelyard.record import record_file
+from steelyard.record.record import FailureFacts, Reason, Seconds
+from steelyard.record.run_facts import Environment, Number, RankFacts, TelemetrySeries
+from steelyard.schema import FrozenModel
+from steelyard.words import Message
+
+WorkAmount = Annotated[float, Field(ge=1, le=1e30)]
+CallCount = Annotated[int, Field(ge=1, le=10**12)]
+Text = Annotated[str, Field(max_length=1000)]
+RAW_KEY = "benches"  # the key of the raw measurements
+
+
+class TimedCalls(FrozenModel):
+    """Some calls of a benchmark that were timed together. `start_s` counts from the start of the
+    command, on the host's clock.
+    """
+
+    start_s: Seconds
+    time_s: Annotated[float, Field(ge=0, le=1e9)]
+    calls: CallCount
+
+
+class ErrorCheck(FrozenModel):
+    """The error of a benchmark's result against fp64: the largest difference divided by the root
+    mean square of the exact result, and the bound that is allowed. An `error` of None means that
+    the result has a number that is not finite.
+    """
+
+    error: Number | None
+    bound: Number
+
+    @property
+    def is_within_bound(self) -> bool:
+        """Return whether the error is finite and within the bound."""
+        return self.error is not None and 0 <= self.error <= self.bound
+
+
+class BenchTimings(FrozenModel):
+    """The raw timings of one benchmark on one rank. `amount` is the FLOPs or bytes of one call, or
+    the bytes of memory that could be allocated. `reason` says why there are no timings, if there
+    are none.
+    """
+
+    group: CeilingGroup
+    name: Annotated[str, Field(max_length=200)]
+    precision: Annotated[str, Field(max_length=32)] | None
+    rank: Annotated[int, Field(ge=0, le=10**6)]
+    unit: CeilingUnit
+    detail: dict[str, int | Text]
+    amount: WorkAmount | None = None
+    checked: ErrorCheck | None = None
+    stretches: list[TimedCalls] = Field(default_factory=list)
+    reason: Text | None = None
+
+
+class Ceiling(FrozenModel):
+    """The highest rate or size that a benchmark reached, in its unit. A `value` of None has its
+    reason in `note`; `steady` is whether the last timings agree; `share` is `value` divided by the
+    datasheet's `peak`.
+    """
+
+    value: float | None
+    interval: tuple[float, float] | None = None
+    steady: bool | None = None
+    sm_clock_mhz: float | None = None
+    power_w: float | None = None
+    peak: float | None = Field(None, description="the datasheet's rate of this")
+    share: float | None = Field(None, description="of that")
+    note: str | Message | None = None
+
+
+class BenchLimits(FrozenModel):
+    """When a benchmark ends: it is timed in stretches of `stretch_s` until the last `last` of them
+    agree to `within` (a share), or `limit_s` is over. No benchmark begins after `total_s`.
+    """
+
+    stretch_s: Seconds
+    limit_s: Seconds
+    total_s: Seconds
+    within: float = Field(ge=0, le=1)
+    last: int = Field(ge=2, le=1000)
+
+
+class SpecRecord(FrozenModel):
+    """What a machine can do at most, as it is stored. `ceilings[i]` follows from `benches[i]`;
+    `quick` is whether the shorter limits were used; `created` is an ISO 8601 time; `hashes` are set
+    by `seal_spec_record`.
+    """
+
+    schema_version: int = Field(record_file.SCHEMA_VERSION, alias="schema")
+    kind: Literal["spec"] = "spec"
+    id: Annotated[str, Field(pattern=r"^[0-9a-f]{8,64}$")]
+    created: Annotated[str, Field(pattern=r"^[0-9T:.+Z-]{10,40}$")]
+    status: Literal["valid", "failed"]
+    reasons: list[Reason]
+    quick: bool
+    limits: BenchLimits
+    devices: Annotated[int, Field(ge=1, le=10**6)]
+    environment: Environment
+    budget: dict[str, Seconds]
+    ranks: list[RankFacts]
+    benches: list[BenchTimings]
+    telemetry: list[TelemetrySeries]
+    ceilings: list[Ceiling]
+    failure: FailureFacts | None = None
+    hashes: dict[str, str] = Field(default_factory=dict)
+
+
+def spec_record_to_json(record: SpecRecord) -> dict[str, Any]:
+    """Return a spec record as JSON data, keys in the order of the fields."""
+    return record.model_dump(mode="json", by_alias=True)
+
+
+def spec_record_to_english_json(record: SpecRecord) -> dict[str, Any]:
+    """Return a spec record as the JSON data that `--json` prints: with English sentences instead of
+    messages.
+    """
+    return spec_record_to_json(render_spec_record_in_english(record))
+
+
+def render_spec_record_in_english(record: SpecRecord) -> SpecRecord:
+    """Return a copy of a spec record with an English sentence in the place of each note of a
+    ceiling.
+    """
+    ceilings = [
+        ceiling.model_copy(update={"note": words.render_in_english(ceiling.note)})
+        for ceiling in record.ceilings
+    ]
+    return record.model_copy(update={"ceilings": ceilings})
+
+
+def seal_spec_record(record: SpecRecord) -> SpecRecord:
+    """Return a copy of a spec record with its hashes set; `samples` is the hash of `benches`."""
+    return record.model_copy(
+        update={"hashes": record_file.compute_hashes(spec_record_to_json(record), RAW_KEY)}
+    )
+
+
+def write_spec_record(record: SpecRecord, folder: Path) -> Path:
+    """Write a spec record into a folder, under a name of time, accelerator and id, and return its
+    path. Raise LostError if the file exists already or cannot be written.
+    """
+    accelerator = record.environment.hardware.accelerator or "unknown"
+    name = record_file.join_file_name(record.created, "spec", accelerator, record.id[:8])
+    return record_file.write_record_file(spec_record_to_json(record), folder / f"{name}.json")
+
+
+def read_spec_record(path: Path) -> SpecRecord:
+    """Read and validate a spec record. Raise RequestError with one line if the file cannot be read,
+    is not a spec record, or has not one ceiling per benchmark; hashes are not checked.
+    """
+    record = record_file.read_record_file(path, SpecRecord, "spec record")
+    if len(record.ceilings) != len(record.benches):
+        raise RequestError(
+            f"{path}: not a spec record: {len(record.benches)} benches and {len(record.ceilings)}"
+            " ceilings"
+        )
+    return record
+
+
+def find_spec_record_damage(path: Path) -> list[str]:
+    """Compare a spec record's bytes and hashes with what was written, and return a sentence for
+    each difference: an empty list if there is none. Raise RequestError if the file cannot be read
+    or parsed.
+    """
+    return record_file.find_file_damage(path, SpecRecord, RAW_KEY)
+
+
+def make_spec_record_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a spec record."""
+    return record_file.make_json_schema(SpecRecord, "Steelyard spec record")

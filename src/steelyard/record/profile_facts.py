@@ -1,0 +1,50 @@
+"""Models of a profile in a record (`run --explain`): what the device did in some steps of a pass,
+by kernel.
+
+run/explain.py fills them from the framework's profiler; metrics/time_waterfall.py derives where the time
+went.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from steelyard.record.run_facts import Bytes
+from steelyard.schema import FrozenModel
+
+Time = Annotated[float, Field(ge=0, le=1e9)]
+Count = Annotated[int, Field(ge=0, le=10**18)]
+MAX_NAMED_KERNELS = 60  # kernels listed by name; the others are added up by kind
+OTHER_KERNELS = "the rest"
+
+
+class KernelFacts(FrozenModel):
+    """All calls of one kernel, or of the remaining kernels of one kind together. Each instant at
+    which the device worked counts for one kernel only (engine/profile.py), so `time_s` of all
+    kernels add up.
+    """
+
+    name: str
+    kind: str = Field(description="matmul, attention, other, copy, communication or bubble")
+    calls: Count
+    time_s: Time
+    size_bytes: Bytes | None = Field(
+        description="of the tensors that its calls name, each once a call; null: not told"
+    )
+
+
+class Profile(FrozenModel):
+    """Some steps that were run after the measured passes under the framework's profiler, on one
+    rank.
+    """
+
+    pass_name: str = Field(alias="pass")
+    rank: int
+    steps: Count
+    counts: dict[str, Count] = Field(description="what the steps computed, as samples count it")
+    wall_s: Time = Field(description="with the device idle at both ends")
+    data_s: Time = Field(
+        description="phase `data` of the steps, in which the device waits for its inputs"
+    )
+    kernels: list[KernelFacts]
+    trace: str | None = Field(None, description="the whole trace, a file beside the record")

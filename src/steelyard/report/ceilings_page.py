@@ -1,0 +1,271 @@
+"""Build the page of `steelyard spec`: the measured ceilings of a machine, one table per group of
+benchmarks.
+
+Input are spec records; every number has its interval and its share of the datasheet.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from steelyard import words
+from steelyard.metrics import ceiling_rates
+from steelyard.plan.ceiling_shapes import CEILING_GROUPS
+from steelyard.record.ceilings_record import BenchLimits, BenchTimings, Ceiling, SpecRecord
+from steelyard.report import derived_texts
+from steelyard.report.document import (
+    Cell,
+    ColumnSpec,
+    Fact,
+    Facts,
+    Heading,
+    Lang,
+    Page,
+    PageElement,
+    Paragraph,
+    Table,
+    build_table,
+)
+from steelyard.report.numbered_runs import STATUS_TONE
+from steelyard.report.numbers import (
+    UNKNOWN,
+    format_bytes_in_gib,
+    format_count,
+    format_interval,
+    format_number,
+    format_setting,
+)
+from steelyard.words import PageWords
+
+SHOWN_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "B/s": (1e9, "GB/s"), "B": (float(1 << 30), "GiB")}
+
+
+@dataclass(frozen=True)
+class _CeilingLine:
+    """A benchmark over all ranks: the bench and ceiling of the slowest rank, for which work on all
+    devices would wait, the number of ranks, and the value of the fastest (None if no rank has one).
+    """
+
+    bench: BenchTimings
+    ceiling: Ceiling
+    ranks: int
+    fastest: float | None
+
+
+def build_ceilings_page(records: list[SpecRecord], lang: Lang) -> Page:
+    """Build the page of one or more spec records; of several, each gets a heading of its own."""
+    say = PageWords(lang)
+    title = say(
+        "spec.title", ", ".join(dict.fromkeys(_format_devices(record) for record in records))
+    )
+    elements: list[PageElement] = [Heading(1, title)]
+    for record in records:
+        if len(records) > 1:
+            elements.append(
+                Heading(2, f"{_format_devices(record)} · {record.created} · {record.id[:8]}")
+            )
+        elements += _record_elements(record, 2 if len(records) == 1 else 3, say)
+    return Page(
+        title, lang, tuple(elements), say("footer", ", ".join(record.id for record in records))
+    )
+
+
+def _format_devices(record: SpecRecord) -> str:
+    """Return the names of the record's devices, each once; the accelerator's name or UNKNOWN if
+    there are none.
+    """
+    names = dict.fromkeys(device.name for device in record.environment.hardware.devices)
+    return ", ".join(names) or record.environment.hardware.accelerator or UNKNOWN
+
+
+def _record_elements(record: SpecRecord, level: int, say: PageWords) -> Iterator[PageElement]:
+    """Yield the elements of a spec record: facts, failures, then for each group of benchmarks a
+    table, the benchmarks without a number, and a note.
+    """
+    yield _record_facts(record, say)
+    for reason in record.reasons:
+        yield Paragraph(
+            say("colon").join(
+                (reason.code, derived_texts.describe_failure(reason, say).format(say))
+            ),
+            "bad",
+        )
+    lines = _merge_ranks(record)
+    for group in CEILING_GROUPS:
+        group_lines = [line for line in lines if line.bench.group == group]
+        measured = [line for line in group_lines if line.ceiling.value is not None]
+        if group_lines:
+            yield Heading(level, say(f"spec.{group}"))
+            yield from [_ceilings_table(measured, record.limits, say)] if measured else []
+            yield from _absent_elements(
+                [line for line in group_lines if line not in measured], record.limits, say
+            )
+            yield Paragraph(say(f"spec.{group}.note"), "muted")
+    yield Paragraph(
+        say(
+            "spec.note",
+            format_count(record.limits.last),
+            format_number("percent", record.limits.within),
+        ),
+        "muted",
+    )
+
+
+def _record_facts(record: SpecRecord, say: PageWords) -> Facts:
+    """Return the facts of a spec record: status, mode, date, hardware, datasheet, and software."""
+    hardware, software, source = (
+        record.environment.hardware,
+        record.environment.software,
+        record.environment.source,
+    )
+    peak = hardware.peak
+    cores = say("hardware.cores", format_setting(hardware.cpu), format_count(hardware.cpu_cores))
+    labelled = (
+        ("status", say(record.status)),
+        ("spec.mode", say("spec.quick" if record.quick else "spec.full")),
+        ("spec.created", record.created),
+        ("hardware.machine", format_setting(hardware.machine)),
+        ("hardware.accelerator", _format_devices(record)),
+        ("hardware.count", format_count(record.devices)),
+        ("spec.peak", UNKNOWN if peak is None else f"{peak.name}; {peak.source}"),
+        ("hardware.cpu", cores),
+        ("hardware.memory", format_bytes_in_gib(hardware.memory_bytes)),
+        ("software.os", format_setting(software.os)),
+        ("software.driver", format_setting(software.driver)),
+        (
+            "software.packages",
+            format_setting({**software.packages, **software.libraries, **software.collectives}),
+        ),
+        ("software.source", f"{format_setting(source.version)} {format_setting(source.revision)}"),
+    )
+    tones = {"status": STATUS_TONE[record.status]}
+    return Facts(
+        tuple(Fact(say(label), text, tones.get(label, "plain")) for label, text in labelled)
+    )
+
+
+def _merge_ranks(record: SpecRecord) -> list[_CeilingLine]:
+    """Merge the benchmarks of all ranks into one line for each group, name and precision, with the
+    numbers of the slowest rank.
+
+    A rank without a number counts as the slowest, so that a result that is wrong on one device is
+    no rate of all.
+    """
+    groups: dict[tuple[str, str, str | None], list[tuple[BenchTimings, Ceiling]]] = {}
+    for bench, ceiling in zip(record.benches, record.ceilings, strict=True):
+        groups.setdefault((bench.group, bench.name, bench.precision), []).append((bench, ceiling))
+    out = []
+    for ranks_of_bench in groups.values():
+        # A rank without a number counts as the slowest: a result that is wrong on one device is no
+        # rate of all.
+        slowest = min(
+            ranks_of_bench, key=lambda pair: -1.0 if pair[1].value is None else pair[1].value
+        )
+        values = [ceiling.value for _, ceiling in ranks_of_bench if ceiling.value is not None]
+        ranks = {bench.rank for bench, _ in ranks_of_bench}
+        out.append(_CeilingLine(*slowest, len(ranks), max(values, default=None)))
+    return out
+
+
+def _absent_elements(
+    lines: list[_CeilingLine], limits: BenchLimits, say: PageWords
+) -> Iterator[PageElement]:
+    """Yield a list of the benchmarks that have no number, by reason; nothing if there are none."""
+    reasons: dict[str, list[str]] = {}
+    for line in lines:
+        name = " ".join(filter(None, (line.bench.name, line.bench.precision)))
+        reasons.setdefault(_format_remark(line.bench, limits, say) or UNKNOWN, []).append(name)
+    if reasons:
+        yield Paragraph(say("spec.absent"), "strong")
+        yield Facts(
+            tuple(Fact(reason, say("comma").join(names)) for reason, names in reasons.items())
+        )
+
+
+def _format_remark(bench: BenchTimings, limits: BenchLimits, say: PageWords) -> str:
+    """Return why a benchmark has no number or what limits it, such as stretches that do not agree;
+    empty if there is nothing to say.
+    """
+    return words.render_text(ceiling_rates.make_ceiling_note(bench, limits) or "", say.lang)
+
+
+def _ceilings_table(lines: list[_CeilingLine], limits: BenchLimits, say: PageWords) -> Table:
+    """Return the table of a group of benchmarks, in units of the first one: TFLOP/s, GB/s or GiB.
+
+    The lines must not be empty. A column for the fastest rank is added if there are several ranks.
+    """
+    scale, name = SHOWN_UNITS[lines[0].bench.unit]
+    unit = words.translate_unit(name, say.lang)
+
+    def format_detail(line: _CeilingLine) -> str:
+        """Return the settings of a benchmark, such as its shape; empty for amounts of memory."""
+        return (
+            format_setting(line.bench.detail)
+            if line.bench.detail and line.bench.unit != "B"
+            else ""
+        )
+
+    def value_cell(line: _CeilingLine) -> Cell:
+        """Return the slowest rank's ceiling with its interval below."""
+        ceiling = line.ceiling
+        return Cell(
+            format_number("number", ceiling.value, scale),
+            format_interval(ceiling.interval, scale=scale),
+        )
+
+    fastest_column = ColumnSpec[_CeilingLine](
+        say("spec.fastest"),
+        lambda line: format_number("number", line.fastest, scale),
+        unit,
+        right=True,
+        priority=2,
+    )
+    columns: tuple[ColumnSpec[_CeilingLine], ...] = (
+        ColumnSpec(say("spec.name"), lambda line: line.bench.name),
+        ColumnSpec(say("precision"), lambda line: line.bench.precision or ""),
+        ColumnSpec(say("spec.detail"), format_detail, priority=3),
+        ColumnSpec(
+            say("spec.amount" if name == "GiB" else "spec.value"),
+            value_cell,
+            unit,
+            right=True,
+            strong=True,
+        ),
+        *([fastest_column] if any(line.ranks > 1 for line in lines) else []),
+        ColumnSpec(
+            say("spec.share"), lambda line: format_number("percent", line.ceiling.share), right=True
+        ),
+        ColumnSpec(
+            say("spec.clock"),
+            lambda line: format_number("number", line.ceiling.sm_clock_mhz),
+            "MHz",
+            right=True,
+            priority=3,
+        ),
+        ColumnSpec(
+            say("spec.power"),
+            lambda line: format_number("number", line.ceiling.power_w),
+            "W",
+            right=True,
+            priority=3,
+        ),
+        ColumnSpec(
+            say("spec.off"), lambda line: _error_and_bound(line.bench, say), right=True, priority=3
+        ),
+        ColumnSpec(
+            say("spec.remark"), lambda line: _format_remark(line.bench, limits, say), priority=2
+        ),
+    )
+    return build_table(columns, lines)
+
+
+def _error_and_bound(bench: BenchTimings, say: PageWords) -> str:
+    """Format a benchmark's error against fp64 with its bound, or UNKNOWN if the result was not
+    checked.
+    """
+    if bench.checked is None:
+        return UNKNOWN
+    return say(
+        "spec.of",
+        format_number("number", bench.checked.error),
+        format_number("number", bench.checked.bound),
+    )

@@ -1,0 +1,292 @@
+"""Build the page of `steelyard compare`: two sides (base and new) of one question.
+
+Input is a `Comparison` of metrics/; the page has the verdict, answers, metrics, phases, and every
+other field in which the sides differ.
+"""
+
+from typing import Any
+
+from steelyard.metrics.metric_table import find_metric as metric_row
+from steelyard.metrics.record_fields import FieldDifference
+from steelyard.metrics.side_comparison import Comparison, ComparisonSide, SideRate, ValueChange
+from steelyard.report.document import (
+    UNKNOWN_CELL,
+    Cell,
+    ColumnSpec,
+    Heading,
+    Lang,
+    Page,
+    PageElement,
+    Paragraph,
+    Table,
+    Tone,
+    build_table,
+)
+from steelyard.report.group_tables import ANSWER_COLUMNS, make_answer_cells
+from steelyard.report.numbered_runs import make_estimate_cell
+from steelyard.report.numbers import (
+    UNKNOWN,
+    format_count,
+    format_interval,
+    format_number,
+    format_setting,
+)
+from steelyard.words import PageWords
+
+SHOWN_RECORDS = 5  # ids that are listed of each side
+_OUTCOME_TONES: dict[str, Tone] = {"faster": "good", "slower": "bad", "no rate": "bad"}
+_DIRECTION_TONES: dict[str, Tone] = {"better": "good", "worse": "bad", "": "plain"}
+
+
+def build_comparison_page(comparison: Comparison, lang: Lang = "en") -> Page:
+    """Build the page of a comparison: the verdict first, then both sides, answers, metrics, phases,
+    and other fields that differ.
+
+    Sections for which there is nothing to show are left out or say so.
+    """
+    say = PageWords(lang)
+    case = (comparison.base.finished or comparison.base.records)[0].case
+    title = f"{say('compare')}: {case.name} · {case.size} · {case.precision} · {case.division}"
+    elements: list[PageElement] = [
+        Heading(1, title),
+        Paragraph(
+            _verdict_sentence(comparison, say), _OUTCOME_TONES.get(comparison.outcome, "strong")
+        ),
+    ]
+    elements += [_sides_table(comparison, say), *_left_out_paragraphs(comparison, say)]
+    if comparison.question_differences:
+        elements += [
+            Heading(2, say("compare.across")),
+            _fields_table(comparison.question_differences, say),
+        ]
+    elements += [Heading(2, say("compare.answers")), *_answers_elements(comparison, say)]
+    elements += [Heading(2, say("compare.metrics")), *_metrics_elements(comparison, say)]
+    if comparison.phases:
+        elements += [
+            Heading(2, say("compare.phases")),
+            _changes_table("phase", comparison.phases, say),
+        ]
+        if not comparison.has_equal_steps:  # steps of different sizes cannot be compared
+            sizes = (format_number("number", step_size) for step_size in comparison.tokens_per_step)
+            elements.append(Paragraph(say("compare.steps", *sizes)))
+    elements.append(Heading(2, say("compare.differs")))
+    elements.append(
+        _fields_table(comparison.setting_differences, say)
+        if comparison.setting_differences
+        else Paragraph(say("compare.differs.none"))
+    )
+    ids = ", ".join(record.id for record in (*comparison.base.records, *comparison.new.records))
+    return Page(
+        title, lang, (*elements, Paragraph(say("compare.note"), "muted")), say("footer", ids)
+    )
+
+
+def _verdict_sentence(comparison: Comparison, say: PageWords) -> str:
+    """Return one sentence: the ratio of the rates with its interval and whether it counts as faster
+    or slower, or why there is no ratio.
+    """
+    if comparison.ratio is None:
+        reason = (
+            UNKNOWN
+            if comparison.why is None
+            else say(f"compare.{comparison.why.code}", *comparison.why.values)
+        )
+        return say("compare.no rate", reason)
+    verdict = say(f"compare.{comparison.outcome}", format_number("percent", comparison.threshold))
+    change, interval = (
+        format_number("number", comparison.ratio.value),
+        format_interval(comparison.ratio.interval),
+    )
+    if interval:
+        # An interval from the steps of single runs says less than one from the spread of runs.
+        key = "compare.interval.steps" if comparison.ratio.source == "steps" else "compare.interval"
+        change = say(key, change, interval)
+    return f"{say('compare.change')} {change}: {verdict}"
+
+
+def _sides_table(comparison: Comparison, say: PageWords) -> Table:
+    """Return a table of both sides: engine and plan, valid of all runs, mean rate, and the ids of
+    up to SHOWN_RECORDS records.
+    """
+
+    def list_ids(side: ComparisonSide) -> str:
+        """Return the first eight characters of the ids, at most SHOWN_RECORDS, and `+N` for the
+        others.
+        """
+        ids = [record.id[:8] for record in side.records]
+        more = [f"+{len(ids) - SHOWN_RECORDS}"] if len(ids) > SHOWN_RECORDS else []
+        return ", ".join([*ids[:SHOWN_RECORDS], *more])
+
+    def engine_cell(side: ComparisonSide) -> Cell:
+        """Return the engine of the side's first finished run (of its first run if none finished),
+        and below it the plan if there are several devices.
+        """
+        record = (side.finished or side.records)[0]
+        plan = f"{record.plan.config} {record.plan}" if record.plan.world > 1 else ""
+        return Cell(record.engine.name, plan)
+
+    def name_cell(key: str, side: ComparisonSide) -> Cell:
+        """Return the word for base or new, and below it the side's name unless that is the file
+        name of a record.
+        """
+        # The id of a record is in another column, so its file name is left out.
+        return Cell(say(key), "" if side.name.endswith(".json") else side.name)
+
+    columns: tuple[ColumnSpec[tuple[str, ComparisonSide, SideRate | None]], ...] = (
+        ColumnSpec(say("compare.side"), lambda row: name_cell(*row[:2])),
+        ColumnSpec(say("engine"), lambda row: engine_cell(row[1])),
+        ColumnSpec(
+            say("compare.runs"),
+            lambda row: f"{format_count(len(row[1].valid))} / {format_count(len(row[1].records))}",
+            right=True,
+        ),
+        ColumnSpec(
+            say("compare.rate"),
+            lambda row: make_estimate_cell(None if row[2] is None else row[2].estimate),
+            comparison.unit,
+            right=True,
+            strong=True,
+        ),
+        ColumnSpec(say("compare.records"), lambda row: list_ids(row[1])),
+    )
+    base, new = comparison.rates
+    return build_table(
+        columns, [("compare.base", comparison.base, base), ("compare.new", comparison.new, new)]
+    )
+
+
+def _left_out_paragraphs(comparison: Comparison, say: PageWords) -> list[PageElement]:
+    """Return paragraphs that name the runs that are not valid with their reasons, and that count
+    the records that are on both sides; empty if there are none.
+    """
+    not_valid = [
+        say(
+            "compare.left_out.one",
+            record.id[:8],
+            side.name,
+            ", ".join(reason.code for reason in record.reasons) or record.status,
+        )
+        for side in (comparison.base, comparison.new)
+        for record in side.not_valid
+    ]
+    out: list[PageElement] = (
+        [Paragraph(say("compare.left_out", say("comma").join(not_valid)), "bad")]
+        if not_valid
+        else []
+    )
+    shared = {record.id for record in comparison.base.records} & {
+        record.id for record in comparison.new.records
+    }
+    return (
+        [*out, Paragraph(say("compare.shared", format_count(len(shared))), "bad")]
+        if shared
+        else out
+    )
+
+
+def _answers_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
+    """Return a table of how far the answers of each side are from those of the base's first run, or
+    a sentence if nothing is known.
+
+    The row of the base shows how far its own other runs are from its first.
+    """
+    form = metric_row(comparison.quality_metric).form
+    answers_by_side = zip(("compare.base", "compare.new"), comparison.answers, strict=True)
+    rows = [
+        (say(key), make_answer_cells(answers, form, say))
+        for key, answers in answers_by_side
+        if answers is not None
+    ]
+    if not any(cell != UNKNOWN_CELL for _, cells in rows for cell in cells.values()):
+        return [Paragraph(say("compare.answers.none"))]
+
+    def make_column(name: str) -> ColumnSpec[tuple[str, dict[str, Cell]]]:
+        """Return the column of one kind of difference (a name in ANSWER_COLUMNS)."""
+        title = say(f"engines.{name}", comparison.quality_metric)
+        return ColumnSpec(title, lambda row: row[1][name], right=True, optional=True)
+
+    return [
+        build_table(
+            (
+                ColumnSpec(say("compare.side"), lambda row: row[0]),
+                *map(make_column, ANSWER_COLUMNS),
+            ),
+            rows,
+        )
+    ]
+
+
+def _metrics_elements(comparison: Comparison, say: PageWords) -> list[PageElement]:
+    """Return the table of metrics that changed, or a sentence if there are none, and how many are
+    equal on both sides.
+    """
+    out: list[PageElement] = (
+        [_changes_table("metric", comparison.metrics, say)]
+        if comparison.metrics
+        else [Paragraph(say("compare.none"))]
+    )
+    return (
+        [*out, Paragraph(say("compare.equal", format_count(comparison.equal_metric_count)))]
+        if comparison.equal_metric_count
+        else out
+    )
+
+
+def _changes_table(subject: str, changes: tuple[ValueChange, ...], say: PageWords) -> Table:
+    """Return a table of metrics or phases with both means, their ratio, and its direction.
+    `subject` is "metric" or "phase".
+    """
+
+    def name_cell(change: ValueChange) -> Cell:
+        """Return a metric's name as in tables, and its unit below unless it is a percentage."""
+        return Cell(
+            metric_row(change.name).heading, "" if change.form == "percent" else change.unit
+        )
+
+    columns: tuple[ColumnSpec[ValueChange], ...] = (
+        ColumnSpec(say(f"compare.{subject}"), name_cell),
+        ColumnSpec(
+            say("compare.base"), lambda change: format_number(change.form, change.base), right=True
+        ),
+        ColumnSpec(
+            say("compare.new"), lambda change: format_number(change.form, change.new), right=True
+        ),
+        ColumnSpec(
+            say("compare.change"), lambda change: make_estimate_cell(change.ratio), right=True
+        ),
+        ColumnSpec(say("compare.judged"), lambda change: _direction_cell(change, say)),
+    )
+    return build_table(columns, changes)
+
+
+def _direction_cell(change: ValueChange, say: PageWords) -> Cell:
+    """Return whether a change is better or worse and whether the test finds it significant;
+    coloured only if significant, UNKNOWN if a side has no value.
+    """
+    if change.base is None or change.new is None:
+        return UNKNOWN_CELL
+    significant = change.ratio is not None and change.ratio.verdict == "significant"
+    verdict = "not tested" if change.ratio is None else change.ratio.verdict
+    word = say("compare.untested") if verdict == "not tested" else say(f"compare.{verdict}")
+    return Cell(
+        say(f"compare.{change.direction or 'other'}"),
+        word,
+        _DIRECTION_TONES[change.direction] if significant else "plain",
+    )
+
+
+def _fields_table(fields: tuple[FieldDifference, ...], say: PageWords) -> Table:
+    """Return a table of the fields that differ with their values on both sides; values are
+    separated by ` | ` where the runs of a side differ.
+    """
+
+    def join_values(side_values: tuple[Any, ...]) -> str:
+        """Return the values of one side, joined by ` | `."""
+        return " | ".join(format_setting(item, depth=1) for item in side_values)
+
+    columns: tuple[ColumnSpec[FieldDifference], ...] = (
+        ColumnSpec(say("compare.field"), lambda item: item.name),
+        ColumnSpec(say("compare.base"), lambda item: join_values(item.base)),
+        ColumnSpec(say("compare.new"), lambda item: join_values(item.new)),
+    )
+    return build_table(columns, fields)

@@ -1,0 +1,123 @@
+"""Derive the texts of a record (checks, reasons, notes) again, in the language of the page.
+
+A record stores them as codes and values, an older one as English sentences. All of them follow from
+the samples, so a page computes and renders them itself. What does not follow, the failure of a run,
+has a sentence for its code, and the stored text is quoted behind it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from steelyard import words
+from steelyard.metrics import metric_table, validity
+from steelyard.record.record import Check, Reason, Record
+from steelyard.words import Message, PageWords
+
+
+@dataclass(frozen=True)
+class ReasonLine:
+    """A reason why a run is not valid. `text` is in the language of the page; `quoted` is an error
+    text as it was stored when the run failed, or None.
+    """
+
+    code: str
+    text: str
+    quoted: str | None = None
+
+    def format(self, say: PageWords) -> str:
+        """Return the text, followed by the quoted error text if there is one."""
+        return (
+            self.text
+            if self.quoted is None
+            else say("colon").join((self.text, say("quoted", self.quoted)))
+        )
+
+
+def describe_failure(reason: Reason, say: PageWords) -> ReasonLine:
+    """Return the line for a reason that does not follow from samples: why a run, or a measurement
+    of ceilings, failed.
+
+    A code without a sentence of its own gets a general one; the stored text is quoted.
+    """
+    code = f"failure.{reason.code}"
+    text_code = code if code in words.load_texts() else "failure.other"
+    return ReasonLine(
+        reason.code,
+        words.render_text(Message(text_code), say.lang),
+        words.render_text(reason.text, say.lang) or None,
+    )
+
+
+class DerivedTexts:
+    """The checks, reasons and notes of a record as texts, derived again from its samples when it is
+    created.
+
+    Where the stored ones do not agree with the derived ones, as in a record that does not verify,
+    the stored ones are shown.
+    """
+
+    def __init__(self, record: Record, say: PageWords) -> None:
+        """Compute the record's metrics and findings again, from which all texts are derived."""
+        self._record, self._say = record, say
+        self._results = metric_table.compute_results(record)
+        self._judgement = validity.judge_as_messages(
+            record, metric_table.make_record_values(record, self._results)
+        )
+
+    def _text(self, message: Message | str | None) -> str:
+        """Return a message or a stored sentence in the language of the page; an empty string for
+        None.
+        """
+        return words.render_text(message or "", self._say.lang)
+
+    def list_checks(self) -> list[Check]:
+        """Return the checks with translated details: the derived ones, or the stored ones if one of
+        those (name and result) is not among the derived.
+        """
+        derived = [(check.name, check.ok, check.message) for check in self._judgement.checks]
+        stored = [(check.name, check.ok, check.detail) for check in self._record.checks]
+        derived_counts = Counter(check[:2] for check in derived)
+        chosen = stored if Counter(check[:2] for check in stored) - derived_counts else derived
+        return [Check(name=name, ok=ok, detail=self._text(text)) for name, ok, text in chosen]
+
+    def list_reasons(self) -> list[ReasonLine]:
+        """Return why a run is not valid, the failure of a failed run first; an empty list for a
+        valid run.
+
+        Stored reasons are shown if their codes are not the derived ones.
+        """
+        failed = self._record.failure is not None
+        failures = (
+            [describe_failure(reason, self._say) for reason in self._record.reasons[:1]]
+            if failed
+            else []
+        )
+        stored = [(reason.code, reason.text) for reason in self._record.reasons[len(failures) :]]
+        agrees = [code for code, _ in stored] == [code for code, _ in self._judgement.reasons]
+        chosen = self._judgement.reasons if agrees else stored
+        return [*failures, *(ReasonLine(code, self._text(text)) for code, text in chosen)]
+
+    def list_notes(self) -> list[str]:
+        """Return the notes as texts: the derived ones, or the stored ones if one of those does not
+        follow from the samples.
+        """
+        record, derived = self._record, self._judgement.notes
+        agrees = words.are_all_among(
+            record.notes, [words.to_stored_form(note, record.wording) for note in derived]
+        )
+        return [self._text(note) for note in (derived if agrees else record.notes)]
+
+    def metric_note(self, name: str) -> str:
+        """Return the note of a metric; empty where there is none. The stored note is used if only
+        one of the stored and the derived value is known.
+        """
+        stored, derived = self._record.metrics.get(name), self._results.get(name)
+        agrees = derived and (stored is None or (derived.value is None) == (stored.value is None))
+        source = derived if agrees else stored
+        return self._text(source.note) if source is not None else ""
+
+    def quality_note(self) -> str:
+        """Return why the quality was not evaluated; empty where it was."""
+        stored = self._record.quality
+        agrees = self._judgement.quality.evaluated == stored.evaluated
+        return self._text(self._judgement.unevaluated if agrees else stored.note)

@@ -1,0 +1,259 @@
+"""Groups of records as data for JSON: repeats, engines compared, scaling over devices.
+
+`run --json` and `report --json` print the same models. Input are records, grouped by metrics/.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from steelyard.metrics import engine_groups as side
+from steelyard.metrics import repeat_groups as same
+from steelyard.metrics import scaling_groups as scale
+from steelyard.metrics.engine_groups import AnswerDifferences, EngineGroup, EngineRuns
+from steelyard.metrics.estimates import Estimate, Interval, IntervalSource
+from steelyard.metrics.repeat_groups import MetricSpread, RepeatGroup
+from steelyard.metrics.scaling_groups import ScalingGroup, ScalingRow
+from steelyard.record.record import Record, Scope
+from steelyard.schema import FrozenModel
+
+
+class NotValidRun(FrozenModel):
+    """A run that is not valid, with the codes of its reasons."""
+
+    id: str
+    status: str
+    reasons: list[str]
+
+
+class SpreadData(FrozenModel):
+    """A metric over the valid runs of a group. `interval_from` is what the interval comes from:
+    steps of one run, or the spread of runs; `deviation` is the standard deviation as a share of the
+    mean.
+    """
+
+    unit: str
+    runs: int
+    mean: float
+    interval: Interval | None
+    interval_from: IntervalSource | None
+    deviation: float | None
+    lowest: float
+    highest: float
+
+
+class RepeatsData(FrozenModel):
+    """Repeated runs of the same question, engine, plan and settings.
+
+    `records` are the ids of valid runs, and `metrics` are over these; `rate` among them is work of
+    all devices over wall time. `interval_only` counts runs that are invalid only because their
+    interval is too wide.
+    """
+
+    case: str
+    size: str
+    key: str
+    division: str
+    precision: str
+    engine: str
+    config: str
+    plan: str
+    scope: Scope
+    records: list[str]
+    not_valid: list[NotValidRun]
+    interval_only: int
+    metrics: dict[str, SpreadData]
+
+
+class EngineData(FrozenModel):
+    """The finished runs of one engine. `rate` is that of all devices together, `ratio` is relative
+    to the base engine.
+    """
+
+    engine: str
+    base: bool
+    answers: AnswerDifferences | None
+    rate: float | None
+    rate_interval: Interval | None
+    ratio: float | None
+    ratio_interval: Interval | None
+    interval_from: IntervalSource | None
+    mfu: float | None
+    mem: float | None
+    quality: float | None
+    valid: int
+    records: list[str]
+
+
+class EnginesData(FrozenModel):
+    """Runs that differ in the engine alone. `quality` names the metric of the rows' quality;
+    `without` lists engines without a finished run.
+    """
+
+    case: str
+    key: str
+    division: str
+    precision: str
+    unit: str
+    quality: str
+    without: list[str]
+    rows: list[EngineData]
+
+
+class PlanData(FrozenModel):
+    """The runs of one parallel plan. Efficiency is the speed-up over the base divided by the ratio
+    of devices.
+    """
+
+    config: str
+    nodes: int
+    devices: int
+    plan: str
+    base: bool
+    rate: float
+    rate_interval: Interval | None
+    speedup: float
+    speedup_interval: Interval | None
+    efficiency: float
+    efficiency_interval: Interval | None
+    interval_from: IntervalSource | None
+    records: list[str]
+
+
+class ScalingData(FrozenModel):
+    """Runs that differ in the parallel plan alone."""
+
+    case: str
+    key: str
+    division: str
+    precision: str
+    engine: str
+    unit: str
+    rows: list[PlanData]
+
+
+def collect_repeats(records: Iterable[Record]) -> list[RepeatsData]:
+    """Return the groups of at least two repeated runs as data; empty if there are none."""
+    return [_repeats_data(group) for group in same.find_repeat_groups(records)]
+
+
+def _repeats_data(group: RepeatGroup) -> RepeatsData:
+    """Return a group of repeated runs as data."""
+    first_record, case = group.records[0], group.records[0].case
+    not_valid = [
+        NotValidRun(
+            id=item.id,
+            status=item.status,
+            reasons=list(dict.fromkeys(reason.code for reason in item.reasons)),
+        )
+        for item in group.not_valid
+    ]
+    return RepeatsData(
+        case=case.name,
+        size=case.size,
+        key=case.key,
+        division=case.division,
+        precision=case.precision,
+        engine=first_record.engine.name,
+        config=first_record.plan.config,
+        plan=str(first_record.plan),
+        scope=first_record.scope,
+        records=[item.id for item in group.valid],
+        not_valid=not_valid,
+        interval_only=group.interval_only,
+        metrics={item.name: _spread_data(item) for item in group.metrics},
+    )
+
+
+def _spread_data(spread: MetricSpread) -> SpreadData:
+    """Return the spread of a metric as data."""
+    return SpreadData(
+        unit=spread.unit,
+        runs=spread.runs,
+        mean=spread.mean.value,
+        interval=spread.mean.interval,
+        interval_from=spread.source,
+        deviation=spread.deviation,
+        lowest=spread.lowest,
+        highest=spread.highest,
+    )
+
+
+def collect_engines(records: Iterable[Record]) -> list[EnginesData]:
+    """Return groups of runs that differ in the engine alone as data; empty if there are none."""
+    return [_engines_data(group) for group in side.find_engine_groups(records)]
+
+
+def _engines_data(group: EngineGroup) -> EnginesData:
+    """Return a group of compared engines as data."""
+    case = group.records[0].case
+    return EnginesData(
+        case=case.name,
+        key=case.key,
+        division=case.division,
+        precision=case.precision,
+        unit=group.unit,
+        quality=group.metric,
+        without=list(group.without),
+        rows=[_engine_data(row) for row in group.rows],
+    )
+
+
+def _engine_data(row: EngineRuns) -> EngineData:
+    """Return the runs of one engine as data."""
+    return EngineData(
+        engine=row.name,
+        base=row.is_base,
+        answers=row.answers,
+        **_estimate_fields("rate", row.rate),
+        **_estimate_fields("ratio", row.ratio),
+        interval_from=row.source,
+        mfu=row.mfu,
+        mem=row.mem,
+        quality=row.quality,
+        valid=row.valid_count,
+        records=[record.id for record in row.records],
+    )
+
+
+def collect_scaling(records: Iterable[Record]) -> list[ScalingData]:
+    """Return the groups of runs that differ in the parallel plan alone as data; empty if there are
+    none.
+    """
+    return [_scaling_data(group) for group in scale.find_scaling_groups(records)]
+
+
+def _scaling_data(group: ScalingGroup) -> ScalingData:
+    """Return a group of plans as data."""
+    first_record, case = group.records[0], group.records[0].case
+    return ScalingData(
+        case=case.name,
+        key=case.key,
+        division=case.division,
+        precision=case.precision,
+        engine=first_record.engine.name,
+        unit=group.unit,
+        rows=[_plan_data(row) for row in group.rows],
+    )
+
+
+def _plan_data(row: ScalingRow) -> PlanData:
+    """Return the runs of one plan as data."""
+    return PlanData(
+        config=row.plan.config,
+        nodes=row.plan.nodes,
+        devices=row.plan.devices,
+        plan=str(row.plan),
+        base=row.is_base,
+        **_estimate_fields("rate", row.rate),
+        **_estimate_fields("speedup", row.speedup),
+        **_estimate_fields("efficiency", row.efficiency),
+        interval_from=row.source,
+        records=[record.id for record in row.records],
+    )
+
+
+def _estimate_fields(name: str, estimate: Estimate | None) -> dict[str, Any]:
+    """Return a dict with `name` and `name_interval`, the fields of an estimate in JSON; both are
+    None for None.
+    """
+    return {name: estimate and estimate.value, f"{name}_interval": estimate and estimate.interval}

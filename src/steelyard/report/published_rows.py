@@ -1,0 +1,123 @@
+"""Find the published rows that may stand beside the runs of a case, and format what of them can be
+compared.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from steelyard import words
+from steelyard.case.resolve import list_changed_keys
+from steelyard.metrics.metric_table import find_metric as metric_row
+from steelyard.metrics.shipped_cases import list_case_differences
+from steelyard.record.record import PublishedFacts
+from steelyard.report.document import Cell
+from steelyard.report.numbered_runs import NumberedRun
+from steelyard.report.numbers import finite_or_none, format_number, format_setting
+from steelyard.words import PageWords
+
+# such as: 8x NVIDIA A100 (1x8), other text
+_CONFIG = re.compile(r"(\d+)x ([^,(]+?)(?: \([^)]*\))?(?:, (.*))?$", re.S)
+# Published MFU metrics that can be drawn beside ours, and the word for their convention.
+MFU_CONVENTIONS = {"mfu": "published", "mfu_palm": "palm", "mfu_nominal": "nominal"}
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A published row of a case, with the number of its footnote."""
+
+    number: int
+    row: PublishedFacts
+
+    @property
+    def values(self) -> dict[str, float | str]:
+        """Return the published values by metric name."""
+        return self.row.values
+
+    @property
+    def configuration(self) -> tuple[str, int | None, str]:
+        """Return the accelerator, how many of them (None if the configuration does not say), and
+        the rest of the configuration text.
+        """
+        match = _CONFIG.match(format_setting(self.row.config))
+        if match is None:
+            return format_setting(self.row.config), None, ""
+        return match[2], int(match[1][:9]), match[3] or ""
+
+    def format_metric(self, name: str) -> str:
+        """Format a metric of the row; text is returned as it is, a missing metric is UNKNOWN."""
+        value: Any = self.values.get(name)
+        return (
+            format_setting(value)
+            if finite_or_none(value) is None
+            else format_number(metric_row(name).form, value)
+        )
+
+    def device_rate(self, in_samples: bool) -> tuple[float, str] | None:
+        """Return the rate of one device and its unit: as published per device, or that of the whole
+        pass or training divided by the devices.
+
+        None if there is no such number or the number of devices is unknown. `in_samples` says that
+        the task's whole-run rates count samples, not tokens.
+        """
+        per_device = finite_or_none(self.values.get("tokens_per_device_s"))
+        if per_device is not None:
+            return per_device, "tokens/s"
+        rate_names = (
+            name for name in ("p_infer_whole", "p_train", "p_whole") if name in self.values
+        )
+        whole, devices = (
+            next((finite_or_none(self.values[name]) for name in rate_names), None),
+            self.configuration[1],
+        )
+        if whole is None or not devices:
+            return None
+        return whole / devices, "samples/s" if in_samples else "tokens/s"
+
+    def precision_cell(self, say: PageWords) -> Cell:
+        """Return the precision under which the row was published, and below it the one that ran if
+        it differs.
+        """
+        label, ran = format_setting(self.row.published_as), format_setting(self.row.ran_as)
+        return Cell(label, "" if label == ran else say("published.ran", ran))
+
+    def format_footnote(self, say: PageWords) -> str:
+        """Return the footnote, such as `[1] ...`: configuration, source, both precisions and the
+        case's remark.
+        """
+        row = self.row
+        parts = [
+            say("published.note", format_setting(row.config)),
+            say(
+                "published.source", words.translate_case_text(format_setting(row.source), say.lang)
+            ),
+            say("published.as", format_setting(row.published_as), format_setting(row.ran_as)),
+            words.translate_case_text(row.note or "", say.lang),
+        ]
+        return f"[{self.number}] " + say("gap").join(part for part in parts if part)
+
+
+def find_published_rows(runs: list[NumberedRun]) -> list[PublishedRow]:
+    """Return the reference rows of a case's runs, each once and numbered from 1.
+
+    Runs whose question or case differs from the shipped one are skipped, because published rows
+    answer the shipped question.
+    """
+    # Published rows answer the question of the shipped case only.
+    shipped_cases = [
+        run.record.case
+        for run in runs
+        if not list_changed_keys(run.record.case.origins) and not list_case_differences(run.record)
+    ]
+    rows = {row.model_dump_json(): row for case in shipped_cases for row in case.reference}
+    return [PublishedRow(number, row) for number, row in enumerate(rows.values(), 1)]
+
+
+def make_size_note(
+    runs: list[NumberedRun], references: list[PublishedRow], say: PageWords
+) -> list[str]:
+    """Return a note that published rows are of size full, in a list; empty if the runs are too or
+    there are no such rows.
+    """
+    size = runs[0].record.case.size
+    return [say("published.size", size)] if references and size != "full" else []

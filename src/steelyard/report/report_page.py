@@ -1,0 +1,481 @@
+"""Build the full report page of a set of records, which `steelyard report` renders.
+
+The page has a head (date, machines, a summary paragraph with the best result of each case and the
+runs that are not valid), one section per case with charts and tables, the meanings of the metrics,
+and every run in full. Input are records, output is a `Page` for one of the renderers.
+"""
+
+import re
+from collections import Counter
+
+from steelyard import words
+from steelyard.metrics import overview, rates
+from steelyard.metrics.metric_table import find_metric as metric_row
+from steelyard.metrics.metric_table import sort_metric_names
+from steelyard.metrics.overview import AcceleratorRatio, OverviewRow
+from steelyard.metrics.result import work_name
+from steelyard.record.record import Record
+from steelyard.report import charts
+from steelyard.report.case_tables import build_comparison_table, build_mfu_table, build_values_table
+from steelyard.report.columns import load_table_layout
+from steelyard.report.document import (
+    ColumnSpec,
+    Contents,
+    Fact,
+    Facts,
+    Figure,
+    Figures,
+    Fold,
+    Heading,
+    Lang,
+    Link,
+    Page,
+    PageElement,
+    Paragraph,
+    Table,
+    build_table,
+)
+from steelyard.report.group_tables import ENGINES, REPEATS, SCALING
+from steelyard.report.numbered_runs import (
+    STATUS_TONE,
+    CaseName,
+    NumberedRun,
+    format_accelerator,
+    format_metric,
+    format_metric_with_unit,
+    format_scope,
+    format_status,
+    format_tuned_settings,
+    format_unit,
+    group_by_case,
+)
+from steelyard.report.numbers import (
+    UNKNOWN,
+    format_bytes_in_gib,
+    format_count,
+    format_interval,
+    format_number,
+    format_setting,
+)
+from steelyard.report.run_details import build_run_details
+from steelyard.tasks.task import Task
+from steelyard.words import PageWords
+
+
+def build_report_page(records: list[Record], lang: Lang) -> Page:
+    """Build the report page: summary, a comparison section per case, the meanings of metrics, then
+    every run in full.
+
+    With one case its name is the title of the page, and headings are one level higher.
+    """
+    say = PageWords(lang)
+    cases = group_by_case(records, lang)
+    single = len(cases) == 1
+    title = _case_heading(next(iter(cases)), say) if single else say("report")
+    parts: list[PageElement] = []
+    for number, (case, runs) in enumerate(cases.items(), 1):
+        name = say("side.comparison") if single else _case_heading(case, say)
+        # How its question or case differs from the shipped case.
+        difference = [Paragraph(" · ".join(case[2:]), "muted")] if case[2:] else []
+        parts += [
+            Heading(2, name, f"case-{number}"),
+            *difference,
+            *_case_elements(case, runs, 3, say),
+        ]
+    parts += [
+        Heading(2, say("page.meanings"), "metrics"),
+        *build_meanings(cases, 3, say),
+        Heading(2, say("page.runs"), "runs"),
+    ]
+    for case, runs in cases.items():
+        parts += [] if single else [Heading(3, _case_heading(case, say))]
+        parts += [_run_fold(run, 3 if single else 4, say) for run in runs]
+    links = tuple(
+        Link(element.text, element.anchor)
+        for element in parts
+        if isinstance(element, Heading) and element.anchor
+    )
+    head = (
+        Heading(1, title),
+        build_date_paragraph(records, say),
+        list_machines(records, say),
+        _summary_paragraph(cases, say),
+    )
+    ids = ", ".join(record.id for record in records)
+    return Page(
+        title, lang, (*head, Contents(say("page.contents"), links), *parts), say("footer", ids)
+    )
+
+
+def _case_heading(case: CaseName, say: PageWords) -> str:
+    """Return a heading for a case: name and size, then one word each for a question changed on the
+    command line, a modified case, and a case of an earlier version.
+
+    The words are in the language of the page; what differs in detail is left out.
+    """
+    name, size, *differences = case
+    starts = {"question.": "changed", **{say(word): word for word in ("modified", "earlier")}}
+    remarks = [
+        say(word)
+        for start, word in starts.items()
+        if any(difference.startswith(start) for difference in differences)
+    ]
+    return " · ".join([name, size, *remarks])
+
+
+def _case_elements(
+    case: CaseName, runs: list[NumberedRun], level: int, say: PageWords
+) -> list[PageElement]:
+    """Return the elements of a case: bar charts, the comparison table, tables of engines and of
+    scaling, then folded: repeats, all values, and MFU by convention.
+
+    Parts for which the runs have nothing are left out. `level` is that of the headings.
+    """
+    out = [*charts.build_case_charts(runs, case[0], say), build_comparison_table(runs, say)]
+    out += ENGINES.build_section(runs, level, say)
+    out += SCALING.build_section(runs, level, say)
+    mfu = build_mfu_table(runs, say)
+    all_values: list[PageElement] = [build_values_table(runs, say)]
+    all_values += [] if mfu is None else [Heading(level + 1, say("mfu")), mfu]
+    repeated = REPEATS.build_section(runs, level, say)
+    out += (
+        [Fold(Heading(level, say("repeats")), "", "plain", tuple(repeated[1:]))] if repeated else []
+    )
+    return [*out, Fold(Heading(level, say("side.all")), "", "plain", tuple(all_values))]
+
+
+def _run_fold(run: NumberedRun, level: int, say: PageWords) -> Fold:
+    """Return a run as a collapsed part of the page: figures and all details inside.
+
+    Its heading shows the run's title and status, and quietly the rate, the changed settings, the
+    scope and the date to the minute; an unknown rate is left out.
+    """
+    record = run.record
+    whole = load_table_layout(record.task.kind_row).whole
+    rate = format_metric_with_unit(whole, record.metrics.get(whole))
+    created = record.created[:16].replace("T", " ")
+    subtitle = (
+        "" if rate == UNKNOWN else rate,
+        format_tuned_settings(record),
+        format_scope(record, say),
+        created,
+    )
+    heading, tone = Heading(level, run.title, run.anchor), STATUS_TONE[record.status]
+    elements = (_headline_figures(run, say), *build_run_details(record, level + 1, say))
+    return Fold(
+        heading, format_status(record, say), tone, elements, " · ".join(filter(None, subtitle))
+    )
+
+
+def _headline_figures(run: NumberedRun, say: PageWords) -> Figures:
+    """Return the headline numbers of a run: core and whole rate, MFU, quality, memory, and
+    end-to-end time.
+
+    Unknown ones are shown as `/` without a unit. A quality that was not evaluated says so in the
+    place of its unit.
+    """
+    record = run.record
+    table_layout, quality = load_table_layout(record.task.kind_row), record.quality
+    items = []
+    for name in (table_layout.core, table_layout.whole, "mfu", quality.metric, "mem", "e2e_time"):
+        value = record.metrics.get(name)
+        is_known = value is not None and value.value is not None
+        # A quality that was not evaluated, such as that of random weights, is no result.
+        unevaluated = name == quality.metric and not quality.evaluated
+        unit_text = say("not_evaluated") if unevaluated else format_unit(name, value, say.lang)
+        items.append(
+            Figure(
+                metric_row(name).heading, format_metric(name, value), unit_text if is_known else ""
+            )
+        )
+    title, tone = f"{run.title} · {format_scope(record, say)}", STATUS_TONE[record.status]
+    return Figures(title, format_status(record, say), tone, tuple(items))
+
+
+# Settings in the comparison table, and the code of the text in their column's head.
+_SETTING_HEADS = {
+    "precision": "side.precision",
+    "division": "side.division",
+    "parallel": "side.plan",
+    "fix_hp": "side.tune",
+}
+_RATE_METRICS = {"tokens": "tokens_per_device_s", "samples": "samples_per_s"}
+
+
+def build_meanings(
+    cases: dict[CaseName, list[NumberedRun]], level: int, say: PageWords
+) -> list[PageElement]:
+    """Return a table that explains settings and metrics: those in the comparison tables at once,
+    all others of these runs folded below.
+    """
+    runs = [run for case_runs in cases.values() for run in case_runs]
+    tasks: dict[str, Task] = {}
+    for run in runs:
+        for name in run.record.metrics:
+            tasks.setdefault(name, run.record.task)
+    compared_metrics = {_RATE_METRICS[work_name(run.record)] for run in runs} | {
+        run.record.quality.metric for run in runs
+    }
+    compared_metrics |= {"mfu", "mem", "energy_per_token"}
+    metrics = {name: metric_row(name, task=tasks[name]) for name in sort_metric_names(set(tasks))}
+    rows = {name: (*row.meaning(say.lang), row.heading) for name, row in metrics.items()}
+    settings = [
+        (*say.get_meaning(f"setting.{name}"), say(head)) for name, head in _SETTING_HEADS.items()
+    ]
+    shown_rows = [row for name, row in rows.items() if name in compared_metrics]
+    out: list[PageElement] = [_meanings_table([*settings, *shown_rows], say)]
+    other_rows = [row for name, row in rows.items() if name not in compared_metrics]
+    folded = Fold(
+        Heading(level, say("page.meanings.rest")), "", "plain", (_meanings_table(other_rows, say),)
+    )
+    return [*out, folded] if other_rows else out
+
+
+def _meanings_table(rows: list[tuple[str, str, str]], say: PageWords) -> Table:
+    """Return the table of meanings; each row is a name, its meaning and its short name as in
+    tables.
+    """
+    columns: tuple[ColumnSpec[tuple[str, str, str]], ...] = (
+        ColumnSpec(say("metrics.name"), lambda row: row[0]),
+        ColumnSpec(say("metrics.index"), lambda row: row[2]),
+        ColumnSpec(say("metrics.meaning"), lambda row: row[1] or UNKNOWN),
+    )
+    return build_table(columns, rows)
+
+
+RowsByCase = dict[CaseName, list[OverviewRow]]
+
+
+def _summary_paragraph(cases: dict[CaseName, list[NumberedRun]], say: PageWords) -> Paragraph:
+    """Return the paragraph at the head of a report: what ran, the best results, accelerators
+    compared, runs that are left out of these sentences, and runs that are not valid.
+    """
+    records = [run.record for runs in cases.values() for run in runs]
+    rows_by_case = {
+        case: overview.make_overview_rows(run.record for run in runs)
+        for case, runs in cases.items()
+    }
+    chosen = _summarized_cases(rows_by_case)
+    sentences = [
+        _runs_sentence(records, say),
+        *_best_sentences(chosen, say),
+        *_accelerator_sentences(chosen, say),
+    ]
+    sentences += [*_omitted_sentences(rows_by_case, chosen, say), _not_valid_sentence(records, say)]
+    return Paragraph(say("gap").join(sentences), "lead")
+
+
+def _summarized_cases(rows_by_case: RowsByCase) -> RowsByCase:
+    """Return the shipped cases of size full; if there are none, shipped cases of any size, else all
+    of them.
+
+    A shipped case has a name of two parts (name and size); more parts say how its question differs.
+    """
+    shipped: RowsByCase = {case: rows for case, rows in rows_by_case.items() if len(case) == 2}
+    full: RowsByCase = {case: rows for case, rows in shipped.items() if case[1] == "full"}
+    return full or shipped or rows_by_case
+
+
+def _runs_sentence(records: list[Record], say: PageWords) -> str:
+    """Return the sentence that says how many runs of how many cases ran, on which accelerators."""
+    names = {record.case.name for record in records}
+    cases = (
+        say("summary.case") if len(names) == 1 else say("summary.cases", format_count(len(names)))
+    )
+    kinds = dict.fromkeys(format_accelerator(record) for record in records)
+    return say("summary.ran", format_run_count(len(records), say), cases, say("comma").join(kinds))
+
+
+def _best_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
+    """Return a sentence with the fastest valid result of each case and division, then one for each
+    case without a valid result.
+    """
+    name_accelerator = len({row.accelerator for rows in chosen.values() for row in rows}) > 1
+    results, without_result = [], []
+    for case, rows in chosen.items():
+        best = overview.find_best_rows(rows).values()
+        if best:
+            results.append(
+                say(
+                    "summary.of",
+                    case[0],
+                    say("summary.and").join(
+                        _format_result(row, name_accelerator, say) for row in best
+                    ),
+                )
+            )
+        else:
+            without_result.append(case[0])
+    out = [say("summary.best", say("semicolon").join(results))] if results else []
+    return [*out, *(say("summary.none", name) for name in without_result)]
+
+
+def _format_result(row: OverviewRow, name_accelerator: bool, say: PageWords) -> str:
+    """Return the rate per device with its MFU, then engine, precision and division; also the
+    accelerator if `name_accelerator`.
+    """
+    case = row.first_record.case
+    unit_text = words.translate_unit(rates.work_unit(row.first_record), say.lang)
+    rate = say(
+        "summary.rate", format_number("number", row.rate.value if row.rate else None), unit_text
+    )
+    if row.mfu is not None:
+        rate = say("summary.at", rate, format_number("percent", row.mfu.value))
+    accelerators = [format_accelerator(row.first_record)] if name_accelerator else []
+    return say(
+        "summary.with",
+        rate,
+        say("comma").join(
+            [*accelerators, row.first_record.engine.name, case.precision, case.division]
+        ),
+    )
+
+
+def _accelerator_sentences(chosen: RowsByCase, say: PageWords) -> list[str]:
+    """Return a sentence for each pair of accelerators with the ratio of their rates, or one that
+    says that a case has no comparable pair.
+
+    Cases with valid runs on fewer than two accelerators are skipped.
+    """
+    out = []
+    for case, rows in chosen.items():
+        if len({row.accelerator for row in rows if row.valid_count}) < 2:
+            continue
+        pairs = overview.compare_accelerators(rows)
+        out += [_pair_sentence(pair, case, say) for pair in pairs] or [
+            say("summary.no_pair", case[0])
+        ]
+    return out
+
+
+def _pair_sentence(pair: AcceleratorRatio, case: CaseName, say: PageWords) -> str:
+    """Return a sentence with the ratio of two accelerators' rates per device, with its 95 %
+    interval where there is one.
+    """
+    interval, case_facts = format_interval(pair.ratio.interval), pair.top.first_record.case
+    interval_text = say("summary.interval", interval) if interval else ""
+    case_text = say(
+        "summary.with", case[0], say("comma").join((case_facts.precision, case_facts.division))
+    )
+    ratio = format_number("number", pair.ratio.value)
+    return say(
+        "summary.against",
+        pair.top.accelerator,
+        ratio,
+        pair.base.accelerator,
+        case_text,
+        interval_text,
+    )
+
+
+def _omitted_sentences(rows_by_case: RowsByCase, chosen: RowsByCase, say: PageWords) -> list[str]:
+    """Return up to two sentences that count the runs of cases the summary does not use: those of
+    size smoke, and all others.
+    """
+    omitted = [
+        (case, sum(len(row.records) for row in rows))
+        for case, rows in rows_by_case.items()
+        if case not in chosen
+    ]
+    smoke = sum(count for case, count in omitted if case[1] == "smoke")
+    others = sum(count for case, count in omitted if case[1] != "smoke")
+    out = [say("summary.smoke", format_run_count(smoke, say))] if smoke else []
+    return [*out, say("summary.apart", format_run_count(others, say))] if others else out
+
+
+def _not_valid_sentence(records: list[Record], say: PageWords) -> str:
+    """Return a sentence that counts the runs that are not valid by the code of their first reason,
+    most frequent first, or that says all are valid.
+    """
+    not_valid = [record for record in records if record.status != "valid"]
+    if not not_valid:
+        return say("summary.all_valid")
+    counts = Counter(
+        record.reasons[0].code if record.reasons else record.status for record in not_valid
+    )
+    count_texts = [
+        say("summary.code", format_count(count), say.get_or_fallback(f"why.{code}", code))
+        for code, count in counts.most_common()
+    ]
+    return say(
+        "summary.not_valid", format_run_count(len(not_valid), say), say("comma").join(count_texts)
+    )
+
+
+_DAY = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+
+
+def build_date_paragraph(records: list[Record], say: PageWords) -> Paragraph:
+    """Return a paragraph with the day or the range of days on which the records were made; UNKNOWN
+    if none has a date.
+    """
+    days = sorted({record.created[:10] for record in records if _DAY.match(record.created)}) or [
+        UNKNOWN
+    ]
+    date_range = days[0] if len(days) == 1 else say("page.span", days[0], days[-1])
+    return Paragraph(say("page.measured", date_range), "muted")
+
+
+def list_machines(records: list[Record], say: PageWords) -> Facts:
+    """Return one line for each machine: accelerators, CPU, OS, driver, the machine's own names if
+    known, and its number of runs.
+
+    Records with equal hardware and software texts count as one machine.
+    """
+    by_machine: dict[tuple[str, ...], list[Record]] = {}
+    for record in records:
+        by_machine.setdefault(_machine_texts(record, say), []).append(record)
+    items = []
+    for (name, *description), members in by_machine.items():
+        machine_names = dict.fromkeys(
+            member.site.get("machine") or member.environment.hardware.machine or ""
+            for member in members
+        )
+        items.append(
+            Fact(
+                name,
+                " · ".join(
+                    (
+                        *description,
+                        *(member for member in machine_names if member),
+                        format_run_count(len(members), say),
+                    )
+                ),
+            )
+        )
+    return Facts(tuple(items))
+
+
+def _machine_texts(record: Record, say: PageWords) -> tuple[str, ...]:
+    """Return the accelerators of a run's machine with their number, then host (CPU, cores, memory),
+    OS and driver, as far as they are known.
+
+    The tuple also serves as the key by which `machines` groups records.
+    """
+    hardware, software = record.environment.hardware, record.environment.software
+    devices = [device for host in record.hosts for device in host.devices] or hardware.devices
+    kinds = Counter(format_setting(item.name) for item in devices)
+    name = ", ".join(f"{kind} × {count}" for kind, count in kinds.items()) or format_setting(
+        hardware.accelerator
+    )
+    hosts = f"{len(record.hosts)} × " if len(record.hosts) > 1 else ""
+    host = [f"{hosts}{format_setting(hardware.cpu)}"]
+    host += (
+        []
+        if hardware.cpu_cores is None
+        else [say("machine.cores", format_count(hardware.cpu_cores))]
+    )
+    host += [] if hardware.memory_bytes is None else [format_bytes_in_gib(hardware.memory_bytes)]
+    parts = [
+        say("comma").join(host),
+        software.os,
+        say("machine.driver", software.driver) if software.driver else "",
+    ]
+    return name, *(part for part in parts if part)
+
+
+def format_run_count(count: int, say: PageWords) -> str:
+    """Format a number of runs with its noun, such as "1 run" or "1,200 runs", in the language of
+    the page.
+    """
+    return say("count.run") if count == 1 else say("count.runs", format_count(count))

@@ -1,0 +1,308 @@
+"""The worker of `steelyard spec`: measure the ceilings of one device, such as matmul rates and
+memory bandwidth.
+
+It reads a `CeilingsWorkerSpec`, runs every benchmark row that the framework offers for the device
+(engine/ceiling_rows.py), and writes one rank file. A row is timed in short stretches until the last ones
+agree or its time is over. Started by the node agent as `python -m steelyard.run.ceilings_worker
+SPEC`; the parent's side is run/ceilings_parent.py.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from steelyard import accelerators
+from steelyard.accelerators.events import Clock, Timeline
+from steelyard.engine import engine_rows as engine_rows
+from steelyard.engine.ceiling_rows import (
+    CallBudget,
+    CeilingRow,
+    FrameworkCeilings,
+    PreparedCeiling,
+    UnavailableError,
+)
+from steelyard.engine.framework import Framework
+from steelyard.errors import RequestError
+from steelyard.metrics.ceiling_rates import select_settled_stretches
+from steelyard.plan.degrees import Plan
+from steelyard.record.ceilings_record import BenchLimits, BenchTimings, ErrorCheck, TimedCalls
+from steelyard.run.clock import now
+from steelyard.run.measure import time_calls
+from steelyard.run.messages import HostSpec
+from steelyard.run.worker import RankProcess, run_rank_process
+from steelyard.schema import FrozenModel
+
+# A stretch is short compared with the seconds in which a device warms up and lowers its clock. Five
+# in a row that agree within 2 % show that it has settled: at its power limit, a device's clock is
+# never steadier than that.
+FULL_LIMITS = BenchLimits(stretch_s=0.2, limit_s=4.0, total_s=1200.0, within=0.02, last=5)
+QUICK_LIMITS = BenchLimits(stretch_s=0.01, limit_s=0.15, total_s=12.0, within=0.05, last=5)
+CALL_SHARE = 0.2  # share of a row's time that one call may take
+GUESSED_SHARE = 0.1  # share of the matmul rate expected of a kernel before one is timed
+MAX_ERROR = 1e30  # a larger error is stored as None, as NaN is
+REASON_CHARS = 300
+
+MaxOverRanks = Callable[[float], float]  # returns the maximum over all ranks
+
+FRAMEWORK = "torch"
+
+
+def max_of_one_rank(value: float) -> float:
+    """Return the value itself: the maximum over all ranks where there is only this one."""
+    return value
+
+
+def time_until_settled(
+    operation: PreparedCeiling,
+    device: Timeline,
+    limits: BenchLimits,
+    clock: Clock,
+    origin_s: float,
+    max_over_ranks: MaxOverRanks = max_of_one_rank,
+) -> list[TimedCalls]:
+    """Time an operation in stretches of many calls until the last stretches agree or
+    `limits.limit_s` is over, and return all stretches.
+
+    One call to warm up and one to choose the calls per stretch come first, and are not returned.
+    `max_over_ranks` returns the maximum of a value over all ranks, so that ranks that compute
+    together make the same number of calls, and go on while one of them must. Start times are
+    seconds since `origin_s`.
+    """
+    operation.call()
+    device.synchronize()
+    call_s = max_over_ranks(_time_stretch(operation, device, clock, origin_s, 1).time_s)
+    calls = max(1, math.ceil(limits.stretch_s / call_s)) if call_s > 0 else 1
+    begin, stretches = clock(), []
+    while True:
+        stretches.append(_time_stretch(operation, device, clock, origin_s, calls))
+        time_is_over = clock() - begin >= limits.limit_s
+        needs_more = len(stretches) < limits.last or not (
+            time_is_over or select_settled_stretches(stretches, limits)[0]
+        )
+        if not max_over_ranks(float(needs_more)):
+            return stretches
+
+
+def _time_stretch(
+    operation: PreparedCeiling, device: Timeline, clock: Clock, origin_s: float, calls: int
+) -> TimedCalls:
+    """Time so many calls by device events and return them as a stretch; its start is in seconds
+    since `origin_s` on `clock`.
+    """
+    start_s = clock() - origin_s
+    return TimedCalls(
+        start_s=start_s, time_s=max(0.0, time_calls(operation.call, device, calls)), calls=calls
+    )
+
+
+class CeilingBenchmarker:
+    """Runs benchmark rows one after the other, and remembers the best rate of each kind of row to
+    choose the size of the next.
+
+    `limits.total_s` counts from its creation. `max_over_ranks` returns the maximum of a value over
+    all ranks.
+    """
+
+    def __init__(
+        self,
+        device: Timeline,
+        rank: int,
+        limits: BenchLimits,
+        clock: Clock,
+        origin_s: float,
+        max_over_ranks: MaxOverRanks = max_of_one_rank,
+    ) -> None:
+        """Store the settings and take the time from which `limits.total_s` counts."""
+        self.device, self.rank, self.limits = device, rank, limits
+        self.clock, self.origin_s, self.max_over_ranks = clock, origin_s, max_over_ranks
+        self._begin = clock()
+        self._rates: dict[tuple[str, str | None, str], float] = {}
+
+    def run_row(self, row: CeilingRow) -> BenchTimings:
+        """Run one benchmark row: prepare it, check its result, time it, and return the bench for
+        the rank file.
+
+        Nothing is raised: if the row is unsupported, the total time is over, or anything fails here
+        or on another rank, the bench has no stretches and states the reason. If the result is wrong
+        on this rank, `checked` states it instead.
+        """
+        max_over_ranks = self.max_over_ranks if row.all_ranks else max_of_one_rank
+        if row.unavailable is not None:
+            return self._make_bench(row, reason=row.unavailable[:REASON_CHARS])
+        if max_over_ranks(float(self.clock() - self._begin > self.limits.total_s)):
+            return self._make_bench(row, reason=f"not tried: {self.limits.total_s:g} s were over")
+        key = (row.group, row.precision, row.kind)
+        operation, reason = self._prepare_operation(
+            row, self._rates.get(key) or self._guess_rate(row)
+        )
+        if max_over_ranks(float(operation is None)) or operation is None:
+            return self._make_bench(row, reason=reason or "it cannot be had on another rank")
+        try:
+            bench = self._check_and_time(row, operation, max_over_ranks)
+        except Exception as error:  # noqa: BLE001  a kernel that a device has not may raise anything; it is the reason
+            return self._make_bench(row, reason=_format_reason(error))
+        if bench.stretches and bench.amount is not None and bench.stretches[-1].time_s > 0:
+            last = bench.stretches[-1]
+            self._rates[key] = max(
+                self._rates.get(key, 0.0), bench.amount * last.calls / last.time_s
+            )
+        return bench
+
+    def _prepare_operation(
+        self, row: CeilingRow, rate: float | None
+    ) -> tuple[PreparedCeiling | None, str | None]:
+        """Prepare the operation of a row for calls that take at most `CALL_SHARE` of a row's time
+        at the expected rate; return it with None, or None with the reason why it cannot be had.
+        """
+        try:
+            return row.prepare(CallBudget(rate, CALL_SHARE * self.limits.limit_s)), None
+        except UnavailableError as error:
+            return None, str(error)[:REASON_CHARS]
+        except Exception as error:  # noqa: BLE001  as above
+            return None, _format_reason(error)
+
+    def _guess_rate(self, row: CeilingRow) -> float | None:
+        """Return the expected rate of the first FLOP/s row of its kind: `GUESSED_SHARE` of the best
+        matmul rate in the same precision; None if that is unknown or the row is not in FLOP/s.
+        """
+        matmul_rate = self._rates.get(("matmul", row.precision, ""))
+        return None if matmul_rate is None or row.unit != "FLOP/s" else GUESSED_SHARE * matmul_rate
+
+    def _check_and_time(
+        self, row: CeilingRow, operation: PreparedCeiling, max_over_ranks: MaxOverRanks
+    ) -> BenchTimings:
+        """Check the result of a prepared operation, then time it, and return the bench.
+
+        If the check fails on any rank, the bench has no stretches. A row in bytes is an amount and
+        is not timed.
+        """
+        bench = self._make_bench(row).model_copy(
+            update={"amount": float(operation.amount), "detail": dict(operation.detail)}
+        )
+        if operation.check is not None:
+            error, bound = operation.check()
+            checked = ErrorCheck(error=error if abs(error) < MAX_ERROR else None, bound=bound)
+            bench = bench.model_copy(update={"checked": checked})
+            if max_over_ranks(float(not checked.is_within_bound)):
+                reason = (
+                    None if not checked.is_within_bound else "its result is wrong on another rank"
+                )
+                return bench.model_copy(update={"reason": reason})
+        if row.unit == "B":
+            return bench
+        stretches = time_until_settled(
+            operation, self.device, self.limits, self.clock, self.origin_s, max_over_ranks
+        )
+        return bench.model_copy(update={"stretches": stretches})
+
+    def _make_bench(self, row: CeilingRow, reason: str | None = None) -> BenchTimings:
+        """Return a bench of the row on this rank without amount and times, with an optional reason
+        why it has none.
+        """
+        return BenchTimings(
+            group=row.group,
+            name=row.name,
+            precision=row.precision,
+            rank=self.rank,
+            unit=row.unit,
+            detail={},
+            reason=reason,
+        )
+
+
+def _format_reason(error: Exception) -> str:
+    """Return the type and the first line of an error, cut to `REASON_CHARS`: some errors list every
+    kernel that exists.
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].strip() if lines else ''}".rstrip(": ")[
+        :REASON_CHARS
+    ]
+
+
+class CeilingsSpec(FrozenModel):
+    """What the parent tells all workers of `steelyard spec`."""
+
+    accelerator: str
+    plan: Plan
+    quick: bool
+    limits: BenchLimits
+
+
+class CeilingsWorkerSpec(FrozenModel):
+    """All that one worker of `steelyard spec` is told: the parent's part and the node agent's."""
+
+    run: CeilingsSpec
+    host: HostSpec
+
+
+def main() -> None:
+    """Read the spec file named in the first argument, measure the ceilings as one rank, and exit
+    the process.
+    """
+    spec = CeilingsWorkerSpec.model_validate_json(Path(sys.argv[1]).read_bytes())
+    run_rank_process(partial(CeilingsWorker, spec), spec.host.folder)
+
+
+class CeilingsWorker(RankProcess):
+    """One rank of `steelyard spec`: its rank file gets a bench for every row."""
+
+    def __init__(self, spec: CeilingsWorkerSpec, rank: int) -> None:
+        super().__init__(rank, spec.run.accelerator, spec.host)
+        self.spec = spec.run
+
+    def run(self) -> None:
+        """Load the framework, join the other ranks and measure all rows; the results are in the
+        rank file.
+        """
+        with self._time_and_report("imports"):
+            framework = self._load_framework()
+            ceilings: FrameworkCeilings = engine_rows.load_ceilings(FRAMEWORK)(framework)
+        rows = list(ceilings.rows(self.spec.quick))
+        with self.budget.part("rows"):
+            self._measure_rows(ceilings, rows, framework)
+        framework.barrier()
+
+    def _load_framework(self) -> Framework:
+        """Return the framework on this rank's device, joined with the other ranks, and add device
+        and versions to the rank file; raise RequestError if the accelerator has no device class for
+        it.
+        """
+        spec = self.spec
+        device = accelerators.find_accelerator(spec.accelerator).devices.get(FRAMEWORK)
+        if device is None:
+            raise RequestError(
+                f"accelerator {spec.accelerator!r} has no device class for {FRAMEWORK}; see"
+                " steelyard list"
+            )
+        framework: Framework = engine_rows.load_framework(FRAMEWORK)(device, self.local_rank, now)
+        self._update_rank_file(
+            identity=framework.identity(),
+            versions=framework.versions(),
+            threads=framework.threads(),
+        )
+        framework.join_ranks(spec.plan, self.rank, self.world_size, self.host.rendezvous)
+        self.framework = framework
+        return framework
+
+    def _measure_rows(
+        self, ceilings: FrameworkCeilings, rows: list[CeilingRow], framework: Framework
+    ) -> None:
+        """Measure the rows one after the other, and write the rank file after each, so that a rank
+        that is killed leaves what it has.
+        """
+        benchmarker = CeilingBenchmarker(
+            framework, self.rank, self.spec.limits, now, self.host.origin_s, ceilings.all_reduce_max
+        )
+        for done, row in enumerate(rows):
+            label = " ".join(filter(None, (row.group, row.name, row.precision)))
+            self.write_progress(label, done, len(rows))
+            self._update_rank_file(benches=[*self.rank_file.benches, benchmarker.run_row(row)])
+            ceilings.release_memory()
+            self.write_rank_file("running", None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""The folder of a training run's checkpoints: its layout, which checkpoints are complete, and
+whether a run may resume from one.
+
+    FOLDER/run.json               the question that is being trained on
+    FOLDER/before-N.json          outputs of pass `before` on replica N
+    FOLDER/step-00000050/         all after 50 steps: `state.json`, `tensors.json`, `rank-N.bin`
+    FOLDER/step-00000100.part/    one that is being written, or was when its run died
+
+A checkpoint is written as `.part`, synced to disk and then renamed, so that a folder without
+`.part` is complete. All numbers are in JSON and all tensors are plain bytes. Nothing here imports
+torch: the parent uses it for `--resume`, workers for writing (run/worker.py,
+checkpoint_storage.py).
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from itertools import combinations
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from steelyard import files
+from steelyard.errors import RequestError
+from steelyard.plan.degrees import Plan
+from steelyard.schema import FrozenModel, describe_first_problem, to_canonical_json
+
+# complete checkpoints of a run: if the last one turns out to be damaged, there is one before it
+MAX_CHECKPOINTS = 2
+MAX_JSON_BYTES = 256 << 20
+MAX_CHUNKS = 4096  # of one tensor
+RUN_FILE, STATE_FILE, INDEX_FILE = "run.json", "state.json", "tensors.json"
+BEFORE_FILE = "before-{}.json"
+STEP_FOLDER = re.compile(r"step-[0-9]{8}")
+PART_SUFFIX = ".part"
+CHECKSUM_KEY = "sha256"  # key of the checksum of all other values of a JSON file
+
+JsonModel = TypeVar("JsonModel", bound=FrozenModel)
+
+
+class CheckpointRun(FrozenModel):
+    """`run.json`: the case name, question, key, `--sample` and engine of the run whose checkpoints
+    the folder holds.
+    """
+
+    name: str
+    question: dict[str, Any]
+    key: str
+    sample: int | None
+    engine: str
+
+
+class OptimizerScalars(FrozenModel):
+    """What an optimizer stores beside tensors: its number of updates and, if losses are scaled
+    (fp16), the loss scale and how many steps it has stood without overflow (`growth`).
+    """
+
+    updates: float = Field(ge=0, le=2**53)
+    scale: float | None = Field(None, gt=0)
+    growth: float | None = Field(None, ge=0, le=2**53)
+
+
+Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+class CheckpointState(FrozenModel):
+    """`state.json`: the state of a run after `step` steps, with the loss of each step (None: not
+    finite), the source of the initial weights, the plan, and whether the target accuracy was
+    reached.
+    """
+
+    step: int = Field(ge=1, le=10**8)
+    losses: list[Loss | None]
+    numbers: OptimizerScalars
+    plan: Plan
+    weights: dict[str, Any]
+    reached: bool = False
+
+
+class BeforePassOutputs(FrozenModel):
+    """`before-N.json`: the outputs of pass `before` on one replica, which a resumed run does not
+    compute again.
+    """
+
+    table: dict[str, Any]
+
+
+class TensorChunk(FrozenModel):
+    """A rectangular part of a tensor (`offset`, `sizes`), and the bytes that hold it: `length`
+    bytes from byte `at` of a file.
+    """
+
+    offset: list[int]
+    sizes: list[int]
+    file: str = Field(pattern=r"^rank-\d{1,6}\.bin$")
+    at: int = Field(ge=0)
+    length: int = Field(ge=0)
+    crc32: int = Field(ge=0)
+
+
+class StoredTensor(FrozenModel):
+    """A tensor of a checkpoint: its dtype, whole shape, and the chunks that make it up."""
+
+    dtype: str
+    size: list[int]
+    chunks: list[TensorChunk]
+
+
+class CheckpointIndex(FrozenModel):
+    """`tensors.json`: the index of a checkpoint. `files` has the length of each file in bytes,
+    `tensors` the tensors by name.
+    """
+
+    files: dict[str, int]
+    tensors: dict[str, StoredTensor]
+
+
+def format_step_folder(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps, such as `step-00000050`."""
+    return f"step-{step:08d}"
+
+
+def list_finished_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders of all complete checkpoints, the last step first; none if `folder` does
+    not exist.
+    """
+    finished = (
+        [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
+        if folder.is_dir()
+        else []
+    )
+    return sorted(finished, key=lambda path: path.name, reverse=True)
+
+
+def find_last_checkpoint(folder: Path) -> tuple[Path, CheckpointState, list[str]]:
+    """Return the last checkpoint whose files are all present with their lengths, its state, and the
+    names of later checkpoints that were skipped because they are damaged.
+
+    Raises RequestError if `folder` has no `run.json`, or no usable checkpoint. Contents of tensor
+    files are not read here.
+    """
+    if not (folder / RUN_FILE).is_file():
+        raise RequestError(
+            f"--resume {str(folder)!r}: no folder of checkpoints (no {RUN_FILE} in it); give a record,"
+            " or its folder in checkpoints/"
+        )
+    problems: dict[str, str] = {}
+    for path in list_finished_checkpoints(folder):
+        try:
+            read_checked_index(path)
+            return path, read_checkpoint_json(path / STATE_FILE, CheckpointState), list(problems)
+        except RequestError as error:
+            problems[path.name] = str(error)
+    first_problem_text = f" ({next(iter(problems.values()))})" if problems else ""
+    raise RequestError(
+        f"{folder}: holds no whole checkpoint{first_problem_text}; there is nothing to resume"
+    )
+
+
+def read_checked_index(path: Path) -> CheckpointIndex:
+    """Return the index of a checkpoint. Raises RequestError if it cannot be read, a file is missing
+    or has another length, or the chunks of a tensor overlap, leave gaps or lie beyond the end of
+    their file.
+    """
+    index = read_checkpoint_json(path / INDEX_FILE, CheckpointIndex)
+    for name, size in index.files.items():
+        actual_size = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual_size != size:
+            raise RequestError(
+                f"{path / name}: {'missing' if actual_size is None else f'{actual_size} bytes'}; it was written"
+                f" with {size}"
+            )
+    for name, stored in index.tensors.items():
+        _check_chunks(path / INDEX_FILE, name, stored)
+        if any(
+            chunk.at + chunk.length > index.files.get(chunk.file, -1) for chunk in stored.chunks
+        ):
+            raise RequestError(f"{path / INDEX_FILE}: {name} lies beyond the end of its file")
+    return index
+
+
+def _check_chunks(index_path: Path, name: str, stored: StoredTensor) -> None:
+    """Raise RequestError unless the chunks of a tensor lie inside of it and cover each element
+    exactly once, and are at most `MAX_CHUNKS`.
+    """
+    boxes = [list(zip(chunk.offset, chunk.sizes, strict=False)) for chunk in stored.chunks]
+    has_dimensions = all(
+        len(chunk.offset) == len(chunk.sizes) == len(stored.size) for chunk in stored.chunks
+    )
+    is_inside = has_dimensions and all(_is_inside(box, stored.size) for box in boxes)
+    elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
+    if (
+        not is_inside
+        or elements != prod(stored.size)
+        or len(boxes) > MAX_CHUNKS
+        or _has_overlap(boxes)
+    ):
+        raise RequestError(f"{index_path}: the parts of {name} do not add up to it")
+
+
+def _is_inside(box: list[tuple[int, int]], shape: list[int]) -> bool:
+    """Return whether a box, as (begin, size) per dimension, lies inside a tensor of this shape."""
+    return all(
+        begin >= 0 and size >= 0 and begin + size <= length
+        for (begin, size), length in zip(box, shape, strict=True)
+    )
+
+
+def _has_overlap(boxes: list[list[tuple[int, int]]]) -> bool:
+    """Return whether any two boxes, as (begin, size) per dimension, share an element."""
+    return any(
+        all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True))
+        for box, other in combinations(boxes, 2)
+    )
+
+
+def read_checkpoint_json(path: Path, model: type[JsonModel]) -> JsonModel:
+    """Read one of a checkpoint's JSON files as a pydantic model, and check its checksum if it has
+    one. Raises RequestError, in one line, if it is missing, larger than `MAX_JSON_BYTES`, damaged
+    or not of this model.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: not a file; not one of a checkpoint's tables")
+        return model.model_validate(
+            _verify_checksum(path, files.parse_json(files.read_file(path, MAX_JSON_BYTES)))
+        )
+    except files.TooLargeError as error:
+        raise RequestError(f"{path}: {error}; not one of a checkpoint's tables") from error
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValidationError as error:
+        raise RequestError(
+            f"{path}: not a checkpoint's table: {describe_first_problem(error)}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path}: not a checkpoint's table: {error}") from error
+
+
+def write_checkpoint_json(path: Path, content: FrozenModel) -> None:
+    """Write a model as JSON with its checksum; it is on disk when this returns."""
+    fields = json.loads(content.model_dump_json())
+    files.write_file(path, json.dumps(fields | {CHECKSUM_KEY: _compute_checksum(fields)}).encode())
+
+
+def _verify_checksum(path: Path, content: Any) -> Any:
+    """Return the content without its checksum. Raises RequestError if the checksum is wrong; a
+    content without one, as older checkpoints have, is returned unchanged.
+    """
+    if not isinstance(content, dict) or CHECKSUM_KEY not in content:
+        return content
+    fields = {name: value for name, value in content.items() if name != CHECKSUM_KEY}
+    if content[CHECKSUM_KEY] != _compute_checksum(fields):
+        raise RequestError(f"{path}: damaged: its checksum is not that of what it holds")
+    return fields
+
+
+def _compute_checksum(fields: dict[str, Any]) -> str:
+    """Return the SHA-256 of the canonical JSON, as hex digits."""
+    return hashlib.sha256(to_canonical_json(fields).encode()).hexdigest()
+
+
+def create_part_folder(folder: Path, step: int) -> Path:
+    """Create the empty folder `step-N.part` for a checkpoint and return it. Partial checkpoints
+    that an earlier run left in `folder` are deleted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name.endswith(PART_SUFFIX) and STEP_FOLDER.fullmatch(
+            path.name.removesuffix(PART_SUFFIX)
+        ):
+            shutil.rmtree(path)
+    part_folder = folder / f"{format_step_folder(step)}{PART_SUFFIX}"
+    part_folder.mkdir()
+    return part_folder
+
+
+def finish_checkpoint(part_folder: Path) -> None:
+    """Rename a partial checkpoint to its final name, synced to disk, and delete all complete
+    checkpoints but the last two.
+    """
+    files.sync_folder(part_folder)
+    part_folder.rename(part_folder.with_name(part_folder.name.removesuffix(PART_SUFFIX)))
+    files.sync_folder(part_folder.parent)
+    for old in list_finished_checkpoints(part_folder.parent)[MAX_CHECKPOINTS:]:
+        shutil.rmtree(old)
+
+
+def check_same_question(
+    run: CheckpointRun, name: str, question: dict[str, Any], sample: int | None, engine: str
+) -> None:
+    """Raise RequestError, with the first difference, unless the question, `--sample` and engine are
+    those of the run that wrote the checkpoints.
+    """
+    requested, stored = _flatten(question), _flatten(run.question)
+    different_keys = sorted(
+        key for key in requested.keys() | stored.keys() if requested.get(key) != stored.get(key)
+    )
+    if different_keys:
+        key = different_keys[0]
+        raise RequestError(
+            f"--resume: the checkpoint is of {run.name} with"
+            f" {key}={to_canonical_json(stored.get(key))[:60]}, asked is {name} with"
+            f" {key}={to_canonical_json(requested.get(key))[:60]}; resume the same question"
+        )
+    if run.sample != sample:
+        sample_text = "without --sample" if run.sample is None else f"with --sample {run.sample}"
+        raise RequestError(
+            f"--resume: the checkpoint was made {sample_text}, which changes the steps; use the same"
+        )
+    if run.engine != engine:
+        raise RequestError(
+            f"--resume: the checkpoint is of engine {run.engine}, asked is {engine}; resume with"
+            f" --engine {run.engine}"
+        )
+
+
+def _flatten(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested dicts as one dict with dotted keys."""
+    out: dict[str, Any] = {}
+    for key, value in nested.items():
+        out |= (
+            _flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return out

@@ -1,0 +1,183 @@
+"""Pad micro-batches of a cloze up to a few sizes, so that one recorded CUDA graph serves many of
+them.
+
+The padding tokens form contexts of their own that no candidate attends to and no loss reads, so
+their gradients are exactly zero. They are counted as padding. The remaining capacity is filled with
+rows of no tokens, and with logits that belong to no candidate. Used by `ClozeBatches`
+(cloze_training.py); graph_replay.py records and replays.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from steelyard.data.cloze_samples import ClozeDataset, ClozePack
+from steelyard.models.cloze_attention import ClozeCapacity
+
+TOKEN_MULTIPLE = 128  # tokens: matmul kernels work in tiles
+# tokens of a micro-batch beyond which the device takes much longer than the host needs to launch
+# its kernels (about 0.1 s), so that graphs gain nothing
+MAX_FILLED_TOKENS = 49152
+MAX_BUCKETS = 40  # graphs are recorded for each bucket, which takes some tenths of a second
+FILLER_TOKENS = 128  # at most, of a context that is padding
+
+
+@dataclass(frozen=True)
+class ClozeSize:
+    """How large one or several cloze samples are when computed in one micro-batch: the counts of
+    tokens, logits (tokens of spans), contexts, spans and samples, and the longest rows.
+    """
+
+    tokens: int
+    logits: int
+    contexts: int
+    spans: int
+    samples: int
+    candidates: int  # most of one sample
+    longest: tuple[int, int, int]  # tokens of: a context, all spans of a context, a span
+    longest_row: int  # tokens of the longest context with its spans
+
+
+def measure_sample(rows: ClozeDataset, key: int) -> ClozeSize:
+    """Return the size of one training sample. In division closed every candidate has a copy of the
+    context; in division open all candidates share one.
+    """
+    sample = rows.sample(key, held_out=False)
+    spans = [len(piece) + 1 for piece in sample.candidates]
+    is_closed = rows.division == "closed"  # each candidate has a copy of the context
+    spans_per_context, contexts = (max(spans), len(spans)) if is_closed else (sum(spans), 1)
+    longest = len(sample.context), spans_per_context, max(spans)
+    return ClozeSize(
+        rows.count_tokens(key, held_out=False),
+        sum(spans),
+        contexts,
+        len(spans),
+        1,
+        len(spans),
+        longest,
+        len(sample.context) + spans_per_context,
+    )
+
+
+def combine_sizes(
+    sizes: Iterable[ClozeSize], combine: Callable[[Iterable[int]], int] = sum
+) -> ClozeSize:
+    """Return the size of all these samples in one micro-batch: counts are added up, longest lengths
+    are maxima. With `combine=max` counts are maxima too, which gives a size that has room for any
+    of them. Raises ValueError if there are no sizes.
+    """
+    all_sizes = list(sizes)
+    context, spans_per_context, span = (
+        max(part) for part in zip(*(size.longest for size in all_sizes), strict=True)
+    )
+    return ClozeSize(
+        tokens=combine(size.tokens for size in all_sizes),
+        logits=combine(size.logits for size in all_sizes),
+        contexts=combine(size.contexts for size in all_sizes),
+        spans=combine(size.spans for size in all_sizes),
+        samples=combine(size.samples for size in all_sizes),
+        candidates=max(size.candidates for size in all_sizes),
+        longest=(context, spans_per_context, span),
+        longest_row=max(size.longest_row for size in all_sizes),
+    )
+
+
+@dataclass(frozen=True)
+class SizeBucket:
+    """The size that a micro-batch is padded to. Micro-batches of one bucket have tensors of equal
+    shapes.
+    """
+
+    tokens: int
+    samples: int
+    candidates: int
+    capacity: ClozeCapacity
+
+
+@dataclass(frozen=True)
+class FilledPack:
+    """The arrays of a micro-batch, and the bucket that they were padded to; `bucket` is None if
+    they were not padded.
+    """
+
+    pack: ClozePack
+    bucket: SizeBucket | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return the counts of the pack: tokens, samples, padded, logits, pairs and square."""
+        return self.pack.counts
+
+
+class SizeBuckets:
+    """The buckets of all micro-batches of a pass. Buckets differ in their number of tokens and of
+    samples only; their capacity for logits, contexts, spans and candidates is the same.
+    """
+
+    def __init__(self, sizes: Iterable[ClozeSize]) -> None:
+        """Choose the buckets from the sizes of all micro-batches of the pass: token counts are
+        rounded up to a multiple of 128, doubled until there are at most `MAX_BUCKETS` different
+        buckets.
+        """
+        all_sizes = list(sizes)
+        self.token_multiple = TOKEN_MULTIPLE
+        while (
+            len({(size.samples, self._round_up_tokens(size)) for size in all_sizes}) > MAX_BUCKETS
+        ):
+            self.token_multiple *= 2
+        largest = combine_sizes(all_sizes, combine=max)
+        fillers = -(-self.token_multiple // min(FILLER_TOKENS, largest.longest[0]))
+        self.capacity = ClozeCapacity(
+            -(-largest.logits // TOKEN_MULTIPLE) * TOKEN_MULTIPLE,
+            largest.contexts + fillers,
+            largest.spans,
+            largest.longest,
+            largest.longest_row,
+        )
+        self.candidates = largest.candidates
+
+    def _round_up_tokens(self, size: ClozeSize) -> int:
+        """Return the tokens of a size, rounded up to `token_multiple`."""
+        return -(-size.tokens // self.token_multiple) * self.token_multiple
+
+    def find_bucket(self, size: ClozeSize) -> SizeBucket:
+        """Return the bucket of a micro-batch of the pass."""
+        return SizeBucket(self._round_up_tokens(size), size.samples, self.candidates, self.capacity)
+
+
+def fill_pack(pack: ClozePack, bucket: SizeBucket) -> ClozePack:
+    """Return the pack padded to the bucket: padding tokens (id 0) stand after the contexts, as
+    contexts of at most 128 tokens, and rows of length 0 fill up contexts and spans. Targets and
+    candidates are not padded here; `send_cloze_batch` does that.
+
+    `counts["padded"]` becomes the number of padding tokens. Raises ValueError if the pack does not
+    fit into the bucket.
+    """
+    capacity, context_tokens = bucket.capacity, sum(pack.contexts)
+    missing, free_contexts = (
+        bucket.tokens - len(pack.tokens),
+        capacity.contexts - len(pack.contexts),
+    )
+    row = min(FILLER_TOKENS, capacity.longest[0])
+    lengths = [min(row, max(0, missing - i * row)) for i in range(free_contexts)]
+    free_spans = capacity.spans - len(pack.spans)
+    if sum(lengths) != missing or free_spans < 0 or len(pack.targets) > capacity.logits:
+        raise ValueError(
+            f"no room for {len(pack.contexts)} contexts and {len(pack.spans)} spans in {bucket}"
+        )
+    filler = np.zeros(missing, dtype=np.int64)
+    tokens, positions, blocks = (
+        np.concatenate((row[:context_tokens], filler, row[context_tokens:]))
+        for row in (pack.tokens, pack.positions, pack.blocks)
+    )
+    return replace(
+        pack,
+        tokens=tokens,
+        positions=positions,
+        blocks=blocks,
+        contexts=[*pack.contexts, *lengths],
+        spans=[*pack.spans, *[0] * free_spans],
+        groups=[*pack.groups, *[0] * (free_contexts - 1), free_spans],
+        counts=pack.counts | {"padded": missing},
+    )

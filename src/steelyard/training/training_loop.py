@@ -1,0 +1,540 @@
+"""The training loop of every engine: batches, steps, evaluations before, between and after them,
+checkpoints, and when to stop.
+
+An engine supplies a `Learner`, a `MicroBatchMaker` that says how rows become micro-batches, and a
+`TrainingEvaluation`. The loop decides what is computed, never how: the global batch, its order and
+the normalization of the loss are the same for every engine and plan. It needs no framework: tensors
+are what a learner says they are, and become numbers by `float`.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from steelyard.case.question import Train
+from steelyard.data.training_rows import RowKey
+from steelyard.engine.job import Job, Part
+from steelyard.engine.work import Phase, Work
+from steelyard.errors import RequestError
+from steelyard.training import checkpoint_folders
+from steelyard.training.checkpoint_folders import CheckpointState, OptimizerScalars
+
+WARMED_STEPS = 32  # steps whose sizes of micro-batches are warmed up
+WATCH_DELAY_STEPS = 2  # steps after which a loss is checked
+COUNT_NAMES = ("tokens", "samples", "padded", "logits", "pairs", "square")
+
+Tensor = Any  # of the learner's framework
+# row keys of a step's micro-batches, and the packed micro-batches, made in the background
+PackedStep = Future[tuple[list[list[RowKey]], list[Any]]]
+PendingLoss = Callable[[], float]  # waits for a loss that is being copied to the host
+
+
+class TrainedModel(Protocol):
+    """A model, as far as the loop knows one."""
+
+    weights: dict[str, Any]  # where they came from, for the record
+
+
+class Learner(Protocol):
+    """What is trained: a model on its devices, and an optimizer. `Trainer` (trainer.py) is the one
+    of most torch engines.
+    """
+
+    @property
+    def model(self) -> TrainedModel:
+        """Return the model; the loop reads and sets its `weights`."""
+
+    @property
+    def exchanges_separately(self) -> bool:
+        """Return whether ranks exchange data only in `sum_over_replicas` and `reduce`, so that the
+        time of their exchange can be measured apart from compute.
+        """
+
+    def prepare(self, part: Part) -> None:
+        """Build the model, load its weights and compile it. `part(label)` books the time inside it
+        under that label.
+        """
+
+    def warm_up(self, micro: Any) -> None:
+        """Run all of a training step but the update, so that kernels are compiled. Weights do not
+        change, and gradients are zero afterwards.
+        """
+
+    def evaluate(self, micro: Any) -> Tensor:
+        """Return what an evaluation reads of a micro-batch: its summed loss in nats, or scores."""
+
+    def sum_over_replicas(self, number: int) -> Tensor:
+        """Return a count of this rank summed over all replicas, on the device."""
+
+    def backward(self, micros: list[Any], targets: Tensor) -> Tensor:
+        """Run forward and backward of a step's micro-batches: gradients of Σ loss / targets are
+        added up, `targets` being those of all replicas. Return this replica's part of that mean
+        loss.
+        """
+
+    def reduce(self, loss: Tensor) -> Tensor:
+        """Sum the gradients over replicas, and return the step's loss summed likewise."""
+
+    def update(self, lr: float) -> Tensor:
+        """Clip the gradients, update the weights and zero the gradients. Return the gradients' norm
+        before clipping.
+        """
+
+    def fetch(self, loss: Tensor) -> "float | PendingLoss":
+        """Return a loss as a number if nothing is asynchronous, else start its copy to the host and
+        return a function that waits for it.
+        """
+
+    def details(self) -> dict[str, Any]:
+        """Return what the learner chose by itself, for the record."""
+
+
+@runtime_checkable
+class CheckpointingLearner(Protocol):
+    """A learner that can write and load checkpoints."""
+
+    def read_scalars(self) -> OptimizerScalars:
+        """Return what the optimizer stores beside tensors; the same on all ranks."""
+
+    def save(self, folder: Path, state: CheckpointState) -> None:
+        """Write a checkpoint into `folder`; all ranks call it together."""
+
+    def load(self, path: Path, scalars: OptimizerScalars) -> None:
+        """Load all tensors of the checkpoint `path` and continue from them and these scalars; all
+        ranks call it together.
+        """
+
+
+class MicroBatchMaker(Protocol):
+    """Makes a replica's micro-batches from the keys of a task's rows. What a micro-batch is, is
+    between this and the model.
+    """
+
+    def split_keys(self, keys: list[RowKey], size: int | None = None) -> list[list[RowKey]]:
+        """Return the row keys of each micro-batch of this replica; a key None stands for padding.
+        `size` is the number of rows of a micro-batch; None: from `tune.micro_batch`.
+        """
+
+    def pack(self, keys: list[RowKey]) -> Any:
+        """Return a micro-batch as arrays on the host, with `counts`. Called from another thread."""
+
+    def to_device(self, pack: Any) -> Any:
+        """Return a packed micro-batch on the device."""
+
+    def count_targets(self, pack: Any) -> int:
+        """Return how many targets a packed micro-batch has: what the loss of a step is the mean
+        over.
+        """
+
+    def seed(self, step: int) -> None:
+        """Seed the random numbers of a step, which depend on the step only, so that a resumed run
+        draws the same ones.
+        """
+
+
+class TrainingEvaluation(Protocol):
+    """What passes `before` and `after` do, and pass `train` between its steps. It does not change
+    the weights. `name` is the name of the pass, `steps_taken` the number of steps that have been
+    trained.
+    """
+
+    reached: bool  # the target that ends training was reached
+
+    def is_due(self, steps_taken: int) -> bool:
+        """Return whether pass `train` evaluates after so many steps."""
+
+    def count_work_items(self) -> int:
+        """Return how many `Work` items one evaluation yields."""
+
+    def work(self, name: str, steps_taken: int) -> Iterator[Phase | Work]:
+        """Run one evaluation as a generator of marks: `Phase` and `Work`."""
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """Return what the evaluations of a pass found, as JSON-able lists and dicts."""
+
+
+def compute_learning_rate(train: Train, step: int) -> float:
+    """Return the learning rate of a step, counted from 0: linear warm-up from lr / warmup_steps,
+    then cosine or linear decay to `min_lr` at `decay_steps`, constant after that.
+    """
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    span = max(1, train.decay_steps - train.warmup_steps)
+    progress = min(1.0, (step - train.warmup_steps) / span)
+    remaining_share = (
+        (1 + math.cos(math.pi * progress)) / 2 if train.schedule == "cosine" else 1 - progress
+    )
+    return train.min_lr + (train.lr - train.min_lr) * remaining_share
+
+
+class LossWatch:
+    """Checks losses a few steps late, so that the host does not wait for the device, and remembers
+    the first that is not finite or above `bound` (None: no bound).
+
+    It is late by a fixed number of steps, so that all ranks see the same and stop at the same step.
+    """
+
+    def __init__(self, bound: float | None) -> None:
+        self.bound = bound
+        self.stop: dict[str, Any] | None = None
+        self._pending: list[tuple[int, PendingLoss]] = []
+
+    def add(self, step: int, loss: float | PendingLoss) -> None:
+        """Take the loss of a step: a number is checked at once, a pending one later by
+        `has_bad_loss`.
+        """
+        if callable(loss):
+            self._pending.append((step, loss))
+        else:
+            self._check_loss(step, loss)
+
+    def has_bad_loss(self, wait: bool = False) -> bool:
+        """Check pending losses that are more than two steps old, or all of them with `wait`,
+        waiting for their copies. Return whether any loss so far was bad; `stop` then holds its
+        step, `why` ("bound" or "nan") and value.
+        """
+        while self._pending and (wait or len(self._pending) > WATCH_DELAY_STEPS):
+            step, pending_loss = self._pending.pop(0)
+            self._check_loss(step, pending_loss())
+        return self.stop is not None
+
+    def _check_loss(self, step: int, loss: float) -> None:
+        """Remember a loss in `stop` if it is the first that is not finite or above the bound."""
+        finite = math.isfinite(loss)
+        if self.stop is None and (not finite or (self.bound is not None and loss > self.bound)):
+            self.stop = {
+                "step": step,
+                "why": "bound" if finite else "nan",
+                "value": loss if finite else None,
+            }
+
+
+class HeldOutLoss:
+    """The evaluation of row tasks: the loss of held-out rows, only in `before` and `after`."""
+
+    reached = False
+
+    def __init__(self, job: Job, trainer: Learner, batches: MicroBatchMaker) -> None:
+        self.texts, self.trainer, self.batches = job.inputs, trainer, batches
+        self.losses: dict[str, tuple[Tensor, int]] = {}
+
+    def is_due(self, steps_taken: int) -> bool:
+        """Return False: pass `train` does not evaluate."""
+        return False
+
+    def count_work_items(self) -> int:
+        """Return this replica's number of held-out micro-batches, plus one for `score`."""
+        return len(self._split_held_out()) + 1
+
+    def _split_held_out(self) -> list[list[RowKey]]:
+        """Return the row keys of this replica's held-out micro-batches. They have the size of the
+        first step's micro-batches, for which kernels are already compiled.
+        """
+        split_keys = self.batches.split_keys
+        return split_keys(self.texts.held_out(), len(split_keys(self.texts.batch(0))[0]))
+
+    def work(self, name: str, steps_taken: int) -> Iterator[Phase | Work]:
+        """Yield phases `data` and `evaluate` and one `Work` per micro-batch, then phase `score`.
+        The summed loss stays on the device until `outputs`.
+        """
+        nll: Tensor = 0.0
+        count = 0
+        for keys in self._split_held_out():
+            yield Phase("data")
+            pack = self.batches.pack(keys)
+            micro = self.batches.to_device(pack)
+            yield Phase("evaluate")
+            nll = self.trainer.evaluate(micro).double() + nll
+            count += self.batches.count_targets(pack)
+            yield Work(pack.counts, rows=_list_row_keys([keys]))
+        yield Phase("score")
+        self.losses[name] = (nll, count)
+        yield Work({})
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """Return `nll`, the summed loss of this replica in nats (None if not finite), and
+        `targets`, over how many tokens; empty for pass `train`. Waits for the device.
+        """
+        if name == "train":
+            return {}
+        nll, count = self.losses[name]
+        value = float(nll)
+        return {"nll": value if math.isfinite(value) else None, "targets": count}
+
+
+class TrainingLoop:
+    """The engine interface (engine/job.py) for training, which engines subclass: passes `before`,
+    `train` and `after`.
+    """
+
+    def __init__(
+        self, job: Job, trainer: Learner, batches: MicroBatchMaker, evaluation: TrainingEvaluation
+    ) -> None:
+        """Set up the loop; builds nothing. Starts a thread pool of one thread, which packs the rows
+        of the next step.
+        """
+        self.job, self.trainer, self.train = job, trainer, job.train
+        self.batches, self.evaluation = batches, evaluation
+        self.steps = job.steps if job.steps is not None else self.train.steps
+        self.watch = LossWatch(self.train.bound)
+        self.first_step = 0  # number of steps that the resumed checkpoint has taken
+        self.losses: list[Tensor] = []  # the loss of every step
+        self.is_prepared = False
+        self.executor = ThreadPoolExecutor(1, "rows")
+
+    def prepare(self, name: str, part: Part) -> None:
+        """Build, compile and warm up the learner, and load the checkpoint `job.resume` if there is
+        one. Runs before the first pass only; later calls do nothing.
+        """
+        if self.is_prepared:
+            return
+        self.trainer.prepare(part)
+        with part("compile_train" if self.job.case.tune.compile else "warmup_train"):
+            for keys in self._pick_keys_of_each_size():
+                self.trainer.warm_up(self.batches.to_device(self.batches.pack(keys)))
+            self.job.device.synchronize()
+        if self.job.resume is not None:
+            with part("resume"):
+                self._resume(self.job.resume)
+        self.is_prepared = True
+
+    def _resume(self, path: Path) -> None:
+        """Continue from the checkpoint `path`: load its tensors and losses, and start after its
+        last step. Raises RequestError if `--weights` names other weights than those that the
+        checkpoint began with.
+        """
+        state = checkpoint_folders.read_checkpoint_json(
+            path / checkpoint_folders.STATE_FILE, CheckpointState
+        )
+        model = self.trainer.model
+        if self.job.weights is not None and model.weights != state.weights:
+            raise RequestError(
+                "--resume: the checkpoint began with other weights; give the same, or leave"
+                " --weights out"
+            )
+        model.weights = state.weights
+        self._get_checkpointing_learner().load(path, state.numbers)
+        self.first_step, self.losses = state.step, [*state.losses]
+
+    def _save(self, step: int, folder: Path) -> None:
+        """Write a checkpoint of everything after `step` steps into `folder`. Waits for the device;
+        losses that are not finite are stored as None.
+        """
+        losses = [_to_finite_float(loss) for loss in self.losses]
+        self.losses = [*losses]
+        state = CheckpointState(
+            step=step,
+            losses=losses,
+            numbers=self._get_checkpointing_learner().read_scalars(),
+            plan=self.job.plan,
+            weights=self.trainer.model.weights,
+            reached=self.evaluation.reached,
+        )
+        self._get_checkpointing_learner().save(folder, state)
+
+    def _get_checkpointing_learner(self) -> CheckpointingLearner:
+        """Return the trainer as one that writes checkpoints. Raises TypeError if it cannot, which
+        is a defect: such runs are refused before they start.
+        """
+        if not isinstance(self.trainer, CheckpointingLearner):
+            raise TypeError(f"{type(self.trainer).__name__} keeps no checkpoints")
+        return self.trainer
+
+    def _pick_keys_of_each_size(self) -> list[list[RowKey]]:
+        """Return the row keys of one micro-batch for each size (number of rows) that occurs in the
+        first 32 steps, so that kernels are compiled for all of them before a pass.
+        """
+        keys_by_size: dict[int, list[RowKey]] = {}
+        for step in range(min(self.steps, WARMED_STEPS)):
+            for first in self._split_step(step)[:1]:  # a replica may have no micro-batch
+                keys_by_size.setdefault(len(first), first)
+        return list(keys_by_size.values())
+
+    def _split_step(self, step: int) -> list[list[RowKey]]:
+        """Return the row keys of each micro-batch of this replica in a step."""
+        return self.batches.split_keys(self.job.inputs.batch(step))
+
+    def total(self, name: str) -> int:
+        """Return how many `Work` items the pass will yield, if it does not stop early."""
+        if name != "train":
+            return self.evaluation.count_work_items()
+        return (
+            self.steps
+            - self.first_step
+            + sum(
+                self._count_between_steps(steps_taken)
+                for steps_taken in range(self.first_step + 1, self.steps + 1)
+            )
+        )
+
+    def _count_between_steps(self, steps_taken: int) -> int:
+        """Return how many `Work` items `_run_between_steps` yields after so many steps."""
+        return int(self._is_checkpoint_due(steps_taken)) + (
+            self.evaluation.count_work_items() if self.evaluation.is_due(steps_taken) else 0
+        )
+
+    def work(self, name: str) -> Iterator[Phase | Work]:
+        """Return the generator of marks of a pass."""
+        if name == "train":
+            return self._run_training()
+        return self.evaluation.work(name, self.first_step if name == "before" else len(self.losses))
+
+    def _run_training(self) -> Iterator[Phase | Work]:
+        """Run pass `train`: one `Work` per step, with evaluations and checkpoints between. Ends
+        early after a bad loss, which is noticed a few steps late, or when the evaluation's target
+        is reached.
+        """
+        next_batch = self._prefetch(self.first_step)
+        for step in range(self.first_step, self.steps):
+            next_batch, loss, work = yield from self._run_step(step, next_batch, step + 1)
+            self.watch.add(step, self.trainer.fetch(loss))
+            self.losses.append(loss)
+            yield work
+            if self.watch.has_bad_loss():
+                return
+            yield from self._run_between_steps(step + 1)
+            if self.evaluation.reached:
+                return
+
+    def continue_pass(self, name: str) -> Iterator[Phase | Work]:
+        """Return a generator of more steps like those of the pass, without end, for profiling. In
+        pass `train` nothing is watched, evaluated or saved, but weights change; other passes simply
+        run again.
+        """
+        return self._repeat_steps() if name == "train" else self.work(name)
+
+    def _repeat_steps(self) -> Iterator[Phase | Work]:
+        """Train on the batches of this run's steps over and over, without end."""
+        next_batch = self._prefetch(self.first_step)
+        for step, following in pairwise(
+            cycle(range(self.first_step, max(self.steps, self.first_step + 1)))
+        ):
+            next_batch, _, work = yield from self._run_step(step, next_batch, following)
+            yield work
+
+    def _run_step(
+        self, step: int, batch: PackedStep, following: int
+    ) -> Generator[Phase, None, tuple[PackedStep, Tensor, Work]]:
+        """Train one step on a batch that is being packed, and start to pack the step `following`.
+        Yields the phases; returns the next step's batch, the loss of this step, and its `Work`.
+        """
+        yield Phase("data")
+        groups, packs = batch.result()
+        next_batch = self._prefetch(following)
+        micros = [self.batches.to_device(pack) for pack in packs]
+        loss = yield from self._compute_gradients(
+            step, micros, sum(map(self.batches.count_targets, packs))
+        )
+        lr = compute_learning_rate(self.train, step)
+        norm = self.trainer.update(lr)
+        return (
+            next_batch,
+            loss,
+            Work(
+                _sum_counts(packs),
+                {"loss": loss, "grad_norm": norm, "lr": lr},
+                _list_row_keys(groups),
+            ),
+        )
+
+    def _compute_gradients(
+        self, step: int, micros: list[Any], targets: int
+    ) -> Generator[Phase, None, Tensor]:
+        """Run forward and backward of a step and sum gradients over replicas; return the loss of
+        the step, over all replicas. `targets` is the number of this replica's targets.
+
+        Phase `data` ends before ranks first wait for one another, so that it is each rank's own
+        under every plan. Waiting for other ranks' data is phase `meet`, which is not compute time.
+        If the learner exchanges separately, phase `exchange` is marked too.
+        """
+        exchanges_separately = self.trainer.exchanges_separately
+        if self.job.world > 1:
+            yield Phase("meet")
+        total = self.trainer.sum_over_replicas(targets)
+        yield Phase("compute")
+        self.batches.seed(step)
+        loss = self.trainer.backward(micros, total)
+        if exchanges_separately:
+            yield Phase("exchange")
+        loss = self.trainer.reduce(loss)
+        if exchanges_separately:
+            yield Phase("compute")
+        return loss
+
+    def _run_between_steps(self, steps_taken: int) -> Iterator[Phase | Work]:
+        """Evaluate and write a checkpoint, each if it is due after so many steps."""
+        if self.evaluation.is_due(steps_taken):
+            yield from self.evaluation.work("train", steps_taken)
+        if self._is_checkpoint_due(steps_taken) and self.job.checkpoint_schedule is not None:
+            yield Phase("checkpoint")
+            self._save(steps_taken, self.job.checkpoint_schedule.folder)
+            yield Work({})
+
+    def _is_checkpoint_due(self, steps_taken: int) -> bool:
+        """Return whether a checkpoint is due after so many steps."""
+        return (
+            self.job.checkpoint_schedule is not None
+            and steps_taken % self.job.checkpoint_schedule.every_steps == 0
+        )
+
+    def _prefetch(self, step: int) -> PackedStep:
+        """Start to pack the batch of a step in the background; of the last step if there are no
+        more.
+        """
+        return self.executor.submit(self._pack_step, step if step < self.steps else self.steps - 1)
+
+    def _pack_step(self, step: int) -> tuple[list[list[RowKey]], list[Any]]:
+        """Return the row keys of this replica's micro-batches of a step, and the packed
+        micro-batches.
+        """
+        groups = self._split_step(step)
+        return groups, [self.batches.pack(group) for group in groups]
+
+    def outputs(self, name: str) -> dict[str, Any]:
+        """Return what the evaluation found in the pass. For pass `train` also `stopped`: None, or
+        the step and why training ended early ("nan", "bound" or "target"); this waits for all
+        pending losses.
+        """
+        outputs_of_evaluation = self.evaluation.outputs(name)
+        if name != "train":
+            return outputs_of_evaluation
+        self.watch.has_bad_loss(wait=True)
+        target = {"step": len(self.losses), "why": "target"} if self.evaluation.reached else None
+        return outputs_of_evaluation | {"stopped": self.watch.stop or target}
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """Return where the weights came from, for the record."""
+        return self.trainer.model.weights
+
+    def details(self) -> dict[str, Any]:
+        """Return the learner's details, the number of micro-batches of the first step and, of
+        several ranks, whether they exchange "separate" from compute or "inside" it.
+        """
+        exchange = (
+            {"exchange": "separate" if self.trainer.exchanges_separately else "inside"}
+            if self.job.world > 1
+            else {}
+        )
+        return {**self.trainer.details(), "micro_batches": len(self._split_step(0)), **exchange}
+
+
+def _to_finite_float(loss: Tensor) -> float | None:
+    """Return a loss as a float; None if it is None or not finite, for which JSON has no number.
+    Waits for the device.
+    """
+    value = math.nan if loss is None else float(loss)
+    return value if math.isfinite(value) else None
+
+
+def _list_row_keys(groups: list[list[RowKey]]) -> list[RowKey]:
+    """Return the row keys of all micro-batches, without the padding keys None."""
+    return [key for group in groups for key in group if key is not None]
+
+
+def _sum_counts(packs: list[Any]) -> dict[str, int]:
+    """Return the counts of all packs of a step, added up by name; zero without packs."""
+    return {key: sum(pack.counts[key] for pack in packs) for key in COUNT_NAMES}

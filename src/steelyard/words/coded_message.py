@@ -1,0 +1,44 @@
+"""The types of a text before it has a language: `Message`, a code with values, and `Text`, the
+template of a code in each language.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Union
+
+from pydantic import ConfigDict
+
+Lang = Literal["en", "zh"]
+LANGS: tuple[Lang, ...] = ("en", "zh")
+# a tuple is rendered as a list in one text
+MessageValue = Union[str, int, float, "Message", tuple[Union[str, "Message"], ...]]
+MessageValues = dict[str, MessageValue]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A text to be rendered: the code of a template and the values for its placeholders.
+
+    Numbers are not rounded: the template rounds them. A record stores messages in this form, so
+    pydantic reads and writes them, refusing unknown keys, NaN and infinity.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    code: str
+    values: Mapping[str, MessageValue] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Text:
+    """The template of one code (`name`) in English and in Chinese, with the same placeholders. A
+    plug-in brings one for each of its codes.
+    """
+
+    name: str  # the code
+    en: str
+    zh: str
+
+    def in_language(self, lang: Lang) -> str:
+        """Return the template in a language."""
+        return self.zh if lang == "zh" else self.en
