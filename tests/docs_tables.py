@@ -48,7 +48,11 @@ BY_ID = {path.stem[-8:]: path for path in RUNS}
 
 @dataclass(frozen=True)
 class Row:
-    """The runs whose mean a row shows, the runs that it is compared with, and a remark."""
+    """A row of a table: ids of the runs whose mean it shows, ids of the runs that it is compared
+    with, and a remark.
+
+    Ids are the first eight characters, separated by spaces.
+    """
 
     ids: str
     base: str = ""
@@ -120,6 +124,9 @@ def answers(row: Row) -> engine_groups.AnswerDifferences:
 
 
 def other_answers(row: Row) -> Cell:
+    """Return how many answers differ from those of the run compared with; unknown if they cannot be
+    compared.
+    """
     found = answers(row).chosen
     return Cell(
         UNKNOWN if found is None else f"{format_count(found.other)} of {format_count(found.items)}"
@@ -127,18 +134,21 @@ def other_answers(row: Row) -> Cell:
 
 
 def losses(row: Row) -> Cell:
+    """Return the largest difference of a step's loss from the run compared with, and its step."""
     found = answers(row).loss
     text = None if found is None else f"{format_number('number', found.value)} at step {found.step}"
     return Cell(text or UNKNOWN)
 
 
 def quality(row: Row) -> Cell:
+    """Return the quality metric of a run, and that of the run compared with."""
     name = estimates.choose_quality_metric(load(row.base))
     own, base = (format_metric(name, load(ids)[0].metrics[name]) for ids in (row.ids, row.base))
     return Cell(f"{name} {own}", f"compared with {base}")
 
 
 def status(row: Row) -> Cell:
+    """Return the status and reason codes of the runs; if they differ, how many runs have each."""
     texts = (": ".join([one.status, *(why.code for why in one.reasons)]) for one in row.records)
     every = Counter(texts)
     return Cell(", ".join(f"{n} {text}" if len(every) > 1 else text for text, n in every.items()))
@@ -183,6 +193,9 @@ COLUMNS: dict[str, Show] = {
 
 
 def column(name: str) -> Show:
+    """Return the function that makes the cells of a column: a named column, `ratio of METRIC`, or a
+    metric.
+    """
     of = name.removeprefix("ratio of ")
     return COLUMNS.get(name) or (metric(name) if of == name else ratio(of))
 
@@ -193,7 +206,7 @@ def markdown(*blocks: PageElement) -> str:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Return a table of records."""
+    """Return a table of records as Markdown: one row per list of ids, base ids and remark."""
     every = [Row(*row) for row in rows]
     heads = []
     for name in columns:
@@ -222,7 +235,9 @@ PRINTED: dict[str, Callable[[list[Record]], Page | None]] = {
 
 
 def printed(ids: str, page: str, columns: int = 80) -> str:
-    """Return what a terminal shows of runs, without the note at its end."""
+    """Return what a terminal of so many columns shows of runs, without the note at its end, as a
+    code block.
+    """
     made = PRINTED[page](list(load(ids)))
     assert made is not None
     blocks = made.elements[:-1] if isinstance(made.elements[-1], Paragraph) else made.elements
@@ -291,7 +306,7 @@ TABLES = tomllib.loads((ROOT / "docs/tables.toml").read_text())
 
 
 def make(name: str) -> str:
-    """Make a table of docs/tables.toml."""
+    """Return a table of docs/tables.toml as Markdown."""
     fields = dict(TABLES[name])
     return MAKERS[fields.pop("make", "table")](**fields)
 

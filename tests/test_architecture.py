@@ -1,4 +1,8 @@
-"""Rules of the design that code can check."""
+"""Rules of the design that can be checked on the source code: imports between rooms, clocks,
+opening of files, names of vendors, tasks and engines.
+
+Each rule has a test that the source keeps it, and one that the check itself detects a violation.
+"""
 
 import ast
 import re
@@ -91,14 +95,16 @@ Answer = TypeVar("Answer")
 
 
 def once(look: Callable[[Path], Answer]) -> Callable[[Path], Answer]:
-    """Look at a file once, for all the rules that ask the same of it, unless its text changes."""
+    """Cache the analysis of a file by its path and text, for all rules that need the same."""
     cached = cache(lambda path, text: look(path))
     return lambda path: cached(path, path.read_text())
 
 
 @once
 def names(path: Path) -> set[str]:
-    """Every dotted name that a file calls or reads, and every module it imports."""
+    """Return every dotted name that a file uses, every module it imports, and every function it
+    calls as `name()`.
+    """
     out = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -124,15 +130,15 @@ def test_the_rule_on_clocks_can_fail():
     assert {"time.monotonic", "time.sleep"} <= names(SRC / "run" / "clock.py")
 
 
-# Modules that read files without `files.open_regular`: the kernel's, the package's, and what this
-# program wrote itself.
+# Modules and rooms that may read files without `files.open_regular`: files of the kernel (/proc,
+# /sys), of the package, and those that this program wrote itself.
 OWN_FILES = {"accelerators", "run", "files.py", "case/resolve.py", "cli/model_case.py"}
 OWN_FILES |= {"engines/flagscale/command.py", "engines/torch/profiler.py", "report/as_html.py"}
 
 
 @once
 def plain_reads(path: Path) -> list[int]:
-    """The lines that open a file for reading without looking what it is."""
+    """Return the lines that open a file for reading without checking that it is a regular file."""
     calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     reads = ("read_bytes", "read_text")
     return [
@@ -150,7 +156,7 @@ def plain_reads(path: Path) -> list[int]:
 
 
 def test_files_of_a_user_are_opened_in_one_place():
-    """A FIFO or a device in the place of a file would be waited for."""
+    """Opening a FIFO or a device in place of a file would wait without end."""
     for path in FILES:
         place = str(path.relative_to(SRC))
         assert (
@@ -176,7 +182,7 @@ def test_nothing_read_is_ever_run():
             "os.system",
             "os.popen",
         }, path
-        # It splits a pickle into its opcodes, and can neither import nor call what they name.
+        # pickletools splits a pickle into opcodes, and neither imports nor calls what they name.
         splits = (
             {"pickletools", "pickletools.genops"}
             if path == SRC / "weights" / "torch_files.py"
@@ -189,6 +195,7 @@ def test_nothing_read_is_ever_run():
 
 
 def unpicklers(found: set[str]) -> set[str]:
+    """Return the names that belong to modules which unpickle."""
     return {name for name in found if name.split(".")[0] in UNPICKLERS}
 
 
@@ -227,8 +234,8 @@ def test_files_have_at_most_250_statements_beside_their_docstrings():
         assert statements <= MAX_STATEMENTS, (path, statements)
 
 
-# Room → rooms that it may import. A room is a folder; of engines each one's own. What stands
-# beside the rooms any room may import.
+# Room → rooms that it may import. A room is a folder of the package; every engine's folder is one.
+# SHARED_MODULES are at the top of the package, and every room may import them.
 BESIDE = {"errors", "files", "schema", "plugins", "words"}
 WORK = {"case", "data", "engine", "kernels", "models", "plan", "scoring", "training", "weights"}
 ROOMS: dict[str, set[str]] = {
@@ -284,8 +291,8 @@ ROOMS: dict[str, set[str]] = {
     "accelerators": set(),
 }
 FRAMEWORKS = {"torch", "transformers", "paddle", "megatron", "triton", "safetensors"}
-# Where a framework may be imported; of models only what workers load, and of accelerators their
-# device classes.
+# Rooms in which a framework may be imported, except in the files of TORCH_FREE, which the parent
+# loads too. In accelerators only the device classes (NAME_torch.py, NAME_paddle.py) may.
 ENGINE_ROOMS = {
     f"engines.{name}" for name in ("torch", "transformers", "reference", "megatron", "paddle")
 }
@@ -310,13 +317,16 @@ TORCH_FREE = {
 
 
 def module_of(path: Path) -> str:
+    """Return the dotted module name of a source file."""
     return ".".join(("steelyard", *path.relative_to(SRC).with_suffix("").parts)).removesuffix(
         ".__init__"
     )
 
 
 def room_of(module: str) -> str:
-    """The room of a module; empty for what stands at the top."""
+    """Return the room of a module: its folder, or for engines `engines.NAME`; empty for the package
+    itself.
+    """
     parts = module.split(".")[1:]
     named = ".".join(parts[:2])
     return named if named in ROOMS else parts[0] if parts else ""
@@ -324,8 +334,8 @@ def room_of(module: str) -> str:
 
 @once
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """Every module that a file imports, and whether inside a function. What only a type checker
-    reads is left out.
+    """Return every module that a file imports, and whether inside a function. Imports for type
+    checkers alone are left out.
     """
     tree = ast.parse(path.read_text())
     inside = {
@@ -354,16 +364,19 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 
 def _submodule(module: str, name: str) -> str:
+    """Return the module that `from module import name` imports: the submodule if there is one, else
+    the module.
+    """
     whole = f"{module}.{name}"
     place = SRC.parent.joinpath(*whole.split("."))
     return whole if place.is_dir() or place.with_suffix(".py").exists() else module
 
 
 def strangers(path: Path) -> list[str]:
-    """The rooms that a file imports and may not."""
+    """Return the rooms that a file imports and may not, sorted."""
     room = room_of(module_of(path))
     wanted = {room_of(module) for module, _ in imports(path) if module.startswith("steelyard.")}
-    if room == "words":  # it stands beside the rooms, so it may import none of them
+    if room == "words":  # every room may import it, so it may import none
         return sorted(wanted - {room, ""} - BESIDE)
     return sorted(wanted - {room, "", "__main__"} - BESIDE - ROOMS[room]) if room in ROOMS else []
 
@@ -408,8 +421,8 @@ def test_the_rules_on_rooms_can_fail(tmp_path, monkeypatch):
 
 
 def test_rooms_are_not_imported_inside_functions():
-    """But for the command line, whose verbs import what they need, so that `--help` answers at
-    once.
+    """The command line is the exception: its verbs import what they need, so that `--help` answers
+    at once.
     """
     for path in FILES:
         inside = [
@@ -427,9 +440,9 @@ def test_frameworks_are_imported_where_workers_load_them():
         assert not found or allowed, (name, found)
 
 
-# Names that stand in one place: what differs between vendors, tasks and engines is in a row there.
-# Of a vendor any part of a constant counts, of tasks and engines the whole of it; a constant with
-# spaces is a sentence, or matches one.
+# Names of vendors, tasks and engines may stand only in their tables of rows: what differs between
+# them is a field there. A vendor's name counts as any part of a string constant, a task's or an
+# engine's only as the whole of it; constants with spaces are sentences and do not count.
 VENDORS = frozenset(
     (
         "ascend",
@@ -453,7 +466,7 @@ ENGINES = frozenset(
 )
 HOMONYM = "reference"  # an engine, and the key of a case that holds published rows
 ROWS = {"vendor": "accelerators/", "task": "tasks/", "engine": "engine/engine_rows.py"}
-# Kind of name → room → names that it may hold, and why.
+# Kind of name → room → names that may stand there nevertheless, and why.
 ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
     "vendor": {
         "engines.flagscale": (
@@ -500,7 +513,7 @@ ALLOWED: dict[str, dict[str, tuple[set[str], str]]] = {
 
 @once
 def constants(path: Path) -> list[tuple[int, str]]:
-    """Return every string constant without a space, and its line; docstrings are none."""
+    """Return every string constant without white space, and its line; docstrings do not count."""
     tree = ast.parse(path.read_text())
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     found = [
@@ -567,8 +580,9 @@ def test_the_rule_on_names_can_fail(kind, code, tmp_path, monkeypatch):
 
 @once
 def kind_comparisons(path: Path) -> list[int]:
-    """The lines that decide by the name of a kind of work, or by that of the pass that trains:
-    comparisons, and tables by kind."""
+    """Return the lines that decide by the name of a kind of work, or of the training pass:
+    comparisons, and tables by kind.
+    """
     shipped = {"score", "train"}
     out = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -594,7 +608,9 @@ def kind_comparisons(path: Path) -> list[int]:
 
 
 def test_kinds_of_work_are_told_apart_by_their_rows_alone():
-    """What differs is a field of a row in tasks/kind.py. The loop that trains knows its own passes."""
+    """What differs between kinds is a field of a row in the table of kinds. The training loop knows
+    its own passes.
+    """
     for path in FILES:
         assert kind_comparisons(path) == [] or path.is_relative_to(SRC / "training"), path
 

@@ -1,5 +1,5 @@
-"""Docs that cannot drift: what exists is documented, what the README says to run runs, published
-numbers have records.
+"""Documents that cannot become outdated: what exists is documented, commands in the docs run,
+published numbers are in records.
 """
 
 import os
@@ -94,7 +94,7 @@ def test_every_reason_is_documented():
         assert f'"{code}"' in checks, code
         assert f"`{code}`" in DOCS["metrics.md"], code
     assert len(validity.RULES) == 14  # a new rule needs a new row in docs/metrics.md
-    # and so does one of a kind of work
+    # a new rule of a kind of work needs one too
     assert len({rule for kind in kinds.load_kinds().values() for rule in kind.rules}) == 7
     run = "".join(path.read_text() for path in (ROOT / "src/steelyard/run").glob("*.py"))
     failed = {*re.findall(r'Failure\(\s*"(\w+)"', run), *get_args(RankStatus), "not_started"}
@@ -181,7 +181,9 @@ def test_verbs_are_all_there_are():
 
 
 def commands(text: str) -> list[str]:
-    """Lines that a reader would paste: those of code blocks that begin with steelyard."""
+    """Return the command lines that a reader would paste: those in code blocks that begin with
+    `steelyard`.
+    """
     found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     blocks = [block for language, block in found if language in ("", "sh", "console")]
     whole = [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
@@ -194,8 +196,8 @@ def commands(text: str) -> list[str]:
     "line", sorted({line for text in DOCS.values() for line in commands(text)})
 )
 def test_commands_in_the_docs_are_understood(line, tmp_path):
-    """Each is run for real where it needs nothing that is not here; the others must be refused for
-    that alone.
+    """Each command is run if its inputs exist here; the others must be refused only because an
+    input is missing.
     """
     for name in ("data.tar", "tokenizer.model"):
         (tmp_path / name).write_bytes(b"")
@@ -211,15 +213,15 @@ def test_commands_in_the_docs_are_understood(line, tmp_path):
         "--engine all",
         "steelyard check",
     )
-    elsewhere += ("conform transformers",)  # by hard/test_conform
-    # by tests/sources and cli/test_get: nothing here goes out to a network
+    elsewhere += ("conform transformers",)  # run by tests/hard/test_conform.py
+    # Run by tests/sources and tests/cli/test_get.py: nothing here goes out to a network.
     elsewhere += ("data get", "weights get")
     if any(word in line for word in elsewhere):
         here = [
             *here[:4],
             "--help",
-        ]  # run elsewhere: verbs on real records, all of smoke by make run, engines by test_engines
-    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # where nothing was got
+        ]  # other tests run these: on real records, all smoke cases, all engines
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # an empty cache of downloads
     done = subprocess.run(
         here, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=300, env=env
     )
@@ -255,7 +257,7 @@ def test_links_lead_somewhere():
 
 
 def anchor(heading: str) -> str:
-    """What GitHub makes of a heading."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -294,7 +296,7 @@ def test_the_glossary_is_linked():
 NUMBERS = (
     (r"(?<![\w.])(\d+\.\d) %", lambda value: f"{100 * value:.1f}"),
     (r"(?<![\w.])(\d{2,3},\d{3})(?![\w,])", lambda value: f"{value:,.0f}"),
-    (r"(?<![\w.])(0\.[1-9]\d{3})(?!\w)", lambda value: f"{value:.4f}"),  # of one engine to another
+    (r"(?<![\w.])(0\.[1-9]\d{3})(?!\w)", lambda value: f"{value:.4f}"),  # ratio of two engines
 )
 
 
@@ -334,6 +336,7 @@ ROOMS = ROOT / "src/steelyard"
 
 
 def rooms_of_the_readme() -> set[str]:
+    """Return the folders of the package that the README's tree lists."""
     tree = DOCS["README.md"].partition("src/steelyard/\n")[2].partition("```")[0]
     return set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
 
@@ -356,7 +359,7 @@ def test_files_that_the_design_names_exist():
 
 
 def block(name: str, begin: str) -> list[str]:
-    """Return the lines of the only code block of a document that has `begin` in it."""
+    """Return the lines of the only `text` code block of a document that contains `begin`."""
     (found,) = [
         one
         for one in re.findall(r"^```text\n(.*?)^```$", DOCS[name], re.DOTALL | re.MULTILINE)

@@ -8,6 +8,8 @@ from steelyard.errors import short_repr
 
 
 class Unprintable:
+    """A value whose text must not be made: it is inside a long or nested container."""
+
     def __repr__(self) -> str:
         raise AssertionError("the text of what is in a long or nested container is not made")
 

@@ -1,5 +1,5 @@
-"""Bounded reading of files: regular files only, opened without waiting; TOML within limits of depth
-and length.
+"""Bounded reading of files: only regular files are opened, without waiting; TOML is parsed within
+limits of depth and length.
 """
 
 import os
@@ -30,7 +30,7 @@ def test_a_fifo_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
 def test_a_fifo_that_replaces_a_file_is_refused_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the first look and the opening."""
+    """The file is replaced between the first stat and the opening."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").touch()
     before = (tmp_path / "file").stat()
@@ -122,8 +122,8 @@ def test_toml_with_a_word_that_is_too_long(text: str) -> None:
     ids=range(7),
 )
 def test_strings_without_an_end_are_scanned_once(text: str) -> None:
-    """Each of these took the square of its length, or would with a careless pattern: nearly a
-    minute.
+    """Each of these texts took time quadratic in its length, or would with a careless pattern:
+    nearly a minute.
     """
     with pytest.raises(ValueError):
         files.parse_toml(text)

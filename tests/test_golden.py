@@ -1,5 +1,5 @@
-"""Every expected sentence of fixtures/golden is used by a test, and each that a test names is
-there.
+"""Every expected sentence of fixtures/golden is used by a test, and every sentence that a test
+names exists there.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""What docs/results.md and docs/notebook.md say of the records, beyond the numbers of their tables.
+"""Statements of docs/results.md and docs/notebook.md about the records, beyond the numbers in their
+tables.
 
 The tables themselves are made from the records, and compared with the documents by
 tests/test_docs.py.
@@ -23,6 +24,7 @@ def rows(name: str) -> list[Row]:
 
 
 def rate(ids: str) -> float:
+    """Return the rate of one run in tokens/s per device."""
     [found] = values(ids, "tokens_per_device_s")
     return found
 
@@ -46,7 +48,7 @@ def test_ceilings_have_a_row_for_each_precision_and_direction() -> None:
     assert squares == ["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8"]
     assert all(f"| matmul, square 8192 | {precision} |" in table for precision in squares)
     assert table.count("| memory, ") == 3
-    assert table.count("| copy, ") == 4  # one device has no neighbour
+    assert table.count("| copy, ") == 4  # one device: no copy between devices
 
 
 def test_repeats_and_the_comparison() -> None:
@@ -67,12 +69,15 @@ def test_changes_of_the_program_cost_nothing() -> None:
 
 
 def losses(ids: str) -> list[float]:
+    """Return the losses of one run's training steps."""
     [one] = load(ids)
     return [sample.values["loss"] for sample in one.samples if sample.pass_name == "train"]
 
 
 def test_fp8_beside_bf16() -> None:
-    """The distances of training curves that the notebook has beside those of the table."""
+    """The notebook gives the differences of training losses beside those of the table: at the last
+    step, and the mean of the last 20.
+    """
     curves = [row for row in rows("fp8") if row.records[0].task.kind == "train"]
     pairs = [tuple(load(ids)[0].case.precision for ids in (row.ids, row.base)) for row in curves]
     assert pairs == [("fp8", "bf16"), ("fp8-pure", "bf16-pure"), ("bf16-pure", "bf16")]
@@ -93,7 +98,7 @@ def test_fp8_answers_of_a_real_model() -> None:
 
 
 def test_default_sizes_are_those_of_auto() -> None:
-    """All sizes are chosen by the device, but that of the library with flash attention."""
+    """All sizes are chosen by `auto`, except that of engine transformers with flash attention."""
     for row in rows("defaults"):
         for one in row.records:
             assert one.status == "valid"

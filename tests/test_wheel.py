@@ -12,6 +12,7 @@ RECORDS = ROOT / "results" / "cpu"
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end (400 s at most) and return the completed process."""
     return subprocess.run(
         [*map(str, command)], cwd=cwd, capture_output=True, text=True, check=check, timeout=400
     )
@@ -19,8 +20,8 @@ def run(*command: str | Path, cwd: Path, check: bool = True) -> "subprocess.Comp
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the programs of an environment with nothing in it but the wheel and what it
-    needs.
+    """The `bin` folder of a virtual environment with the wheel and its dependencies alone; skips
+    without a package index.
     """
     folder = tmp_path_factory.mktemp("wheel")
     made = run(

@@ -1,5 +1,5 @@
-"""The accelerator table: the devices that NVML tells of, those that are visible, and rows of third
-parties.
+"""Test the accelerator table: devices that NVML reports, CUDA_VISIBLE_DEVICES, and third-party
+accelerators.
 """
 
 from importlib.metadata import EntryPoint
@@ -106,6 +106,7 @@ def test_a_part_of_a_device_is_refused() -> None:
 
 
 def row(name: str, found: list[DetectedDevice]) -> Accelerator:
+    """Return an accelerator that finds these devices."""
     return Accelerator(name, lambda: found, lambda found: [], {"torch": "collections:Counter"})
 
 
@@ -115,6 +116,7 @@ OTHER_CPU = row("cpu", [])
 
 
 def with_entry(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make a constant of this module the only third-party accelerator, and hide all CUDA devices."""
     entry = EntryPoint(name.lower(), f"{__name__}:{name}", accelerators.ENTRY_POINT_GROUP)
     monkeypatch.setattr(
         plugins,

@@ -1,5 +1,5 @@
-"""What accelerators tell `steelyard spec` of themselves: what they lack, and memory that is not
-tried.
+"""Test what accelerators report for `steelyard spec`: precisions they lack, and memory capacity
+that is not measured.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""AMX that a virtual machine advertises and does not run: found by a real process that dies of it,
-and asked once.
+"""Test the probe for AMX that a virtual machine advertises but cannot run: a process that dies of
+SIGILL disables it, and it runs once.
 """
 
 import subprocess
@@ -17,7 +17,9 @@ WITHOUT = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a process that has asked nothing yet, on a CPU with AMX whose probe dies."""
+    """Set up a process that has not probed yet, on a CPU with the AMX flag whose probe dies of
+    SIGILL.
+    """
     monkeypatch.delenv(cpu.ISA_VARIABLE, raising=False)
     monkeypatch.setattr(cpu, "AMX_PROBE", DIES)
     monkeypatch.setattr(cpu, "_read_flags", lambda: {"avx512f", "amx_bf16"})

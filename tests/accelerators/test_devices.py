@@ -1,4 +1,6 @@
-"""Both sides of each built-in row: what the parent reads of a device, and what torch is told of it."""
+"""Test both sides of the built-in accelerators: what the parent reads of a device, and the device
+class that torch engines use.
+"""
 
 import platform
 from pathlib import Path
@@ -103,7 +105,7 @@ print(json.dumps([one.to_series().model_dump(mode="json") for one in kept]))
     assert [one["columns"]["sm_clock_mhz"][0] for one in series] == [1200, 1980]
     assert [one["columns"]["processes"][-1] for one in series] == [4, 4]
     energy = [one for one in series[1]["columns"]["energy_j"] if one is not None]
-    assert energy[0] == 5000.0  # read first and last, however short the run
+    assert energy[0] == 5000.0  # energy is always read at the start and the end
     assert energy[-1] == series[1]["columns"]["energy_j"][-1] > energy[0]
 
 
@@ -154,7 +156,9 @@ def test_cpu_model_name(tmp_path: Path) -> None:
 
 
 def test_resident_bytes_of_a_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process with two threads, one of which started another, which started one that has ended."""
+    """Process 1 has two threads, one of which started process 2, which started process 3, which has
+    ended.
+    """
     started = {"1/task/1": "", "1/task/9": "2 ", "2/task/2": "3 ", "5/task/5": ""}
     for place, children in started.items():
         (tmp_path / place).mkdir(parents=True)
@@ -206,6 +210,8 @@ def test_the_cpu_device() -> None:
 
 
 class FakeEvent:
+    """A CUDA event whose times come from `clock_ms`."""
+
     clock_ms = iter((1000.0, 1250.0))
 
     def __init__(self, enable_timing: bool) -> None:
@@ -282,7 +288,9 @@ def test_cuda_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.process
 def test_tf32_only_where_asked_for() -> None:
-    """Every setting that torch or its compiler reads agrees, and none raises or warns."""
+    """All settings that torch or its compiler reads agree, and setting them raises no error or
+    warning.
+    """
     code = """
 import json, warnings
 import torch
@@ -302,6 +310,8 @@ print(json.dumps(out))
 
 
 class WithTriton(cpu_torch.CpuTorchDevice):
+    """A device class of another backend that declares that Triton runs on it."""
+
     triton = True
 
     @property
@@ -310,6 +320,8 @@ class WithTriton(cpu_torch.CpuTorchDevice):
 
 
 class WithoutTriton(WithTriton):
+    """The same device class, declaring that Triton does not run on it."""
+
     triton = False
 
 

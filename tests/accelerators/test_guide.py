@@ -1,4 +1,4 @@
-"""docs/accelerators.md followed to the letter: its package, written as it says, runs a case."""
+"""Test docs/accelerators.md to the letter: the package it shows, written as shown, runs a case."""
 
 import re
 import tomllib
@@ -15,7 +15,9 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
 
 
 def blocks() -> dict[str, str]:
-    """The files of the guide: a name in backquotes, then its code block."""
+    """Return the files that the guide shows, by name: a name in backquotes, followed by a code
+    block.
+    """
     return dict(
         re.findall(r"^`([\w.]+)`[^\n]*:\n\n```\w+\n(.*?)^```", GUIDE, re.DOTALL | re.MULTILINE)
     )
@@ -23,7 +25,9 @@ def blocks() -> dict[str, str]:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """The package on the path, with the metadata that pip would make of its pyproject.toml."""
+    """Yield a command line with the guide's package on its path, with the metadata that pip would
+    make from its pyproject.toml.
+    """
     package = tmp_path / "package"
     package.mkdir()
     for name, text in blocks().items():

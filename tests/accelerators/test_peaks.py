@@ -1,4 +1,6 @@
-"""The peak table: every row has its source, equal names alone match, and a bad table is refused."""
+"""Test the table of peak rates: every row has a source, only equal device names match, and an
+invalid table is refused.
+"""
 
 import re
 from dataclasses import replace
@@ -24,6 +26,7 @@ REQUIRED = [
 
 
 def peak(name: str, memory_bytes: int | None) -> Peak | None:
+    """Return the peak rates of a CUDA device with this name and memory, or None."""
     return accelerators.find_peak(CUDA, DetectedDevice(name, None, memory_bytes, 0, None))
 
 

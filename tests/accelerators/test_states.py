@@ -1,4 +1,4 @@
-"""What NVML tells of a device's settings, from a library of our own, and `steelyard check` on it."""
+"""Test reading device settings from a fake NVML library, and `steelyard check` on such devices."""
 
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def test_a_driver_that_tells_nothing(tmp_path: Path) -> None:
 
 
 def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the findings of `steelyard check --json` by name."""
     return {row["name"]: row for row in found["findings"]}
 
 

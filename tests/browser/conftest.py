@@ -1,4 +1,6 @@
-"""One browser and the pages that it looks at. Skipped with the reason where there is no browser."""
+"""A browser and the pages that tests open in it. Tests are skipped with the reason where there is
+no browser.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from steelyard.record.record import Record
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    """Start one headless Chromium for the session; skip where Playwright or Chromium is missing."""
     sync_api = pytest.importorskip(
         "playwright.sync_api", reason="playwright is not installed: make browser installs it"
     )
@@ -27,9 +30,15 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def look(browser: Any) -> Iterator[Callable[..., View]]:
+    """Return a function that opens a page and records its requests and complaints; close its
+    contexts after the test.
+    """
     contexts = []
 
     def opened(url: str, width: int = 1200, scheme: str = "light", scripts: bool = True) -> View:
+        """Open a page offline, with a viewport of `width` pixels and the color scheme, and return
+        its view.
+        """
         context = browser.new_context(
             viewport={"width": width, "height": 900},
             color_scheme=scheme,
@@ -55,7 +64,9 @@ def look(browser: Any) -> Iterator[Callable[..., View]]:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]:
-    """Pages by name and language, each made once."""
+    """Return a function that gives the HTML page of a set of records in a language, each rendered
+    once a session.
+    """
     folder = tmp_path_factory.mktemp("pages")
     read: dict[str, list[Record]] = {}
     sources: dict[str, Callable[[], list[Record]]] = {
@@ -68,6 +79,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made
     }
 
     def made(name: str, lang: str = "en") -> Made:
+        """Render the page of the named records unless it is there, and return it with its records."""
         if name not in read:
             read[name] = sources[name]()
         path = folder / f"{name}-{lang}.html"

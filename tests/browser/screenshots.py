@@ -1,4 +1,4 @@
-"""The pictures of the page in docs/images, from the published records of one H200."""
+"""Take the screenshots of the page in docs/images, from the published records of one H200."""
 
 import sys
 import tempfile
@@ -14,13 +14,16 @@ from steelyard import report
 from steelyard.record import record as records
 
 MOST_BYTES = 200_000
-# What a desktop would take for system-ui; a bare server has a much wider one.
+# A font as wide as a desktop's system-ui; the default font of a bare server is much wider.
 FONT = "body { font-family: Roboto, 'Noto Sans', sans-serif }"
 
 
 @dataclass(frozen=True)
 class Picture:
-    """`case` is the place of the case that is shown; None is the top of the page."""
+    """A screenshot to take, with its size in pixels and color scheme.
+
+    `case` is the number of the case that is scrolled to; None shows the top of the page.
+    """
 
     name: str
     width: int
@@ -37,7 +40,9 @@ PICTURES = (
 
 
 def main(folder: Path) -> int:
-    """Writes them all; 1 where one is too large."""
+    """Write all screenshots into the folder and print their sizes; return 1 if one is larger than
+    MAX_BYTES, else 0.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     found = [
         records.read_record(path) for path in sorted((ROOT / "results" / "h200").glob("*.json"))

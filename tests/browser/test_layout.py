@@ -1,4 +1,4 @@
-"""At every width, light and dark, in both languages: nothing is cut off, nothing is too small,
+"""At each width, light and dark, in both languages: nothing is cut off, no text is too small,
 nothing is loaded.
 """
 
@@ -38,7 +38,7 @@ def test_nothing_overflows_and_nothing_is_loaded(
 ) -> None:
     made = pages("h200", lang)
     view = look(made.url, width, scheme)
-    for _ in range(2):  # as it comes, then with all that is folded
+    for _ in range(2):  # as loaded, then with all details unfolded
         assert view.js("document.documentElement.scrollWidth") <= width
         assert view.js(BEYOND) == []
         assert view.js(CUT_OFF) == 0

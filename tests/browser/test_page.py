@@ -1,5 +1,5 @@
-"""The page in a real browser: nothing is cut off, all can be opened and linked to, nothing is
-loaded, strings stay text.
+"""The page in a real browser: the comparison is at the top, details can be opened and linked to,
+nothing is loaded, strings are escaped.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Cases: what a file may say, what the command line changes, where each value came from, and what
-makes two comparable.
+"""Case files: shipped cases and sizes, files of the user, refusals of unknown keys and wrong
+values, and environment variables.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from steelyard.errors import RequestError
 from steelyard.models import families
 from steelyard.tasks.questions import GeneratedQuestionsConfig
 
-# Files.
+# Case files: names, sizes, TOML and unknown keys.
 
 
 def test_the_shipped_case() -> None:
@@ -68,7 +68,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found.case.question.data.shots == 5
     monkeypatch.chdir(tmp_path)
     assert resolve.resolve_case("own.toml").case == found.case
-    # it has no smoke table
+    # the file has no smoke table, so size smoke changes nothing else
     assert resolve.resolve_case("own.toml", "smoke").case == found.case.model_copy(
         update={"size": "smoke"}
     )
@@ -243,7 +243,7 @@ def test_wrong_values_are_refused_in_one_line(
 
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    """Of both sizes, in the order of the file, one a line."""
+    """The problems of both sizes, in the order of the file, one a line."""
     text = OWN + "\n[smoke.question.model]\nlayers = 0\nlayer = 1\n"
     path = own(
         tmp_path, text, ("ffn = 12", "intermediate_size = 12"), ("vocab = 32", 'vocab = "32k"')
@@ -261,7 +261,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
 
 def test_no_words_of_the_library_are_left() -> None:
-    """Every kind of problem that a case's schema can have is told in a sentence of ours."""
+    """Each kind of problem that the schema of a case can have is told in a sentence of Steelyard's."""
     wrong: list[tuple[str, object]] = [
         ("tune.sharding", 7), ("tune.compile", "x"), ("tune.env", 1), ("tune.parallel", 1), ("tune.batching", "x"),
         ("max_interval", 0), ("max_interval", "x"), ("divisions", 1), ("question.precision", 1), ("gate", 3),

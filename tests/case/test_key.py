@@ -1,4 +1,4 @@
-"""The key of a case: every part of the question is in it, and nothing else."""
+"""The key of a case is a hash of all parts of the question and of nothing else."""
 
 import json
 import re
@@ -23,11 +23,12 @@ from steelyard.record import record
 from steelyard.tasks.mmlu.task import MmluData
 from steelyard.tasks.task import Sources
 
-# the types of this case's tables, which its family and its task name
+# The types of the tables `question.model` and `question.data` of the case under test.
 ROWS = {"model": LlamaModel, "data": MmluData}
 
 
 def question_leaves(model: type[BaseModel] = Question, prefix: str = "") -> list[str]:
+    """Return the dotted names of all values of a question, through its nested tables."""
     out = []
     for name, field in model.model_fields.items():
         annotation = ROWS.get(name, field.annotation) if model is Question else field.annotation
@@ -45,6 +46,7 @@ OTHER = {
 
 
 def with_leaf(model: Any, dotted: str, value: object) -> Any:
+    """Return a copy of the model with the value at a dotted name replaced."""
     head, _, rest = dotted.partition(".")
     return model.model_copy(
         update={head: with_leaf(getattr(model, head), rest, value) if rest else value}
@@ -52,6 +54,7 @@ def with_leaf(model: Any, dotted: str, value: object) -> Any:
 
 
 def other(old: object) -> object:
+    """Return a value that differs from the old one."""
     if isinstance(old, bool):
         return not old
     return old + 1 if isinstance(old, int | float) else "other"
@@ -82,7 +85,9 @@ def test_every_part_of_the_question_is_in_the_key(dotted: str) -> None:
 
 
 def test_the_data_that_was_read_is_in_the_key() -> None:
-    """And not the fingerprint that the case expects: that is a statement about the published set."""
+    """The fingerprint that the case expects is not in the key: it is a statement about the
+    published data.
+    """
     before = resolve_case(NAME, "smoke").case
     assert before.compute_key("a") != before.compute_key("b")
     after = with_leaf(before, "question.data.fingerprint", "other")
@@ -187,8 +192,8 @@ def test_cases_are_frozen(dotted: str) -> None:
     assert getattr(owner, name) == before
 
 
-# Keys that are published never change. Literals: what the committed records say, not what the code
-# says today.
+# Published keys never change. They are literals, copied from the committed records, so that a
+# change of the code cannot change them too.
 
 SMOKE = {
     ("aquila2-34b-lambada", "closed"): "7a9e52e92dd6c079",
@@ -229,8 +234,8 @@ FULL = {
     ("glm-large-record", "open", "bf16", RECORD): "00531b394b46f00b",
     ("glm-large-record", "closed", "fp16", RECORD): "59d7c2c96d5fc38b",
 }
-# Of a case that got fields later: what the records of before have, with the fields at their
-# defaults.
+# A case that got fields later: the settings that give those fields their defaults, and the keys of
+# the records from before.
 BEFORE = ['question.data.joint="\\n"', "question.data.last_target=false"]
 EARLIER = {
     (
@@ -257,7 +262,9 @@ def test_every_shipped_case_is_pinned() -> None:
 
 @pytest.mark.parametrize(("name", "division"), SMOKE)
 def test_keys_of_smoke_sizes(name: str, division: str) -> None:
-    """With the data they make: a change of what is made is a change of the question."""
+    """The keys hold the fingerprint of the made data: if the made data change, the question
+    changes.
+    """
     found = resolve_case(name, "smoke", division=division).case
     asked = found.question.describe_for_task(
         Sources(None, None, None), None, found.tune.pack, found.published
@@ -294,7 +301,7 @@ def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
     found = record.read_record(path)
     asked = found.case
     assert compute_question_key(asked.question, found.fingerprint) == asked.key
-    if asked.name not in list_shipped_cases():  # made of a user's own model
+    if asked.name not in list_shipped_cases():  # a case of a user's model
         assert asked.name.startswith("smollm2-")
         return
     shipped = resolve_case(asked.name, asked.size, asked.precision, asked.division).case
@@ -303,7 +310,7 @@ def test_published_records_have_the_keys_of_their_cases(path: Path) -> None:
 
 
 def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
-    """So that a field can be added and no published key changes."""
+    """So a field can be added without a change of any published key."""
     question = resolve_case("llama1-7b-openwebtext", "smoke").case.question.model_dump(mode="json")
     key = compute_question_key(question, FINGERPRINT)
     assert LATER_FIELDS[0] == (("train", "evaluate_every"), None)
@@ -315,7 +322,7 @@ def test_a_later_field_is_in_the_key_only_beside_its_default() -> None:
         compute_question_key(question | {"train": train | {"evaluate_every": 5}}, FINGERPRINT)
         != key
     )
-    # equal is not enough
+    # False is not None: only the exact default is left out
     assert (
         compute_question_key(question | {"train": train | {"evaluate_every": False}}, FINGERPRINT)
         != key

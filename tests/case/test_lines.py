@@ -1,4 +1,4 @@
-"""On which line a key of a case file stands."""
+"""The line of a case file on which each key stands."""
 
 import tomllib
 
@@ -68,6 +68,7 @@ def test_shipped_cases_have_a_line_for_every_value(name: str) -> None:
     lines = source.text.splitlines()
 
     def check(value: object, place: tuple[str | int, ...]) -> None:
+        """Check the lines of a value, or of all values of a table or of a list of tables."""
         tables = isinstance(value, list) and bool(value) and isinstance(value[0], dict)
         if isinstance(value, dict) or tables:
             for key, inner in value.items() if isinstance(value, dict) else enumerate(value):

@@ -1,5 +1,5 @@
-"""Cases that are made of a model's folder: what config.json tells, what is assumed, and that they
-can be read again.
+"""Cases made from a model's folder: what is read from config.json, what is assumed, and that the
+written file reads as the same case.
 """
 
 import json
@@ -37,6 +37,9 @@ TASKS = ("alpaca", "lambada", "mmlu", "openwebtext")
 
 
 def folder_of(where: Path, **changes: Any) -> Path:
+    """Write a model folder with a changed config.json and empty weights, and return it; "absent"
+    removes a key.
+    """
     folder = where / "SmolLM2 135M"
     folder.mkdir(exist_ok=True)
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
@@ -46,6 +49,7 @@ def folder_of(where: Path, **changes: Any) -> Path:
 
 
 def made_of(where: Path, task: str = "mmlu", **changes: Any) -> new_case.NewCase:
+    """Return the case that is made from such a folder for the task."""
     return model_case.make_complete_case(folder_of(where, **changes), task, check_tokenizer=False)
 
 
@@ -104,7 +108,7 @@ def test_the_file_reads_as_the_case_in_memory(tmp_path: Path) -> None:
     ids=["qwen2", "qwen3", "mistral", "llama3"],
 )  # fmt: skip
 def test_families(changes: dict[str, Any], fields: dict[str, Any], tmp_path: Path) -> None:
-    """Each in both sizes, the tiny one with the same parts."""
+    """Each family is checked in both sizes; the tiny model has the same features."""
     made = made_of(tmp_path, **changes)
     for size in ("full", "smoke"):
         model = resolve.resolve_case(made.source, size).case.question.model.model_dump(mode="json")
@@ -208,7 +212,7 @@ def test_toml_comes_back_as_it_was() -> None:
 
 
 def test_code_in_the_folder_of_a_known_type_is_not_needed(tmp_path: Path) -> None:
-    """Aquila2's folders name code of their own, and are computed here without it."""
+    """Folders of Aquila2 name Python code of their own, which Steelyard does not need."""
     made = made_of(
         tmp_path,
         model_type="aquila",

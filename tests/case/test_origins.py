@@ -1,4 +1,4 @@
-"""Precisions by name, and where every value of a case came from."""
+"""Precisions by name, and the origin of each value of a case."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from steelyard.case.resolve import ResolvedCase, resolve_case
     "key", ["question.precision.matmul", "question.precision.weights", "question.precision.name"]
 )
 def test_a_precision_is_set_by_its_name_alone(key: str) -> None:
-    """A part of it under the name of the whole would be a wrong label on every number."""
+    """A precision with one part changed but the old name would label every number wrongly."""
     assert refusal(NAME, "full", f"{key}=fp32").startswith(f"--set: no key {key!r}; ")
 
 

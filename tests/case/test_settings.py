@@ -1,4 +1,4 @@
-"""Settings of the command line: which keys can be set, to what, and what is refused."""
+"""Settings of the command line (`--set`): which keys can be set, to what, and what is refused."""
 
 import json
 from pathlib import Path
@@ -135,7 +135,7 @@ def test_a_setting_does_not_stay_for_the_next_case() -> None:
     assert resolve.resolve_case(NAME, "smoke").case.question.model.layers == 2
 
 
-# Keys of other data, gates and kinds than this case has.
+# Settable keys that this case lacks: those of other data, gates and kinds.
 OTHER_KIND = {
     f"question.data.{key}"
     for key in (
@@ -163,7 +163,7 @@ OTHER_KIND |= {
 
 
 def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
-    """With the value it has: what --set lists, it takes."""
+    """Each key that --set lists can be set to the value it has."""
     made = "\n[question.data.made]\nsubjects = 2\nquestions = 2\n"
     gate = "\n[gate]\nmetric = 'acc'\ntarget = 0.5\nwithin = 0.1\nagree_within = 0.1\n"
     path = own(tmp_path, OWN + made + gate)
@@ -177,6 +177,7 @@ def test_every_settable_key_can_be_set(tmp_path: Path) -> None:
 
 
 def as_toml(value: object) -> str:
+    """Return the value as TOML text for `--set`."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_none=True)
     if isinstance(value, dict):

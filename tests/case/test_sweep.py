@@ -1,4 +1,4 @@
-"""The grid of a sweep, from what is typed."""
+"""The grid of a sweep, parsed from `--sweep` options."""
 
 import pytest
 

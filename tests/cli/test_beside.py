@@ -1,5 +1,6 @@
-"""Runs and spec records in one folder: each verb reads its own kind, and says in a line what it
-leaves out."""
+"""Tests of runs and spec records in one folder: each command reads its own kind and says in one
+line what it leaves out.
+"""
 
 import json
 import shutil
@@ -19,20 +20,24 @@ SMOKE = "mmlu-smoke-closed"
 
 @pytest.fixture
 def run(shell: Shell) -> Path:
+    """Return the path of a published run record in the output folder."""
     return published(SMOKE, shell.out)
 
 
 @pytest.fixture
 def of_spec(shell: Shell) -> Path:
+    """Return the path of a spec record in the output folder."""
     shell.out.mkdir(exist_ok=True)
     return ceilings_record.write_spec_record(record(), shell.out)
 
 
 def left_out(path: Path) -> str:
+    """Return the line that names one spec record as left out."""
     return f"left out: 1 spec record; show it with: steelyard report {path}"
 
 
 def ids(*paths: Path) -> list[str]:
+    """Return the ids of these records."""
     return [json.loads(path.read_bytes())["id"] for path in paths]
 
 

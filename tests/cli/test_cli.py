@@ -1,5 +1,5 @@
-"""The command line as its users meet it: answers on stdout, everything else on stderr, and one line
-for a mistake.
+"""Tests of the command line: answers on stdout, everything else on stderr, and one line for a
+mistake.
 """
 
 import os
@@ -284,7 +284,7 @@ def test_smoke_runs_every_case_in_every_division(shell: Shell) -> None:
     }
     assert {(one["case"]["name"], one["case"]["division"]) for one in records} == wanted
     assert {one["case"]["size"] for one in records} == {"smoke"}
-    # Without a terminal, stderr holds two lines a record and nothing else; the table is the answer.
+    # Without a terminal, stderr holds only two lines per record; the table goes to stdout.
     number = len(records)
     begun, ended = done.lines[::2], done.lines[1::2]
     assert [line.split()[0] for line in begun] == [f"[{i}/{number}]" for i in range(1, number + 1)]

@@ -1,4 +1,4 @@
-"""compare and history as a user meets them, over made-up repeats of a published run."""
+"""Tests of the commands `compare` and `history`, with generated repeats of a published run."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,9 @@ SLOW = (1.1, 1.111, 1.089)
 
 @pytest.fixture
 def sides(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """Return a shell with three records in each of the folders `old` and `slow`; those in `slow`
+    take 10 % longer.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(shell.folder / "cache"))
     series(shell.folder / "old", EVEN, day=1)
     series(shell.folder / "slow", SLOW, day=2)
@@ -24,6 +27,7 @@ def sides(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Shell:
 
 
 def own_index(sides: Shell) -> Path:
+    """Return the path of the user's index of records."""
     return sides.folder / "cache" / "steelyard" / "index" / index.INDEX_NAME
 
 

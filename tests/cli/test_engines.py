@@ -1,4 +1,4 @@
-"""All engines on one question, as a user meets them."""
+"""Tests of `run --engine all`, which runs all engines on one question."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ INSTALLED = ("torch", "transformers", "reference")
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is installed here."""
+    """Pretend that megatron and paddle are not installed, and all other modules are."""
     monkeypatch.setattr(
         engine_rows.plugins,
         "is_installed",
@@ -38,6 +38,7 @@ def asked(
     precision: str | None = None,
     **options: Any,
 ) -> list[Request]:
+    """Return a smoke request on the CPU for each known engine; `changes` are settings of the case."""
     resolved = resolve_case(case, "smoke", precision, division, list(changes))
     every = split_engines_and_settings("all", [])[0]
     return [
@@ -151,7 +152,9 @@ def test_what_no_engine_can_is_a_wrong_request() -> None:
 
 
 def ran(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> list[str]:
-    """Where runs are only told of."""
+    """Replace real runs by made-up records with these answers by engine; return the list to which
+    each run adds its engine's name.
+    """
     names: list[str] = []
 
     def carry_out(one: Any, output: Any, allocation: Any, place: Any) -> Any:
@@ -338,8 +341,8 @@ def test_requests_that_are_wrong(arguments: tuple[str, ...], reason: str, shell:
 
 @pytest.mark.full
 def test_engines_run_in_turn_and_answer_alike(shell: Shell) -> None:
-    """Really run: on one question torch and transformers give the same answers, and a page of their
-    folder says so.
+    """In real runs torch and transformers give equal answers on one question, and the report of
+    their folder says so.
     """
     pytest.importorskip("transformers")
     done = shell(*SMOKE, "--engine", "all", "--passes", "infer", "--out", shell.out, "--json")

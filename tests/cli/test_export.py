@@ -1,5 +1,5 @@
-"""What `report` gives beside a page: CSV, JSON and pages of FlagPerf's form, on stdout and in
-files.
+"""Tests of the outputs of `report` besides its page: CSV, JSON and pages in FlagPerf's layout, on
+stdout and in files.
 """
 
 import csv
@@ -21,6 +21,7 @@ ALPACA = "aquila2-7b-alpaca-smoke"
 
 @pytest.fixture
 def records(tmp_path: Path) -> list[Path]:
+    """Return copies of two published records."""
     return [published(name, tmp_path / "records") for name in (LAMBADA, ALPACA)]
 
 

@@ -1,5 +1,5 @@
-"""data get, data list and --data auto as their users meet them, with a server on loopback in the
-place of publishers.
+"""Tests of `data get`, `data list` and `--data auto`, with a local web server in place of the
+publishers.
 """
 
 import signal
@@ -25,8 +25,8 @@ FULL = ("run", "llama1-7b-openwebtext", "--accelerator", "cpu")
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A mirror that has the token files of OpenWebText, ten tiny documents, under the names of the
-    published ones.
+    """Start a mirror with ten tiny documents as the token files of OpenWebText, under their
+    published names.
     """
     lens = np.full(10, 40, dtype=np.int32)
     ids = np.arange(400, dtype=np.uint16) % 250
@@ -42,6 +42,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the user's data folder, in a cache of this test and without proxies."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -65,7 +66,7 @@ def test_get_then_list_then_auto(shell: Shell, server: Server, cache: Path) -> N
     assert [line.split()[:4] for line in listed if line.startswith("openwebtext")] == [
         ["openwebtext", "1.52", "KiB", "here"]
     ]
-    # the case stands for its data
+    # the name of a case stands for its data set
     again = shell.ask("data", "get", "llama1-7b-openwebtext", "--json")
     assert (again.code, again.err) == (0, "")
     assert (again.json()["before"], again.json()["path"]) == (True, str(cache / "openwebtext"))
@@ -189,7 +190,7 @@ def test_an_interrupt_keeps_the_part_and_the_same_command_goes_on(
 def test_a_disk_that_runs_full_is_one_line(
     shell: Shell, server: Server, small_disk: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server does not say how large the file is, so that nobody could know before."""
+    """The server does not send the size of the file, so the lack of space cannot be known before."""
     monkeypatch.setattr("steelyard.sources.download.SPARE_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
     server.pages[f"/m/openwebtext/{STEM}_ids.npy"] = Page(
@@ -209,7 +210,7 @@ def test_a_disk_that_runs_full_is_one_line(
 
 @pytest.mark.full
 def test_a_run_takes_what_was_got(shell: Shell, server: Server, cache: Path) -> None:
-    """A model of two layers at size full, its documents from the folder that get made."""
+    """A model of two layers runs at size full with the documents that `data get` downloaded."""
     assert (
         shell.ask("data", "get", "openwebtext", "--mirror", f"{server.url}/m", "--quiet").code == 0
     )
@@ -246,7 +247,7 @@ def test_a_run_takes_what_was_got(shell: Shell, server: Server, cache: Path) -> 
     done = shell(*command, XDG_CACHE_HOME=str(cache.parents[1]))
     (record,) = shell.records()
     assert record["data"]["source"] == STEM, done.err
-    assert record["status"] != "failed"  # a busy machine makes it invalid
+    assert record["status"] != "failed"  # it may be invalid on a busy machine
 
 
 def test_a_model_of_the_hub(shell: Shell, server: Server, cache: Path) -> None:

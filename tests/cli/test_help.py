@@ -1,4 +1,4 @@
-"""What a newcomer asks first: help, completion, and whether anything happens."""
+"""Tests of help, shell completion and the first line that a command prints."""
 
 import re
 import shlex
@@ -31,14 +31,16 @@ FIRST = ("--data", "--weights", "--size", "--engine", "--devices", "--model", "-
 
 
 def examples(text: str) -> list[str]:
-    """The commands of the example(s) in a help."""
+    """Return the commands in the examples of a help text."""
     return re.findall(
         r"steelyard (?:[^\n]*\\\n)*[^\n]*", text.split("Example", 1)[1].split("\n\n")[0]
     )
 
 
 def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
-    """Each option of all verbs: the parameter, and how it is declared."""
+    """Return each option of all commands of a typer application: the parameter's name and its
+    declaration.
+    """
     verbs = [one.callback for one in of.registered_commands if one.callback]
     hints = [hint for verb in verbs for hint in get_type_hints(verb, include_extras=True).items()]
     own = [(name, info) for name, hint in hints for info in getattr(hint, "__metadata__", ())]
@@ -51,14 +53,14 @@ def options(of: typer.Typer) -> "list[tuple[str, typer.models.OptionInfo]]":
 
 
 def test_a_placeholder_never_becomes_an_options_name() -> None:
-    """typer 0.27 calls an option `--SIZE` where its placeholder is its name in capitals and nothing
-    else names it.
+    """typer 0.27 names an option `--SIZE` where its placeholder is the parameter's name in capitals
+    and no other name is declared.
     """
     found = options(app)
     assert len(found) > 100
     alike = {name: info for name, info in found if (info.metavar or "").lower() == name}
     assert len(alike) > 5
-    # its first argument
+    # the default of an OptionInfo is the first declared name
     assert {name: info.default for name, info in alike.items()} == {
         name: f"--{name}" for name in alike
     }
@@ -81,16 +83,17 @@ def test_help_fits_80_columns_and_has_an_example(shell: Shell, verb: tuple[str, 
     "verb", [verb for verb in EVERY if verb and verb[-1] not in GROUPS], ids=" ".join
 )
 def test_examples_are_understood(shell: Shell, verb: tuple[str, ...]) -> None:
-    """Options and arguments of every example parse; what they name is not looked for."""
+    """Options and arguments of every example parse; the files that they name need not exist."""
     command: Any = _command(verb)
     for line in examples(shell.ask(*verb, "-h").out):
         words = shlex.split(line.replace("\\\n", " ").partition(" > ")[0])
-        if words[1] == verb[0]:  # an example may also show another verb
+        if words[1] == verb[0]:  # an example may also show another command
             assert words[: len(verb) + 1] == ["steelyard", *verb]
             command.make_context("steelyard", words[len(verb) + 1 :])
 
 
 def _command(verb: tuple[str, ...]) -> Any:
+    """Return the click command of these words, such as ("data", "get")."""
     import typer
 
     found: Any = typer.main.get_command(app)
@@ -173,7 +176,7 @@ def test_bash_completes_names_and_imports_nothing_heavy(
 
 def test_the_completion_script_is_for_steelyard(shell: Shell) -> None:
     done = shell("--show-completion", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert done.code == 2  # then it takes the name of a shell
+    assert done.code == 2  # without detection a shell must be named
     done = shell("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert (done.code, done.err) == (0, "")
     assert "_STEELYARD_COMPLETE=complete_bash" in done.out
@@ -248,7 +251,7 @@ def test_how_wide_lines_may_be(
     monkeypatch.delenv("COLUMNS", raising=False)
     if told is not None:
         monkeypatch.setenv("COLUMNS", told)
-    assert printing.find_width(wide) == columns  # stdout of a test is no terminal
+    assert printing.find_width(wide) == columns  # in tests stdout is no terminal
 
 
 def test_show_smoke_lists_what_run_smoke_runs(shell: Shell) -> None:

@@ -1,4 +1,4 @@
-"""Models of one's own from the command line: case new and run --model."""
+"""Tests of `case new` and `run --model`, which take a user's model."""
 
 import json
 import shutil
@@ -17,11 +17,13 @@ from steelyard.cli.printing import OutputOptions
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Hugging Face folder of a tiny GPT-2."""
     return folder_of("gpt2", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Hugging Face folder of a tiny Qwen2."""
     return folder_of("qwen2", tmp_path_factory.mktemp("models"))
 
 
@@ -116,8 +118,9 @@ def test_problems_of_a_file_are_shown_one_a_line(shell: Shell, qwen2: Path, tmp_
 def test_weights_of_another_model_are_named_before_memory(
     shell: Shell, qwen2: Path, gpt2: Path
 ) -> None:
-    """The three causes that used to be named wrongly: a Qwen2 with biases, and types that are no
-    Llama at all. The case's model would not fit into the memory of any machine."""
+    """A Qwen2 with biases and a type that is no Llama are named as the cause, although the case's
+    model would not fit into any memory.
+    """
     huge = ("--set", "question.model.layers=1000000", "--data", str(qwen2))
     for folder, model_type in ((qwen2, "qwen2"), (gpt2, "gpt2")):
         done = shell.ask("run", "llama2-7b-mmlu", "--weights", folder, *huge)
@@ -175,7 +178,7 @@ def test_a_model_of_another_type_runs_by_engine_transformers(shell: Shell, gpt2:
 
 @pytest.fixture
 def config_only(qwen2: Path, tmp_path: Path) -> Path:
-    """The folder of a model whose weights are not downloaded yet."""
+    """Return the folder of a model whose weights are not downloaded yet."""
     folder = tmp_path / "tiny-qwen2"
     folder.mkdir()
     shutil.copy(qwen2 / "config.json", folder)
@@ -184,7 +187,7 @@ def config_only(qwen2: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """What command lines ask to run, with nothing run."""
+    """Collect the requests of command lines instead of running them."""
     made: list[Request] = []
 
     def keep(requests: list[Request], output: OutputOptions) -> int:

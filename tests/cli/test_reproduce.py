@@ -1,4 +1,4 @@
-"""reproduce as a user meets it."""
+"""Tests of the command `reproduce`."""
 
 import json
 from dataclasses import replace
@@ -25,6 +25,8 @@ NAME = "llama2-7b-mmlu-smoke-closed"
 
 
 def trained(folder: Path, header_sha256: str) -> Path:
+    """Return a copy of a published record that claims real weights with this header hash."""
+
     def change(table: dict[str, Any]) -> None:
         table["weights"] = {"source": "huggingface", "header_sha256": header_sha256}
 
@@ -154,7 +156,7 @@ def test_the_comparison_is_printed_and_its_exit_code_is_compares(
     told = json.loads(capsys.readouterr().out)
     assert sorted(told) == ["comparison", "here", "records", "remarks"]
     assert told["comparison"]["ratio"]["value"] == 1.0
-    # one of three runs is missing
+    # two of the three requested runs ended
     assert verb._print_comparison(base, list(base.records), (), 0.01, OutputOptions(), 3) == 1
 
 
@@ -201,7 +203,7 @@ def test_a_run_is_reproduced_whole(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_a_case_that_does_not_ship_is_asked_again(shell: Shell) -> None:
-    """Its record alone is left: the file of the case is gone."""
+    """Only the record is left; the case file was deleted."""
     from steelyard.case import resolve
 
     shipped = (Path(resolve.__file__).parents[1] / "cases" / "llama2-7b-mmlu.toml").read_text()

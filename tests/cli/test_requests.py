@@ -1,4 +1,4 @@
-"""What a command line asks to run: settings, devices, and the label of each run."""
+"""Tests of the requests that a command line makes: settings, devices, and the label of each run."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,9 @@ from steelyard.run.checked_request import check_request
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
-    """What a command line asks to run, with nothing run."""
+    """Return a function that makes the requests of `steelyard run` with these arguments, without
+    running them.
+    """
 
     def ask(*arguments: str) -> list[Request]:
         made: list[Request] = []
@@ -36,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Request]]:
 
 
 def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
-    """Every case as if its file said on how many devices it is shown."""
+    """Let every case name these numbers of devices, as if its file did."""
     real = resolve.resolve_case
 
     def shown(*arguments: Any) -> resolve.ResolvedCase:
@@ -47,7 +49,7 @@ def show_on(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, devices: int, divisible: bool = False) -> None:
-    """A machine whose only accelerator has so many devices."""
+    """Pretend that this machine has this many devices of a fake accelerator, besides its CPU."""
     found = [DetectedDevice("Abacus", None, None, i, None) for i in range(devices)]
     row = Accelerator("abacus", lambda: found, accelerators.CPU.sources, {}, divisible)
     monkeypatch.setattr(
@@ -99,7 +101,7 @@ def test_devices_default_to_one(asked: Asked, monkeypatch: pytest.MonkeyPatch) -
         ((1, 2, 4), 3, False, [1, 2]),
         ((2, 4), 2, False, [2]),
         ((2,), 1, False, [1]),
-        ((1, 2), 0, False, [1]),  # refused later, with what is missing
+        ((1, 2), 0, False, [1]),  # refused later, when devices are checked
         ((1, 2), 1, True, [1, 2]),
         ((1,), 8, False, [1]),
     ],

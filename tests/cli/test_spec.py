@@ -1,4 +1,4 @@
-"""The verb spec on this machine's CPU, with real workers."""
+"""Tests of the command `spec` on this machine's CPU, with real workers."""
 
 import signal
 import time
@@ -17,6 +17,7 @@ QUICK = ("spec", "--quick", "--accelerator", "cpu")
 
 @pytest.fixture
 def shell(tmp_path: Path):
+    """Return a shell in the test's folder, and end its processes after the test."""
     one = Shell(tmp_path)
     yield one
     one.clean()
@@ -24,8 +25,8 @@ def shell(tmp_path: Path):
 
 @pytest.mark.full
 def test_a_quick_one_on_two_ranks(shell: Shell):
-    """Exchanges too. What a busy machine has no time for says so; what it has is right, and
-    verifies.
+    """Two ranks measure exchanges too. Rows for which a busy machine has no time say so; the others
+    are correct, and the record verifies.
     """
     done = shell(*QUICK, "--devices", "2", "--out", shell.out, "--json")
     assert done.code == 0, done.err

@@ -1,5 +1,5 @@
-"""Sweeps as a user meets them: every point once, only what is missing the next time, and refusals
-before anything is run.
+"""Tests of sweeps: every point is run once, only missing ones the next time, and mistakes are
+refused before the first run.
 """
 
 import json
@@ -25,7 +25,7 @@ TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cp
 
 
 def begin(lines: list[str]) -> list[str]:
-    """What the lines of a sweep say, without the paths."""
+    """Return the lines of a sweep without their paths."""
     return [line.partition(": ")[0] if "/" in line else line for line in lines]
 
 
@@ -43,7 +43,7 @@ def test_a_sweep_runs_what_is_missing(shell: Shell) -> None:
     found = sorted(shell.out.iterdir())
     assert [json.loads(path.read_text())["tune"]["batch_tokens"] for path in found] == [4096, 8192]
 
-    again = shell(*TWO, "--out", shell.out)  # nothing is run
+    again = shell(*TWO, "--out", shell.out)  # all points have records
     assert (again.code, again.out) == (0, first.out)
     assert again.lines == [
         names[0],
@@ -205,7 +205,9 @@ def test_mistakes_get_one_line(shell: Shell, arguments: tuple[str, ...], said: s
 
 @pytest.fixture
 def carried(monkeypatch: pytest.MonkeyPatch, smoke: dict[str, Path]) -> list[CheckedRequest]:
-    """What a sweep runs, with nothing run: each run gives the next of `statuses`, or is valid."""
+    """Return the list of runs that sweeps request, with nothing run: each gets its status from
+    `STATUSES`, or is valid.
+    """
     done: list[CheckedRequest] = []
     real = record.read_record(smoke["closed"])
 
@@ -230,12 +232,14 @@ STATUSES: dict[int, tuple[str, list[record.Reason]]] = {}
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, number: int, status: str, *codes: str) -> None:
+    """Let the run of this number end with this status and reason codes."""
     monkeypatch.setitem(
         STATUSES, number, (status, [record.Reason(code=code, text="told") for code in codes])
     )
 
 
 def points(runs: list[CheckedRequest]) -> list[dict[str, str]]:
+    """Return the swept values of each run."""
     return [dict(one.request.point) for one in runs]
 
 
@@ -332,7 +336,7 @@ def test_scaling_of_points(shell: Shell, carried: list[CheckedRequest]) -> None:
 
 @pytest.fixture
 def asked() -> CheckedRequest:
-    """The request that the smoke fixture answers."""
+    """Return the checked request of the smoke fixture's closed run."""
     return check_request(
         Request(resolve.resolve_case(CASE, "smoke", division="closed"), accelerator="cpu")
     )

@@ -1,5 +1,5 @@
-"""Progress of a run: its line, a line every half a minute without a terminal, and what a terminal
-sees.
+"""Tests of a run's progress: its line, a line every 30 seconds without a terminal, and what a
+terminal shows.
 """
 
 import io
@@ -45,7 +45,7 @@ def test_progress_line(progress: PhaseProgress, text: str) -> None:
 
 
 def test_progress_line_fits_the_terminal() -> None:
-    """The bar gives way first; what is left of a line is cut by the terminal's own width."""
+    """The bar is shortened first; the terminal cuts what is still too long."""
     long = PhaseProgress("a phase with a rather long name", 14042, 140420, 3600.0)
     rest = "14042/140420  3.90/s  1:00:00, 9:00:00 left"
     assert format_progress(long) == f"a phase with a rather long name  {rest}"
@@ -68,7 +68,7 @@ def test_clock() -> None:
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that moves only when a test sets `now_s`, in seconds."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -126,7 +126,9 @@ def test_a_phase_without_counts_says_how_long_it_has_taken(
 
 
 def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, str, str]:
-    """Exit code, stdout, and what the terminal saw."""
+    """Run a command with a pseudo-terminal as its stderr; return exit code, stdout, and what the
+    terminal received.
+    """
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "steelyard", *arguments]
     env = shell.env(**{"TERM": "xterm-256color", "COLUMNS": "80", **variables})
@@ -139,7 +141,7 @@ def on_terminal(shell: Shell, *arguments: str, **variables: str) -> tuple[int, s
         if select.select([ours], [], [], 0.1)[0]:
             try:
                 seen += os.read(ours, 65536)
-            except OSError:  # how Linux says that the other side is closed
+            except OSError:  # Linux: the other side is closed
                 break
         elif process.poll() is not None:
             break
@@ -172,7 +174,7 @@ def test_a_terminal_without_colours(shell: Shell, variables: dict[str, str]) -> 
     assert code == 0, seen
     assert f"valid: {shell.out}" in seen
     assert not re.search(r"\x1b\[[0-9;]*m", seen)
-    assert ("\x1b" in seen) == ("NO_COLOR" in variables)  # a line that changes is no colour
+    assert ("\x1b" in seen) == ("NO_COLOR" in variables)  # rewriting a line is no colour
 
 
 def test_quiet_says_nothing_but_the_result(shell: Shell) -> None:

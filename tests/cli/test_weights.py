@@ -1,5 +1,5 @@
-"""The verbs of checkpoints as their users meet them; the work itself, which is tested elsewhere, is
-a stand-in here.
+"""Tests of `weights inspect` and `weights convert` as commands; stand-ins replace the modules that
+do the work.
 """
 
 import io
@@ -41,6 +41,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 @dataclass(frozen=True)
 class Inspection:
+    """The facts of a checkpoint, with the fields of the real inspection."""
+
     layout: str = "megatron"
     tp: int = 2
     iteration: str | None = "0135000"
@@ -56,13 +58,19 @@ class Inspection:
 
 @dataclass(frozen=True)
 class Conversion:
+    """The result of a conversion, with the fields of the real one; `kept` counts files that were
+    complete before.
+    """
+
     files: list[tuple[str, int]]
     size_bytes: int
     reused: int
 
 
 class Worker:
-    """What stands in for those modules: it answers `found` and `made`, or raises `error`."""
+    """A stand-in for the inspection and conversion modules: it stores its calls, and returns
+    `found` or `made` or raises `error`.
+    """
 
     def __init__(self) -> None:
         self.found = Inspection()
@@ -90,6 +98,7 @@ class Worker:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """Replace both modules by stand-ins and return them."""
     one = Worker()
     for verb, name in NAMES.items():
         module = ModuleType(name)
@@ -100,7 +109,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """A command in this process, as `main` ends it, in a folder with a checkpoint `src`."""
+    """Return a function that runs a `weights` command in this process, in a folder with an empty
+    checkpoint `src`.
+    """
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path)
 
@@ -210,7 +221,7 @@ def test_inspect_json(run: Run, worker: Worker) -> None:
 
 
 def test_inspect_a_glm(run: Run, tmp_path: Path) -> None:
-    """With the real module, in text and in JSON; converting it is refused."""
+    """The real module is used, in text and in JSON; converting such a checkpoint is refused."""
     glm_checkpoints.put(tmp_path / "glm", glm_checkpoints.weights())
     code, out, err = run("inspect", "glm")
     assert (code, err) == (0, "")
@@ -299,7 +310,7 @@ def test_convert_json(run: Run, worker: Worker, terminal: io.StringIO) -> None:
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What a terminal on stderr would see of the progress."""
+    """Return the text that a terminal on stderr would receive of the progress."""
     seen, console = io.StringIO(), rich.console.Console
 
     def make(stderr: bool, quiet: bool) -> rich.console.Console:

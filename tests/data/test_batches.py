@@ -1,4 +1,6 @@
-"""Packing: exact arrays on an example worked out by hand, and bins and batches of equal size."""
+"""Test packing of prompts: exact arrays of an example worked out by hand, bins of equal size, and
+sorted batches.
+"""
 
 import random
 from itertools import product
@@ -14,12 +16,12 @@ from steelyard.data.prompt_batches import PromptBatch, PromptPiece
 ROWS = [[1, 2, 3, 10], [1, 2, 3, 20, 21], [7, 8], [1, 2, 3, 30], [9, 4], [9, 5, 6]]
 GROUPS = [0, 0, 1, 0, 2, 2]
 SHARED = [3, 0, 1]
-# Seeds whose random order of three groups is the one named.
+# Seeds with which three groups are drawn in the order 0, 1, 2 and 2, 0, 1.
 SEED_012, SEED_201 = 2, 1
 
 
 def arrays(batch: PromptBatch) -> dict[str, Any]:
-    """Every field as plain values, so that a comparison shows what differs."""
+    """Return every field of a batch with arrays as lists, so that a comparison shows what differs."""
     out = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
@@ -56,10 +58,10 @@ def test_closed_batch_by_hand() -> None:
 def test_prefixes() -> None:
     assert prompt_batches.measure_prefixes(ROWS, GROUPS) == SHARED
     assert prompt_batches.measure_prefixes([], []) == []
-    assert prompt_batches.measure_prefixes([[1, 2, 3]], [0]) == [0]  # nobody to share with
-    # equal prompts: one token is left to each
+    assert prompt_batches.measure_prefixes([[1, 2, 3]], [0]) == [0]  # a group of one shares nothing
+    # equal prompts: the last token of each is not shared
     assert prompt_batches.measure_prefixes([[1, 2], [1, 2]], [0, 0]) == [1]
-    # one is the beginning of the other
+    # one prompt is the beginning of the other: its last token is not shared
     assert prompt_batches.measure_prefixes([[1, 2, 3, 4], [1, 2, 3]], [0, 0]) == [2]
     assert prompt_batches.measure_prefixes([[5, 1], [6, 1], [5, 1]], [0, 0, 0]) == [0]
     assert prompt_batches.measure_prefixes(
@@ -144,7 +146,7 @@ def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
         is None
     )
     assert prompt_batches.make_open_batch(ROWS, BINS[0], None, SHARED, 3).keep is None
-    # A group that goes on over a third bin stays where the first bin left it.
+    # A prefix that the first bin kept stays in the cache for a third bin and is not kept again.
     assert (
         prompt_batches.make_open_batch(
             ROWS, [PromptPiece(0, 1, 2)], [PromptPiece(0, 3, 1)], SHARED, 3
@@ -154,7 +156,9 @@ def test_a_prefix_is_kept_only_for_a_group_that_goes_on() -> None:
 
 
 def test_open_bins_by_hand() -> None:
-    """13 tokens in bins of about 5: three bins of 4.33. Group 0 spills over."""
+    """13 tokens in bins of at most 5 make three bins of about 4.33; group 0 continues in the second
+    bin.
+    """
     assert prompt_batches.plan_open_bins(ROWS, GROUPS, 5, SEED_012) == [
         [
             [PromptPiece(0, None, 3), PromptPiece(0, 0, 1), PromptPiece(0, 1, 2)],
@@ -171,8 +175,8 @@ def test_open_bins_by_hand() -> None:
 
 
 def test_open_bins_over_ranks_by_hand() -> None:
-    """A group cut between ranks has its prefix on both; the ranks' ends are at 6.5, or at 4.33 and
-    8.67 of 13 tokens.
+    """A group divided between ranks has its prefix on both. The ranks' shares of 13 tokens end at
+    6.5, or at 4.33 and 8.67.
     """
     assert prompt_batches.plan_open_bins(ROWS, GROUPS, 100, SEED_012, replicas=2) == [
         [
@@ -233,7 +237,9 @@ def test_more_ranks_than_prompts() -> None:
     [([3, 4, 2], [3, 4, 2]), ([1], [1]), ([5, 2, 7], [5, 11, 8]), ([3, 1], [103, 1])],
 )
 def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
-    """A query sees every key that is not after it, with both aligned at their row's end."""
+    """A query attends to every key that is not after it, with queries and keys aligned at the end
+    of their row.
+    """
     pairs = square = 0
     for q, k in zip(q_lens, k_lens, strict=True):
         for i, j in product(range(q), range(k)):
@@ -246,8 +252,8 @@ def test_counts_by_brute_force(q_lens: list[int], k_lens: list[int]) -> None:
 
 
 def test_equal_bins_by_hand() -> None:
-    """32 tokens, budget 16, longest first into the emptiest: 9 | 7, 7 then 5, 3 to the first and 1
-    to the second.
+    """32 tokens with a budget of 16 make two bins; prompts go longest first into the emptiest bin:
+    9, 5 and 3 into one, 7, 7 and 1 into the other.
     """
     lengths = [5, 3, 9, 1, 7, 7]
     for seed in range(5):
@@ -273,15 +279,15 @@ def test_equal_bins(multiple: int, seed: int) -> None:
 
 
 def test_any_prefix_of_the_bins_is_a_fair_sample() -> None:
-    """Neither bins nor the prompts in them come sorted: the mean length of a bin's first prompts is
-    that of all.
+    """Neither the bins nor the prompts in them are sorted by length: the mean length of the bins'
+    first prompts is that of all prompts.
     """
     rng = random.Random(0)
     lengths = [rng.randrange(200, 2049) for _ in range(2000)]
     bins = prompt_batches.deal_equal_bins(lengths, 16384, 0)
     mean = sum(lengths) / len(lengths)
     firsts = [lengths[one[0]] for one in bins]
-    # 3 standard errors; longest first would give 1900
+    # 150 tokens are 3 standard errors of the mean; with the longest first it would be 1900
     assert abs(sum(firsts) / len(firsts) - mean) < 150
     half = [lengths[i] for one in bins[: len(bins) // 2] for i in one]
     assert abs(sum(half) / len(half) - mean) < 50
@@ -292,7 +298,9 @@ def test_a_prompt_longer_than_the_budget_is_a_bin() -> None:
 
 
 def test_sorted_batches_by_hand() -> None:
-    """30 and 17 pad to 32 each, which fills 64; 16, 5 and 3 pad to 16."""
+    """30 and 17 are padded to 32 each, which fills a batch of 64 tokens; 16, 5 and 3 are padded to
+    16.
+    """
     for seed in range(4):
         assert sorted(prompt_batches.make_sorted_batches([5, 17, 16, 3, 30], 64, 16, seed)) == [
             [2, 0, 3],
@@ -308,7 +316,9 @@ def test_sorted_batches_by_hand() -> None:
 
 
 def test_sorted_batches_leave_no_batch_of_one_behind() -> None:
-    """Two of 32 fill 64; the 16 that is left over joins them rather than being a shape of its own."""
+    """Two prompts padded to 32 fill 64 tokens; the prompt of 16 that is left joins them instead of
+    being a batch with a shape of its own.
+    """
     assert prompt_batches.make_sorted_batches([30, 17, 16], 64, 16, 0) == [[0, 1, 2]]
 
 
@@ -320,7 +330,7 @@ def test_sorted_batches(seed: int) -> None:
     assert sorted(i for one in bins for i in one) == list(range(300))
     for one in bins:
         width = -(-max(lengths[i] for i in one) // 16) * 16
-        assert (len(one) - 1) * width <= 8192  # one may have taken in a last batch of one
+        assert (len(one) - 1) * width <= 8192  # it may have taken in a last prompt
     longest = [max(lengths[i] for i in one) for one in bins]
     assert longest != sorted(longest)
     assert longest != sorted(longest, reverse=True)

@@ -1,5 +1,5 @@
-"""Byte-level BPE from vocab.json and merges.txt: by hand, as published, where it is looked for, and
-files that are none.
+"""Test byte-level BPE from vocab.json and merges.txt: ids by hand and as published, the order of
+search, and refusals of invalid files.
 """
 
 import hashlib
@@ -23,6 +23,9 @@ MERGES = "#version: 0.2\na b\nĠ ab\n"
 def bpe_folder(
     folder: Path, pieces: Any = PIECES, merges: str | None = MERGES, special: str | None = None
 ) -> Path:
+    """Write vocab.json, merges.txt and special_tokens.txt to a folder and return it; a file whose
+    content is None is not written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = {piece: i for i, piece in enumerate(pieces)} if isinstance(pieces, list) else pieces
     for name, text in (
@@ -116,6 +119,7 @@ def test_byte_level_bpe_is_looked_for_last(data_dir: Path, tmp_path: Path) -> No
 
 
 def ids(**changes: Any) -> dict[str, Any]:
+    """Return the ids of PIECES with some changed or added."""
     return {**{piece: i for i, piece in enumerate(PIECES)}, **changes}
 
 

@@ -1,4 +1,6 @@
-"""Token files and the rows cut from them, on corpora small enough to work out by hand."""
+"""Test token files and the training rows cut from them, on corpora small enough to work out by
+hand.
+"""
 
 import hashlib
 import io
@@ -29,18 +31,20 @@ X = IGNORED
 
 
 def corpus(*documents: list[int], dtype: str = "uint16") -> Corpus:
+    """Return a corpus of documents in memory."""
     ids = np.array([token for document in documents for token in document], dtype=dtype)
     return Corpus(ids, np.cumsum([len(document) for document in documents], dtype=np.int64), "hand")
 
 
 def write(prefix: Path, ids: Any, lens: Any, docs: Any) -> Path:
+    """Write a pair of token files and return its prefix."""
     np.save(f"{prefix}_ids.npy", ids)
     np.savez(f"{prefix}_idx.npz", lens=lens, docs=docs)
     return prefix
 
 
 def pair(prefix: Path, dtype: str = "uint16") -> Path:
-    """Three documents: 1 2 3 (two sentences), 4 5, 6."""
+    """Write a pair with three documents and return its prefix: 1 2 3 (two sentences), 4 5, and 6."""
     return write(
         prefix,
         np.arange(1, 7, dtype=dtype),
@@ -50,12 +54,13 @@ def pair(prefix: Path, dtype: str = "uint16") -> Path:
 
 
 def plain(row: TrainingRow) -> tuple[list[int], list[int], tuple[int, ...], int, int]:
+    """Return a row as (tokens, targets, lens, real, samples) with arrays as lists."""
     return row.tokens.tolist(), row.targets.tolist(), row.lens, row.real, row.samples
 
 
 def order(found: Corpus, seed: int, epoch: int) -> list[int]:
-    """The first token of each training document in the order of an epoch, which is one row of its
-    length.
+    """Return the first token of each training document in the order of an epoch, read from a row as
+    long as an epoch.
     """
     whole = int(found.ends[split_documents(len(found.ends))[0][-1]])
     row = CorpusRows(found, whole, 1, seed, 1).row(epoch)
@@ -120,6 +125,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def npy(array: Any, **options: Any) -> bytes:
+    """Return an array as the bytes of a .npy file."""
     out = io.BytesIO()
     np.save(out, array, **options)
     return out.getvalue()
@@ -163,6 +169,7 @@ def test_bad_tokens_are_refused(tmp_path: Path, content: bytes, reason: str) -> 
 
 
 def archive(compression: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:
+    """Return the bytes of an .npz file with these .npy members."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as file:
         for name, content in members.items():
@@ -341,7 +348,7 @@ def test_too_few_documents_are_refused(documents: int) -> None:
 
 
 def test_rows_worked_out_by_hand() -> None:
-    """One training document, so the order of an epoch is known: 1 2 3 4 5, again and again."""
+    """There is one training document, so every epoch is 1 2 3 4 5."""
     rows = CorpusRows(corpus([1, 2, 3, 4, 5], [7, 8, 9], [6]), 3, 2, 0, 1)
     assert plain(rows.row(0)) == ([1, 2, 3], [2, 3, 4], (3,), 3, 1)
     assert plain(rows.row(1)) == ([4, 5, 1], [5, X, 2], (2, 1), 3, 1)
@@ -418,7 +425,7 @@ def test_the_order_changes_with_epoch_and_seed_alone() -> None:
     orders = [order(MANY, seed, epoch) for seed in (3, 4) for epoch in (0, 1)]
     assert all(sorted(one) == list(range(38)) for one in orders)
     assert len({tuple(one) for one in orders}) == 4
-    # Drawn once and kept here: every version of numpy must draw the same.
+    # Drawn once and written down: every version of numpy must draw the same order.
     assert order(corpus(*[[i] for i in range(12)]), 3, 0) == [0, 4, 9, 7, 1, 5, 6, 3, 8, 2]
 
 

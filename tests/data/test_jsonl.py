@@ -1,4 +1,4 @@
-"""JSON lines: values with their places, limits, and refusals in one line."""
+"""Test reading JSON lines: values with their line numbers, size limits, and refusals in one line."""
 
 import gzip
 from pathlib import Path
@@ -14,6 +14,9 @@ CONTENT = b'{"a": 1}\n[2]\r\n"three"'
 
 
 def refusal(path: Path, most_line_bytes: int = 100, most_bytes: int | None = None) -> str:
+    """Return the message with which reading `path` is refused, without the path it begins with,
+    after checking that it is one line.
+    """
     with pytest.raises(RequestError) as caught:
         list(
             jsonl.read_json_lines(path, "a line is 1", most_line_bytes, most_bytes, "; it has 2 MB")

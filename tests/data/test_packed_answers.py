@@ -1,5 +1,5 @@
-"""The same answers however prompts are packed, from the model and from the engines that lay batches
-over ranks.
+"""Test that every packing of prompts gives the same answers, from the model and from engines that
+distribute batches over ranks.
 """
 
 import random
@@ -36,14 +36,15 @@ SHAPE = LlamaShape(
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
+    """Return a small Llama with random fp32 weights."""
     made = llama_weights.build_llama(SHAPE, CPU, torch.float32)
     llama_weights.fill_random_llama_weights(made, 3)
     return made
 
 
 def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Groups of random prompts, in mixed order. Group 0 shares nothing, group 1 is one prompt,
-    group 2 holds one twice.
+    """Return random prompts and their groups, shuffled. Prompts of group 0 share nothing, group 1
+    has one prompt, and group 2 holds one prompt twice.
     """
     rng = random.Random(f"prompts:{seed}")
     pairs: list[tuple[list[int], int]] = []
@@ -59,13 +60,16 @@ def prompts(seed: int) -> tuple[list[list[int]], list[int]]:
 
 
 def alone(model: Llama, rows: list[list[int]]) -> Tensor:
-    """Each prompt by itself."""
+    """Return the logits of each prompt computed in a batch of its own."""
     return torch.cat(
         [run(model, prompt_batches.make_closed_batch(rows, [i]), None) for i in range(len(rows))]
     )
 
 
 def run(model: Llama, batch: PromptBatch, prefix: list[PrefixCache] | None) -> Tensor:
+    """Return the logits of one batch, in the order of its items; `prefix` is the cache of shared
+    prefixes, which the batch may fill.
+    """
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
     rows = make_packed_layout(batch.q_lens, batch.k_lens, CPU, gather)
     keep = None if batch.keep is None else slice(*batch.keep)
@@ -80,6 +84,7 @@ def run(model: Llama, batch: PromptBatch, prefix: list[PrefixCache] | None) -> T
 def closed_ranks(
     rows: list[list[int]], budget: int, seed: int, world: int
 ) -> list[list[PromptBatch]]:
+    """Return the batches of each rank in division closed."""
     bins = prompt_batches.deal_equal_bins([len(row) for row in rows], budget, seed, world)
     return [
         [prompt_batches.make_closed_batch(rows, one) for one in bins[rank::world]]
@@ -90,6 +95,7 @@ def closed_ranks(
 def open_ranks(
     rows: list[list[int]], groups: list[int], budget: int, seed: int, world: int
 ) -> list[list[PromptBatch]]:
+    """Return the batches of each rank in division open, where shared prefixes are computed once."""
     shared = prompt_batches.measure_prefixes(rows, groups)
     return [
         [
@@ -101,8 +107,8 @@ def open_ranks(
 
 
 def answered(model: Llama, ranks: list[list[PromptBatch]], cache: int | None) -> Tensor:
-    """Logits by prompt. Every prompt is answered once; room for a cached prefix holds NaN until one
-    is kept in it.
+    """Return the logits of all prompts in their order, after checking that every prompt is answered
+    once. The prefix cache holds NaN until a batch fills it, so that an unfilled one would show.
     """
     found: dict[int, Tensor] = {}
     for own in ranks:
@@ -158,17 +164,18 @@ def test_the_comparison_sees_swapped_prompts(model: Llama) -> None:
         if float((found[a] - found[b]).abs().max()) <= 1e-3
     ]
     assert [(rows[a], a) for a, b in near] == [(rows[b], a) for a, b in near]
-    assert len(near) == 1  # the prompt that is there twice
+    assert len(near) == 1  # the prompt that draw_prompts repeats
 
 
-# The engines, which lay the batches over ranks.
+# The same comparison with engines, which distribute the batches over ranks themselves.
 
-LETTERS = [6, 22, 10, 24]  # tokens that are likely somewhere, so that every letter is chosen
+LETTERS = [6, 22, 10, 24]  # token ids chosen so that each letter is some prompt's likeliest
 
 
 def job(
     rows: list[list[int]], groups: list[int], division: str, rank: int, world: int, **tune: Any
 ) -> Job:
+    """Return the scoring job of one rank with these prompts."""
     settings = ["question.model.vocab=61", *(f"tune.{key}={value}" for key, value in tune.items())]
     count = len(rows)
     shared = Plan(nodes=1, devices=world, tp=1, pp=1, dp=world, launcher="local")
@@ -192,7 +199,7 @@ def job(
 
 
 def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int, int, int, int]]:
-    """(prompt, likeliest token, likeliest letter, finite) of all ranks."""
+    """Return (prompt, likeliest token, likeliest letter, finite) of all ranks, sorted by prompt."""
     rows, groups = prompts(5)
     out: list[tuple[int, int, int, int]] = []
     for rank in range(world):
@@ -208,7 +215,7 @@ def answers(name: str, division: str, world: int, **tune: Any) -> list[tuple[int
     return sorted(out)
 
 
-@pytest.mark.parametrize("world", [1, 3, 40])  # with 40 ranks, some get nothing to do
+@pytest.mark.parametrize("world", [1, 3, 40])  # with 40 ranks, some have no prompts
 def test_engines_answer_alike(world: int) -> None:
     assert len(prompts(5)[0]) < 40
     expected = answers("transformers", "closed", 1, batching="single")

@@ -1,6 +1,4 @@
-"""Ids that a user names: read within limits, one spelling for one selection, and which items they
-are.
-"""
+"""Test the ids that a user selects: read within limits, normalized, and resolved to items."""
 
 import gzip
 from pathlib import Path
@@ -17,6 +15,7 @@ FORM = "a line is an id, such as 12, or a range, such as 12-20; for a set with g
 
 
 def written(folder: Path, content: bytes) -> Path:
+    """Write a file of ids and return its path."""
     path = folder / "ids.txt"
     path.write_bytes(content)
     return path
@@ -165,7 +164,7 @@ def test_a_sample_of_a_selection_is_of_it() -> None:
     assert len(part) == 3
     assert set(part) < set(pool)
     assert part == sorted(part)
-    assert part == [pool[i] for i in choose_items(5, 3, 7)]  # drawn as of any set of five
+    assert part == [pool[i] for i in choose_items(5, 3, 7)]  # as of any five
     assert choose_items(40, None, 7, pool=pool) == pool
     with pytest.raises(RequestError) as caught:
         choose_items(40, 6, 7, pool=pool)

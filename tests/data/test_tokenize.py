@@ -1,4 +1,4 @@
-"""Texts into token files, and the verbs that make them and look into them."""
+"""Test turning texts into token files, and the commands `data pack` and `data inspect`."""
 
 import gzip
 import io
@@ -31,7 +31,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 class Endless(WordHashTokenizer):
-    """Does not tell which token ends a text."""
+    """A tokenizer that has no end token."""
 
     @property
     def end(self) -> Any:
@@ -39,23 +39,28 @@ class Endless(WordHashTokenizer):
 
 
 class Ending(WordHashTokenizer):
-    """Ends its sequences itself."""
+    """A tokenizer that appends its end token to every text."""
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[*ids, self.end] for ids in super().encode(texts)]
 
 
 def lines(path: Path, texts: list[str], key: str = "text") -> Path:
+    """Write texts as JSON lines under `key`, compressed if the name ends in .gz, and return the
+    path.
+    """
     content = "".join(json.dumps({"meta": [1], key: text}) + "\n" for text in texts).encode()
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     return path
 
 
 def documents(corpus: Corpus) -> list[list[int]]:
+    """Return the tokens of each document."""
     return [part.tolist() for part in np.split(corpus.ids, corpus.ends[:-1])]
 
 
 def left(folder: Path) -> list[str]:
+    """Return the sorted file names of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -226,7 +231,9 @@ def test_inspect_counts() -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """A command in this process, as `main` ends it, with the package's own tokenizer for every one."""
+    """Return a function that runs a `data` command in this process, with the word-hash tokenizer
+    for every path, and returns its exit status, stdout and stderr.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda places: MADE)
 
@@ -330,7 +337,7 @@ def test_progress_is_shown(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
     lines(tmp_path / "in.jsonl", TEXTS)
     assert run("pack", "in.jsonl", "--tokenizer", "any", "--out", "c")[0] == 0
     assert "MiB  " in stderr.getvalue()
-    assert "0/1" in stderr.getvalue()  # whole MiB of a small file
+    assert "0/1" in stderr.getvalue()  # progress is in whole MiB, and the file is small
 
 
 def test_interrupted_it_leaves_nothing(shell: Shell, tmp_path: Path) -> None:

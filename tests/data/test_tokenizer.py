@@ -1,5 +1,5 @@
-"""Tokenizers: ids as published, one vocabulary from two kinds of file, where one is looked for, and
-files that are none.
+"""Test tokenizers: ids as published, the same vocabulary from two kinds of file, the order of
+search, and refusals of invalid files.
 """
 
 import hashlib
@@ -28,8 +28,8 @@ from steelyard.tasks.questions import GeneratedQuestionsConfig
 
 @pytest.fixture(scope="module")
 def llama_json(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Llama vocabulary as a tokenizer.json: its pieces, and as merges every pair of pieces that
-    is a piece, by score.
+    """Return a tokenizer.json made of Llama's SentencePiece model: its pieces, and as merges every
+    pair of pieces that makes a piece, in the order of its score.
     """
     inner: Any = sentencepiece.SentencePieceProcessor(
         model_file=str(data_dir / "tokenizers" / "llama" / "tokenizer.model")
@@ -57,13 +57,13 @@ def test_made_tokens() -> None:
     tokens = WordHashTokenizer(512)
     ids = tokens.encode(["Answer: B", "Answer:", " A B C D", "A", ""])
     assert ids[0] == [1, *ids[1][1:], 3]
-    assert len(ids[1]) == 3  # beginning, "Answer", ":"
+    assert len(ids[1]) == 3  # begin token, "Answer", ":"
     assert ids[2] == [1, 2, 3, 4, 5]
     expected = 6 + int.from_bytes(hashlib.sha256(b"A").digest()[:4], "big") % 506
     assert ids[3] == [1, expected]
     assert ids[4] == [1]
     assert questions.find_answer_tokens(tokens) == [2, 3, 4, 5]
-    assert tokens.end == 0  # no text holds it: pieces begin at 6, answers at 2, and 1 begins
+    assert tokens.end == 0  # no text has it: 1 begins, 2-5 are letters, words from 6 on
 
 
 def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
@@ -77,7 +77,7 @@ def test_made_tokens_stay_in_the_vocabulary_and_off_the_answers() -> None:
         rows = WordHashTokenizer(vocab).encode(texts)
         assert all(1 <= one < vocab for row in rows for one in row)
         for text, row in zip(texts, rows, strict=True):
-            assert sum(2 <= one <= 5 for one in row) == 5  # the five answered examples
+            assert sum(2 <= one <= 5 for one in row) == 5  # the answers of the five examples
             assert row.count(1) == 1, text
 
 
@@ -168,7 +168,9 @@ def test_vocabularies_that_do_not_fit(size: int, vocab: int, allowed: str) -> No
 
 
 def test_search_order(data_dir: Path, tmp_path: Path) -> None:
-    """Places in their order; in each the json first, then the model, then the folder tokenizer/."""
+    """Folders are searched in order; in each tokenizer.json comes first, then tokenizer.model, then
+    the folder tokenizer/.
+    """
     model = (data_dir / "tokenizers" / "llama" / "tokenizer.model").read_bytes()
     empty, nested, both, file = (
         tmp_path / name for name in ("empty", "nested", "both", "my-own.json")
@@ -245,7 +247,7 @@ def test_truncated_model(data_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_pointer_in_place_of_a_model(tmp_path: Path) -> None:
-    """What a clone without Git LFS leaves."""
+    """A clone without Git LFS leaves such a file."""
     path = tmp_path / "tokenizer.model"
     path.write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:9e556afd\nsize 499723\n"

@@ -1,4 +1,6 @@
-"""BERT's word pieces from a vocab.txt: by hand, with the real vocabulary, and files that are none."""
+"""Test BERT's word pieces from a vocab.txt: ids by hand and with the real vocabulary, and refusals
+of invalid files.
+"""
 
 import hashlib
 import json
@@ -32,12 +34,16 @@ REAL_SHA256 = "862782a2264648a2a9f2fe0ffedb5b702c097f03e4e1fb97cb88380302342c2e"
 
 
 def vocabulary(folder: Path, *pieces: str, name: str = "vocab.txt") -> Path:
+    """Write a vocabulary, PIECES unless given, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(f"{piece}\n" for piece in pieces or PIECES))
     return folder / name
 
 
 def refusal(path: Path) -> str:
+    """Return the message with which loading a tokenizer is refused, after checking that it is one
+    line.
+    """
     with pytest.raises(RequestError) as caught:
         tokenizer.load_tokenizer([path])
     line = str(caught.value)
@@ -67,7 +73,7 @@ def test_pieces_by_hand(tmp_path: Path) -> None:
         [1, 4, 5, 5, 1],
         [],
         [7, 9, 8, 7, 10, 8],
-        [1],  # the invisible letter is cleaned away, and no piece is "aa"
+        [1],  # the zero-width space is removed, and "aa" is no piece
         [1],
     ]
 
@@ -134,7 +140,7 @@ def test_word_pieces_are_looked_for_last(data_dir: Path, tmp_path: Path) -> None
 
 
 def test_word_pieces_are_found_where_a_json_lies_beside_them(tmp_path: Path) -> None:
-    """As in a Hugging Face folder of BERT."""
+    """A Hugging Face folder of BERT holds both files."""
     path = vocabulary(tmp_path / "tokenizer")
     inner = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({piece: i for i, piece in enumerate(PIECES)})

@@ -1,8 +1,9 @@
-"""Real processes over gloo: runs of engine megatron one after the other, in one launch. Run by
-torchrun from test_parity.py.
+"""Train and score with engine megatron in real processes over gloo, one run after the other in one
+launch.
 
-Each run is a table: its case, settings, and what is special about it. The same tables make engine
-torch's runs, in the test process, which are what these are compared with.
+torchrun starts it for test_parity.py with a JSON file of runs. A run is a dict: its name, case,
+settings, and options such as `precision`, `weights` or `bug`. In the test process the same dicts
+make the runs of engine torch that results are compared with.
 """
 
 import gc
@@ -26,10 +27,10 @@ from steelyard.plan import degrees
 from steelyard.tasks.task import Sources
 from steelyard.training import adamw, checkpoint_folders
 
-KEEP_EVERY = 6  # of ten steps: one checkpoint a run
+KEEP_EVERY = 6  # one checkpoint in ten steps
 CORPUS, ALPACA = "llama1-7b-openwebtext", "aquila2-7b-alpaca"
 LAMBADA, MMLU = "aquila2-34b-lambada", "llama2-7b-mmlu"
-# rows that pad a divided vocabulary, grouped keys
+# a vocabulary that a tensor-parallel degree of 2 must pad, and grouped-query attention
 MODEL = ("layers=2", "heads=8", "kv_heads=4", "vocab=251")
 TRAIN = ("steps=10", "clip=2.0", "weight_decay=0.5")
 SETTINGS = {
@@ -49,6 +50,9 @@ SETTINGS = {
 
 
 def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
+    """Resolve a run's case and plan, prepare its inputs and return the engine that `make_engine`
+    makes of the job.
+    """
     name = one.get("case", CORPUS)
     settings = [
         *SETTINGS[name],
@@ -85,7 +89,9 @@ def build(one: dict, rank: int, world: int, make: Callable[[Job], Any]) -> Any:
 
 
 def train(engine: Any) -> dict:
-    """Losses and norms of every step, and the held-out loss before and after."""
+    """Run all passes of a training and return losses, gradient norms, rows and phases of the steps,
+    and the held-out losses before and after.
+    """
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
     for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
@@ -104,6 +110,7 @@ def train(engine: Any) -> dict:
 
 
 def score(engine: Any) -> dict:
+    """Run the passes val and infer and return their answers and the rows that this rank scored."""
     place = engine.job.place
     out: dict = {"place": [place.tp, place.pp, place.dp]}
     for name in ("val", "infer"):
@@ -118,7 +125,9 @@ def score(engine: Any) -> dict:
 def answer(
     one: dict, rank: int, world: int, of: dict[str, Callable[[Job], Any]]
 ) -> tuple[dict, Any]:
-    """What a run answered, and its engine."""
+    """Execute a run with the engine class for its work (`train` or `score`); return its results and
+    the engine. Sets the first loss scale of fp16.
+    """
     work = "score" if one.get("case") in (LAMBADA, MMLU) else "train"
     for module in (adamw, sys.modules.get("steelyard.engines.megatron.optimizer")):
         if module is not None:
@@ -128,7 +137,9 @@ def answer(
 
 
 def plant(bug: str | None) -> Callable[[], None]:
-    """Put a silent trap of Megatron's back; returns what takes it away again."""
+    """Put one silent trap of Megatron back into our code; return the function that removes it. None
+    plants nothing.
+    """
     from steelyard.engines.megatron import config
     from steelyard.engines.megatron.optimizer import MegatronAdam
 
@@ -154,7 +165,7 @@ def plant(bug: str | None) -> Callable[[], None]:
         changed(perform_initialization=False)
     elif bug == "fused_loss":
         changed(cross_entropy_loss_fusion=True)
-        torch.compiler.set_stance("force_eager")  # it rounds uncompiled, too
+        torch.compiler.set_stance("force_eager")  # it rounds without compilation too
     elif bug == "schedule_divides":
         changed(calculate_per_token_loss=False)
     elif bug == "no_scheduler":
@@ -174,9 +185,10 @@ def plant(bug: str | None) -> Callable[[], None]:
 
 
 def inside(engine: Any) -> dict:
-    """What only Megatron's objects tell: which parameters it takes for tensor parallel, each
-    group's weight decay, how many weights it updates, and how many of those bf16 can say. (A norm's
-    weights of 1.0 are some.)"""
+    """Return what only Megatron's objects say: parameters marked as tensor parallel, weight decay
+    of each group, how many weights this rank updates (`held`), and how many of those bf16
+    represents exactly (`rounded`), such as a norm's 1.0.
+    """
     stage = engine.trainer.model.stage
     marked = [
         name
@@ -193,6 +205,7 @@ def inside(engine: Any) -> dict:
 
 
 def main() -> None:
+    """Execute all runs of the JSON file and write this rank's results after each."""
     from megatron.core import parallel_state
 
     from steelyard.engines.megatron.score import MegatronScore
@@ -204,7 +217,7 @@ def main() -> None:
     out = {}
     for number, one in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         began = monotonic()
-        # anew for each plan: every group of gloo has a thread that wakes a hundred times a second
+        # new groups for each run: each gloo group has a thread that wakes 100 times a second
         if world > 1:
             dist.init_process_group(
                 "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
@@ -216,7 +229,7 @@ def main() -> None:
         out[one["name"]] = found | told | {"seconds": monotonic() - began}
         del engine
         parallel_state.destroy_model_parallel()
-        gc.collect()  # here, and not in the middle of the next plan
+        gc.collect()  # now, not during the next run
         if world > 1:
             dist.destroy_process_group()
         (Path(sys.argv[2]) / f"rank-{rank}-of-{world}.json").write_text(json.dumps(out))

@@ -1,4 +1,6 @@
-"""Engine megatron as a user meets it: what it refuses, and what `steelyard conform` says of it."""
+"""Engine megatron from the command line: what it refuses, whether it conforms, and what its records
+say.
+"""
 
 import json
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ CPU = (
 
 
 def told(**settings: object) -> dict:
+    """Return a training run with settings, whose dots are written as two underscores."""
     return {
         "case": CORPUS,
         "settings": {name.replace("__", "."): value for name, value in settings.items()},
@@ -79,7 +82,7 @@ def told(**settings: object) -> dict:
     ids=range(9),
 )
 def test_what_it_cannot_do_is_refused_in_one_line(one: dict, world: int, says: str) -> None:
-    """In a process without the patch, where it meets a CPU. Nothing is joined before it refuses."""
+    """Without the CPU patch, in one process: refusals come before any process group is made."""
     with pytest.raises(RequestError) as caught:
         build(one, 0, world, MegatronScore if one["case"] == MMLU else MegatronTrain)
     assert str(caught.value) == says
@@ -100,6 +103,7 @@ def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def patched(tmp_path: Path) -> Iterator[Shell]:
+    """A shell in which Megatron runs on a CPU."""
     one = Shell(tmp_path, (PATCH,))
     yield one
     one.clean()
@@ -138,7 +142,7 @@ def test_it_conforms(patched: Shell) -> None:
 
 
 def test_a_record_says_what_computed(patched: Shell) -> None:
-    """Two ranks, through the launcher, with checkpoints."""
+    """Two ranks by the launcher, with checkpoints."""
     run = (
         "run",
         CORPUS,

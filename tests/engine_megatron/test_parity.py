@@ -1,7 +1,7 @@
-"""Engine megatron beside engine torch, over real processes: losses, gradient norms and scores are
-the same under every plan.
+"""Engine megatron against engine torch, over real processes: losses, gradient norms and scores are
+equal under every plan.
 
-Needs megatron-core, which lives in a virtual environment of its own: `make engine-megatron`.
+Needs megatron-core, which has a virtual environment of its own: `make engine-megatron`.
 """
 
 import json
@@ -32,16 +32,18 @@ from steelyard.weights import llama_weights
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent
-NEAR = 1e-5  # of fp32, as a share
+NEAR = 1e-5  # relative error of fp32
 TIED = {"question.model.tied": "true", "question.model.qkv_bias": "true"}
-HUGE = 2.0**24  # the first steps of fp16 overflow with it, and are not taken
-# weights stay what they were
+HUGE = 2.0**24  # the first fp16 steps overflow and are skipped
+# one step at a negligible learning rate: weights stay as they were initialized
 STILL = {"question.train.steps": 1, "question.train.lr": 1e-12, "question.train.min_lr": 1e-12}
-FEW = {"question.train.steps": 4}  # of 16 bits, whose matmuls on a CPU are many times slower
+FEW = {"question.train.steps": 4}  # 16-bit matmuls on a CPU are slow
 
 
 def run(name: str, case: str = CORPUS, /, *, of: dict | None = None, **tune: object) -> dict:
-    """A run; `of` changes the question too, and everything else is how it is computed."""
+    """Return a run for plans.py. `question` holds settings that engine torch must share; keyword
+    arguments are tune settings of Megatron's run alone.
+    """
     how = {f"tune.{key}": value for key, value in tune.items()}
     return {"name": name, "case": case, "settings": {**(of or {}), **how}, "asked": of or {}}
 
@@ -106,7 +108,7 @@ SCORED = [one["name"] for one in NAMED.values() if one["case"] in (LAMBADA, MMLU
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the processes left of all runs."""
+    """The folder with the results of all runs, executed once by real processes."""
     out = tmp_path_factory.mktemp("megatron")
     for case in (CORPUS, LAMBADA):
         shape = llama_weights.get_llama_shape(
@@ -122,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tame(shape: LlamaShape) -> dict[str, torch.Tensor]:
-    """Values that a model can be trained from."""
+    """Return weights by Hugging Face name, scaled so that a model can be trained from them."""
     found = tensors_of(shape)
     return {
         name: 1 + one / 8 if one.dim() == 1 else one / math.sqrt(one.shape[-1])
@@ -131,12 +133,14 @@ def tame(shape: LlamaShape) -> dict[str, torch.Tensor]:
 
 
 def located(one: dict, out: Path) -> dict:
+    """Return a run with its checkpoint and weight names replaced by paths."""
     places = {key: str(out / "kept" / one[key]) for key in ("keep", "resume") if key in one}
     weights = {"weights": str(out / f"{one['weights']}-{one['case']}")} if "weights" in one else {}
     return one | places | weights
 
 
 def launch(out: Path, world: int, runs: list[dict]) -> None:
+    """Execute runs in `world` processes and fail the test if one exits with an error."""
     (out / f"asked-{world}.json").write_text(json.dumps(runs))
     torchrun = [
         "-m",
@@ -159,6 +163,7 @@ def launch(out: Path, world: int, runs: list[dict]) -> None:
 
 @cache
 def ranks(folder: Path, name: str) -> list[dict]:
+    """Return the results of a run, one dict per rank."""
     world = WORLD[name]
     return [
         json.loads((folder / f"rank-{i}-of-{world}.json").read_text())[name] for i in range(world)
@@ -166,7 +171,7 @@ def ranks(folder: Path, name: str) -> list[dict]:
 
 
 def by_torch(folder: Path, name: str) -> dict:
-    """The same question, by engine torch in one process."""
+    """Return the results of engine torch on the same question, in one process."""
     one = NAMED[name]
     packed = {key: value for key, value in one["settings"].items() if key == "tune.pack"}
     alike = {"settings": {**one["asked"], **packed}} | {
@@ -181,7 +186,7 @@ def _by_torch(one: str) -> dict:
 
 
 def furthest(one: list[float], other: list[float]) -> float:
-    """As a share of the other."""
+    """Return the largest difference as a fraction of the expected value."""
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
@@ -189,7 +194,7 @@ def furthest(one: list[float], other: list[float]) -> float:
 def test_every_plan_learns_what_engine_torch_learns(folder: Path, name: str) -> None:
     expected, found = by_torch(folder, name), ranks(folder, name)
     assert len(expected["losses"]) == 10
-    for rank in found:  # all of them know
+    for rank in found:  # every rank reports them
         assert furthest(rank["losses"], expected["losses"]) <= NEAR
         assert furthest(rank["norms"], expected["norms"]) <= NEAR
         assert rank["source"] == expected["source"]
@@ -217,7 +222,7 @@ def test_what_they_are_compared_with_learns(folder: Path) -> None:
         told = by_torch(folder, name)
         assert told["losses"][-1] < told["losses"][0] - 0.5
         assert told["after"]["nll"] < told["before"]["nll"]
-    # some are clipped
+    # clip=2.0 applies to some steps, not to all
     assert max(by_torch(folder, "single")["norms"]) > 2.0 > min(by_torch(folder, "single")["norms"])
     first = {
         round(by_torch(folder, name)["losses"][0], 4)
@@ -245,7 +250,7 @@ def test_16_bits_stay_near_engine_torch(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["TP2", "DP2 sharded", "fp16"])
 def test_a_checkpoint_is_gone_on_from(folder: Path, name: str) -> None:
-    """Weights, moments, counters and scale: whatever was lost, the next losses would tell."""
+    """If weights, moments, counters or the loss scale were lost, the next losses would differ."""
     for kept, resumed in zip(ranks(folder, name), ranks(folder, f"{name} resumed"), strict=True):
         assert len(resumed["losses"]) == 10 - KEEP_EVERY
         assert furthest(resumed["losses"], kept["losses"][KEEP_EVERY:]) <= 1e-6
@@ -254,7 +259,7 @@ def test_a_checkpoint_is_gone_on_from(folder: Path, name: str) -> None:
 
 
 def alike(one: list, other: list) -> bool:
-    """Numbers near each other; tokens, which an item may have several of, the same."""
+    """Return whether numbers are near each other and lists of tokens equal."""
     return all(
         a == (b if isinstance(b, list) else pytest.approx(b, rel=NEAR))
         for a, b in zip(one, other, strict=True)
@@ -290,7 +295,7 @@ def test_records_say_what_computed_and_what_a_rank_holds(folder: Path) -> None:
         "states": "fp32",
     }
     assert whole["optimizer_states"] == 2 * whole["parameters"]
-    # the same in every part; rows that pad both tables
+    # norms are replicated: 5 of 64 numbers; both embedding tables are padded from 251 to 256 rows
     norms, padding = 5 * 64, 2 * (256 - 251) * 64
     for rank in ranks(folder, "TP2"):
         assert rank["details"]["parameters"] == (whole["parameters"] - norms + padding) // 2 + norms
@@ -316,8 +321,8 @@ def test_records_say_what_computed_and_what_a_rank_holds(folder: Path) -> None:
 
 
 def test_what_is_tensor_parallel_is_marked(folder: Path) -> None:
-    """Unmarked parameters, as `perform_initialization=False` leaves them, count once in a norm
-    where they count once a rank.
+    """`perform_initialization=False` leaves parameters unmarked, and a norm counts those of one
+    rank only.
     """
     for rank in ranks(folder, "TP2"):
         assert sum("layernorm" in name for name in rank["marked"]) == 0
@@ -330,7 +335,7 @@ def test_what_is_tensor_parallel_is_marked(folder: Path) -> None:
 
 
 def test_norms_are_not_decayed(folder: Path) -> None:
-    """Megatron's groups say so by a multiple that only its scheduler reads."""
+    """Megatron's groups express it by a multiplier that only its scheduler reads."""
     [rank] = ranks(folder, "single")
     assert rank["decay"] == [[1.0, 0.5], [0.0, 0.0]]
     [wrong] = ranks(folder, "decay everything")
@@ -341,18 +346,18 @@ def test_norms_are_not_decayed(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["bf16 still", "bf16 sharded still"])
 def test_main_weights_begin_as_those_of_every_engine(folder: Path, name: str) -> None:
-    """In fp32. Copies of bf16 parameters, which Megatron makes by itself, move nothing until
-    updates come to half a step.
+    """Megatron by itself copies them from bf16 parameters, which hides updates of less than half a
+    step of bf16.
     """
     for rank in ranks(folder, name):
         assert 0 < rank["rounded"] < 0.1 * rank["held"]
     [wrong] = ranks(folder, "rounded weights")
-    assert wrong["rounded"] > 0.999 * wrong["held"]  # some are so near 0 that the step moved them
-    assert wrong["losses"] == ranks(folder, "bf16 still")[0]["losses"]  # nothing else tells
+    assert wrong["rounded"] > 0.999 * wrong["held"]  # the step moves weights near 0
+    assert wrong["losses"] == ranks(folder, "bf16 still")[0]["losses"]  # not in losses
 
 
 def test_the_fused_loss_is_for_bf16_alone(folder: Path) -> None:
-    """It rounds gradients to bf16, of fp32 logits too; the loss itself is right."""
+    """It does so even for fp32 logits; the loss itself is right."""
     [wrong] = ranks(folder, "fused loss")
     expected = by_torch(folder, "fused loss")
     assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)
@@ -360,12 +365,12 @@ def test_the_fused_loss_is_for_bf16_alone(folder: Path) -> None:
 
 
 def test_the_schedule_does_not_divide(folder: Path) -> None:
-    """Where it is left to normalise, it divides by micro-batches the loss that was returned, in
-    place, and all gradients.
+    """With `calculate_per_token_loss=False` it divides the returned loss, in place, and all
+    gradients by the number of micro-batches.
     """
     [wrong] = ranks(folder, "schedule divides")
     expected = by_torch(folder, "single")
     assert wrong["details"]["micro_batches"] == 4
-    # what is read is a clone
+    # the loss that is reported was cloned before it was divided
     assert wrong["losses"][0] == pytest.approx(expected["losses"][0], rel=NEAR)
     assert 4 * wrong["norms"][0] == pytest.approx(expected["norms"][0], rel=NEAR)

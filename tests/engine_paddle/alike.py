@@ -1,4 +1,4 @@
-"""What two engines must agree on."""
+"""What the records of two engines must agree on."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,9 @@ STEPS = 10
 
 
 def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
-    """Losses and norms of the steps, and the losses of held-out rows."""
+    """Yield the loss, gradient norm and learning rate of each step of a rank, then the held-out
+    losses, as (name, value).
+    """
     for sample in record.samples:
         if sample.pass_name == "train" and sample.rank == rank:
             yield from ((name, sample.values[name]) for name in ("loss", "grad_norm", "lr"))
@@ -19,6 +21,7 @@ def curve(record: Record, rank: int = 0) -> Iterator[tuple[str, float]]:
 
 
 def assert_alike(found: Record, wanted: Record) -> None:
+    """Assert that a valid record has the same question and training curve as the expected one."""
     assert (found.status, found.reasons) == ("valid", [])
     ours, theirs = list(curve(wanted)), list(curve(found))
     assert len(ours) == 3 * STEPS + 2

@@ -1,5 +1,5 @@
-"""Engine paddle as a user runs it: workers in a Python of their own, which `make engine-paddle`
-makes.
+"""Runs of engine paddle as a user makes them: workers use a Python of their own, which `make
+engine-paddle` installs.
 """
 
 import os
@@ -18,8 +18,8 @@ from steelyard.run.parent import run_case
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("STEELYARD_PADDLE_PYTHON", ROOT / ".venv-paddle" / "bin" / "python"))
 CORPUS = "llama1-7b-openwebtext"
-# Grouped keys and biases, which the shipped smoke models have not; two micro-batches or more in
-# every step.
+# Grouped-query attention and biases, which the shipped smoke models lack; at least two
+# micro-batches in every step.
 MODEL = ("question.model.kv_heads=2", "question.model.qkv_bias=true", "tune.micro_batch=2")
 
 Run = Callable[..., Record]
@@ -27,6 +27,7 @@ Run = Callable[..., Record]
 
 @pytest.fixture(scope="session")
 def python() -> str:
+    """The path of the Python that has Paddle; tests are skipped without it."""
     if not PYTHON.exists():
         pytest.skip(
             f"no {PYTHON}: Paddle lives in a virtual environment of its own, see make engine-paddle"
@@ -36,7 +37,7 @@ def python() -> str:
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
-    """A run of a case at size smoke on CPUs, to its record."""
+    """A function that runs a case at size smoke on CPUs and returns its record."""
 
     def made(
         engine: str,
@@ -63,5 +64,5 @@ def run(tmp_path_factory: pytest.TempPathFactory, python: str) -> Run:
 
 @pytest.fixture(scope="session")
 def corpus(run: Run) -> Record:
-    """Engine torch's, on one device."""
+    """The record of engine torch on one device."""
     return run("torch", CORPUS, *MODEL)

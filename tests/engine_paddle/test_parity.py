@@ -1,8 +1,7 @@
 """Engine paddle against engine torch, in fp32 on CPUs: losses and gradient norms of ten steps, and
-the held-out losses.
+held-out losses.
 
-A loss does not depend on the plan, so one run of engine torch is what all of a case's are compared
-with.
+A loss does not depend on the plan, so all runs of a case are compared with one run of engine torch.
 """
 
 from pathlib import Path
@@ -59,11 +58,11 @@ def test_training_on_rows(run: Run, corpus: Record, mode: str) -> None:
     assert software.packages["paddlepaddle"].startswith(details["paddle"])
     assert "torch" not in software.packages
     assert software.python is not None
-    assert str(Path(software.python)) == software.python  # a version, and no place
+    assert str(Path(software.python)) == software.python  # a version, not a path
 
 
 def test_packed_rows_and_weights_of_a_folder(run: Run, tmp_path: Path) -> None:
-    """Segments of a row do not see each other; weights in bf16 are read alike."""
+    """Segments of a row do not see each other, and bf16 weights are read alike."""
     shape = get_llama_shape(resolve_case(ALPACA, "smoke").case.question.model)
     generator = torch.Generator().manual_seed(3)
     tensors = {

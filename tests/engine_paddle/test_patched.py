@@ -1,8 +1,8 @@
-"""Modes that Paddle has for GPUs alone, on CPUs with the calls that it lacks there put in
+"""Modes that Paddle has for GPUs only, on CPUs with the missing calls patched in
 (fixtures/packages/patched_paddle).
 
-It shows that our side of them is right: weights, layers, losses, norms and the order of ranks. It
-shows no kernel of Paddle's.
+It tests our side of them: weights, layers, losses, norms and the order of ranks. It tests no kernel
+of Paddle.
 """
 
 import re
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.full
 
 PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "patched_paddle"
 SHARDED = ("tune.sharding=1", "tune.recompute=full")
-# Plan → settings; modes that nobody has run as Paddle ships them; numbers on rank 0: parameters,
-# and states.
+# Plan → settings; modes that were never run with unpatched Paddle; on rank 0 the numbers of
+# parameters and of optimizer states.
 PLANS = {
     "TP2PP2": ((), ["tp", "pp"], (29_888, 59_776)),
     "PP2DP2": (SHARDED, ["pp"], (59_648, 57_856)),
@@ -42,7 +42,7 @@ LONG = {
 
 @pytest.fixture
 def patched(python: str, tmp_path: Path) -> Callable[..., Record]:
-    """A run of the patched engine, to its record."""
+    """A function that runs the patched engine, checks its exit code and returns the record."""
 
     def made(code: int, devices: int, *options: str) -> Record:
         (tmp_path / "mail").mkdir()
@@ -92,7 +92,9 @@ def test_modes_of_gpus(plan: str, corpus: Record, patched: Callable[..., Record]
 def test_a_precision_that_paddle_leaves_out_in_silence_ends_the_run(
     patched: Callable[..., Record],
 ) -> None:
-    """Its O2 on a CPU stays in fp32; here the refusal that comes first is out of the way."""
+    """Paddle's level O2 on a CPU stays in fp32; the patch removes the refusal that normally comes
+    first.
+    """
     found = patched(1, 1, "--precision", "bf16-o2")
     said = (
         "rank 0: RuntimeError: precision bf16-o2: parameters must be bfloat16, and Paddle made them"

@@ -1,5 +1,5 @@
-"""What Paddle cannot do on a CPU is refused in one line, by the worker that knows; nothing runs as
-something else.
+"""What Paddle cannot do on a CPU is refused in one line by the worker; nothing runs in another mode
+instead.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What compilers found in their caches, and what they had to make."""
+"""Counting compile cache hits and misses, of Triton kernels and of graphs that torch compiles."""
 
 import sys
 from types import SimpleNamespace
@@ -11,7 +11,9 @@ from steelyard.kernels import jit
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Triton as far as it is asked, and a process that has compiled no graph."""
+    """Replace Triton by an object that has only the compilation listener, in a process that has
+    compiled no graph.
+    """
     made = SimpleNamespace(knobs=SimpleNamespace(compilation=SimpleNamespace(listener=None)))
     monkeypatch.setattr(jit, "triton", made)
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)

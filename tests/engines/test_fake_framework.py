@@ -1,4 +1,4 @@
-"""A framework of another package: a whole case where torch cannot even be imported, neither by the
+"""A framework of another package runs a whole case where torch cannot be imported, neither by the
 parent nor by a worker.
 """
 
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "fake_framework"
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    """With a torch and a transformers that raise, first on the path."""
+    """A shell whose path starts with a torch and a transformers that raise ImportError."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for name in ("torch", "transformers"):

@@ -1,5 +1,5 @@
-"""Engine flagscale with a checkout that only says what FlagScale would: what a record makes of its
-lines.
+"""Engine flagscale with a fake checkout that prints FlagScale's lines: what a record says about a
+run, faults and refusals.
 """
 
 import json
@@ -22,6 +22,9 @@ STEPS, TOKENS = 40, 8 * 128
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
+    """A folder laid out like a FlagScale checkout, with a fake program and a fake torch.distributed
+    launcher.
+    """
     folder = tmp_path / "FlagScale"
     (folder / "flagscale" / "train").mkdir(parents=True)
     (folder / "torch" / "distributed").mkdir(parents=True)
@@ -35,6 +38,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell in a folder of its own, beside the checkout."""
     (tmp_path / "shell").mkdir()
     one = Shell(tmp_path / "shell")
     yield one
@@ -42,6 +46,12 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def start(shell: Shell, checkout: Path, *more: str, fault: str = "") -> tuple[Done, dict[str, Any]]:
+    """Run the case with the fake checkout and return the finished command and its first record, {}
+    if there is none.
+
+    `fault` is passed to the fake program, such as `crash@5`. Processes or temporary folders that
+    are left over fail the test.
+    """
     done = shell(
         *RUN, f"--set=engine.checkout={checkout}", *more, "--out", shell.out, FAKE_FLAGSCALE=fault
     )
@@ -51,10 +61,12 @@ def start(shell: Shell, checkout: Path, *more: str, fault: str = "") -> tuple[Do
 
 
 def codes(record: dict[str, Any]) -> list[str]:
+    """Return the codes of a record's reasons."""
     return [one["code"] for one in record["reasons"]]
 
 
 def commit(folder: Path) -> str:
+    """Make the folder a git repository, commit all files, and return the commit's hash."""
     git = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b.c")
     subprocess.run([*git[:3], "init", "-q"], check=True)
     subprocess.run([*git, "add", "-A"], check=True)
@@ -79,7 +91,7 @@ def test_a_run(shell: Shell, checkout: Path) -> None:
     )
     assert {one["values"]["grad_norm"] for one in steps} == {1.25}
     times = [one["end_s"] - one["start_s"] for one in steps]
-    # as they were told, to a tenth of a millisecond
+    # the program reports milliseconds with one decimal
     assert all(abs(t - round(t, 4)) < 1e-9 for t in times)
     metrics = record["metrics"]
     assert (metrics["p_core"]["value"], metrics["p_core"]["note"]["code"]) == (
@@ -118,7 +130,7 @@ def test_times_that_are_not_so(shell: Shell, checkout: Path) -> None:
 
 
 def test_a_loss_that_is_no_number(shell: Shell, checkout: Path) -> None:
-    """It is not printed; the program is ended there."""
+    """The program's line then has no loss; the engine ends the program at that iteration."""
     done, record = start(shell, checkout, fault="nan@5")
     assert (done.code, record["status"], codes(record)[0]) == (1, "invalid", "nan")
     assert record["reasons"][0]["text"] == {"code": "check.finite_loss.bad", "values": {"step": 4}}
@@ -240,7 +252,7 @@ def test_it_is_listed(shell: Shell) -> None:
 
 @pytest.mark.full
 def test_two_ranks_by_torchrun(shell: Shell, checkout: Path) -> None:
-    """By torch's own launcher: one worker speaks for both."""
+    """torch's real launcher starts both ranks."""
     shutil.rmtree(checkout / "torch")
     done, record = start(
         shell,

@@ -1,5 +1,5 @@
-"""The parts of engine flagscale that need no program: its configuration, data files, and what is
-made of words.
+"""Parts of engine flagscale that need no program: configuration, data files, and parsing of output
+lines and scripts.
 """
 
 import math
@@ -35,6 +35,9 @@ LINE = (
 def job(
     tmp_path: Path, *settings: str, size: str = "smoke", devices: int = 1, **changes: Any
 ) -> Job:
+    """Return a job of the corpus case; only size smoke has inputs. `changes` replace fields of the
+    job.
+    """
     case = resolve.resolve_case(CASE, size, settings=list(settings)).case
     plan = degrees.make_plan(case, 1, devices)
     inputs = None
@@ -134,7 +137,7 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
     system, model, sets = (made["train"][name] for name in ("system", "model", "data"))
     assert (system["tensor_model_parallel_size"], system["pipeline_model_parallel_size"]) == (2, 2)
     assert system["use_distributed_optimizer"] is True
-    # on, Megatron needs a kernel of Apex and ends without it
+    # if fusion were on, Megatron would need a kernel of Apex and exit without it
     assert system["no_gradient_accumulation_fusion"] is True
     assert system["precision"] == {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
     assert system["recompute"]["recompute_granularity"] == "full"
@@ -163,9 +166,7 @@ def test_the_configuration_asks_for_the_case(tmp_path: Path) -> None:
 def test_learning_rates_of_the_warm_up_are_those_of_every_engine(
     tmp_path: Path, warmup: int
 ) -> None:
-    """By Megatron's formula: linear from its first rate, over so many iterations, then what remains
-    of the decay.
-    """
+    """Megatron's formula rises linearly from `lr_warmup_init` over `lr_warmup_iters` iterations."""
     asked = job(tmp_path, f"question.train.warmup_steps={warmup}")
     train = asked.case.question.train
     assert train is not None
@@ -204,7 +205,9 @@ def test_what_it_cannot_do_is_refused(
 
 
 def read(prefix: Path) -> list[list[int]]:
-    """The documents of an indexed data set, as Megatron reads them."""
+    """Return the documents of an indexed dataset as lists of token ids, read as Megatron reads
+    them.
+    """
     raw = prefix.with_suffix(".idx").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00"
     version, code, sequences, borders = struct.unpack("<QBQQ", raw[9:34])
@@ -222,13 +225,14 @@ def read(prefix: Path) -> list[list[int]]:
 
 
 def rows_of(*documents: list[int]) -> CorpusRows:
+    """Return rows of four tokens over a corpus of these documents."""
     ids = np.array([token for one in documents for token in one], dtype=np.int32)
     return CorpusRows(Corpus(ids, np.cumsum([len(one) for one in documents]), "made"), 4, 2, 0, 1)
 
 
 def test_documents_are_written_with_their_end_renumbered(tmp_path: Path) -> None:
-    """The first two of four: one is held out, one is for tests. 2 ends them, and changes places
-    with 9, the last number.
+    """Of four documents the first two are written: one is held out and one is for tests. Token 2
+    ends each document and is swapped with the last id of the vocabulary: 9, then 99,999.
     """
     rows = rows_of([5, 9, 2], [7, 2], [1, 2], [1, 2])
     assert indexed_dataset.write_indexed_dataset(rows, 10, tmp_path / "d") == 5
@@ -252,6 +256,7 @@ TORCHRUN = (
 
 
 def script(folder: Path, cmd: str, paths: str = "{0}/third_party:{0}:${{PYTHONPATH}}") -> str:
+    """Return a shell script as FlagScale's dry run writes it, with this command and PYTHONPATH."""
     return (
         f"#!/bin/bash\ncd {folder}\nexport"
         f' PYTHONPATH={paths.format(folder)}\n\ncmd="{cmd}"\n\nnohup bash -c "$cmd" &\n'

@@ -1,4 +1,4 @@
-"""Fp8 from the command line: what runs, what it learns, and what is refused."""
+"""fp8 from the command line: which requests run, what they learn, and what is refused."""
 
 import json
 from typing import Any
@@ -26,6 +26,9 @@ EMULATED = {"code": "note.emulated", "values": {}}
 
 
 def run(shell: Shell, case: str, precision: str, *more: str) -> dict[str, Any]:
+    """Run a case at size smoke on a CPU and return its record, which must be valid; its file is
+    deleted.
+    """
     done = shell(
         *(
             "run",
@@ -58,7 +61,7 @@ def run(shell: Shell, case: str, precision: str, *more: str) -> dict[str, Any]:
     ],
 )
 def test_smoke_training_reaches_its_bound(case: str, precision: str, shell: Shell) -> None:
-    """The gate of the case, evaluated; and no further from bf16's last loss than 0.1 nats."""
+    """The case's gate is evaluated, and the loss is at most 0.1 nats from that of bf16."""
     found = run(shell, case, precision)
     [gate] = [one for one in found["checks"] if one["name"] == "gate"]
     assert gate["ok"]
@@ -78,12 +81,13 @@ def test_smoke_training_reaches_its_bound(case: str, precision: str, shell: Shel
 
 
 def gate_metric(found: dict[str, Any]) -> str:
+    """Return the name of the metric that the gate checked."""
     return str(found["quality"]["metric"])
 
 
 @pytest.mark.full
 def test_scoring_is_near_bf16_in_every_division_and_degree(shell: Shell) -> None:
-    """Random weights: losses of passages, and no choices, can be near."""
+    """With random weights, losses of passages are near those of bf16; choices need not be."""
     wide = run(shell, "aquila2-34b-lambada", "bf16")["metrics"]["loss"]["value"]
     for more in ((), ("--devices", "2", "--parallel", "TP2")):
         found = run(shell, "aquila2-34b-lambada", "fp8", *more)
@@ -154,7 +158,9 @@ def test_matmuls_are_timed_in_fp8_and_the_vocabulary_in_bf16(
 
 
 def test_an_update_raises_versions_and_copies_what_is_apart() -> None:
-    """A parameter that is its own master is updated in place; another is a copy of its master."""
+    """An fp32 parameter is its own master and is updated in place; a bf16 parameter is a copy of
+    its master.
+    """
     own, apart = (
         nn.Parameter(torch.ones(2, 2)),
         nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16)),

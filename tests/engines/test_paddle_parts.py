@@ -1,4 +1,6 @@
-"""Parts of engine paddle that need no Paddle: weights, types, modes, and where its ranks meet."""
+"""Parts of engine paddle that need no Paddle: weights, dtypes, modes, and the rendezvous of its
+ranks.
+"""
 
 import threading
 from dataclasses import dataclass, replace
@@ -24,14 +26,14 @@ from steelyard.models.shapes import LlamaModel
 from steelyard.run.checked_request import check_request
 
 CORPUS = "llama1-7b-openwebtext"
-# Matrices that are no whole number of the blocks of 16 that torch draws in.
+# torch draws normal numbers 16 at a time; sizes of these matrices are no multiples of 16.
 MODEL = LlamaModel(
     family="llama", layers=1, hidden=24, heads=4, kv_heads=2, ffn=22, vocab=33, positions=64, qkv_bias=True
 )  # fmt: skip
 
 
 def torch_wholes() -> dict[str, np.ndarray]:
-    """What engine torch draws, in the order of its logical views."""
+    """Return the random weights of engine torch by name, as 1-D or 2-D arrays in logical order."""
     shape = llama_init.get_llama_shape(MODEL)
     model = llama_init.build_llama(shape, torch.device("cpu"), torch.float32)
     llama_init.fill_random_llama_weights(model, 7)
@@ -114,7 +116,7 @@ FOUND = {
 
 @pytest.mark.parametrize("name", FOUND)
 def test_types_that_are_others_than_the_precision_says_end_a_run(name: str) -> None:
-    """Paddle's O2 on a CPU stays in fp32 without a word."""
+    """Paddle's level O2 on a CPU silently stays in fp32."""
     modes.check_dtypes(TRAINING_PRESETS["bf16-o2"], FOUND)
     other = "bfloat16" if name == "states" else "float32"
     wanted = "float32" if name == "states" else "bfloat16"
@@ -131,6 +133,9 @@ def test_levels() -> None:
 
 
 def job(*settings: str, **degrees: int) -> Any:
+    """Return the parts of a job that modes are derived from: a case with settings and a plan with
+    degrees.
+    """
     case = resolve_case(CORPUS, "smoke", settings=list(settings)).case
     return SimpleNamespace(
         case=case, plan=SimpleNamespace(**({"tp": 1, "pp": 1, "dp": 1} | degrees))
@@ -254,6 +259,8 @@ def test_checkpoints_are_refused(
 
 @dataclass(frozen=True)
 class Meeting:
+    """The fields of a rendezvous that Paddle's ranks read."""
+
     file: Path | None = None
     address: str | None = None
     port: int | None = None
@@ -261,7 +268,7 @@ class Meeting:
 
 
 def test_ranks_of_one_host_meet_on_loopback(tmp_path: Path) -> None:
-    """The others wait until rank 0 has said where."""
+    """Other ranks wait until rank 0 has written its address."""
     meet, found = Meeting(file=tmp_path / "store"), []
     other = threading.Thread(target=lambda: found.append(rendezvous.find_master(meet, 1)))
     other.start()

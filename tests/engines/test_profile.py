@@ -1,5 +1,5 @@
-"""How a profiled stretch divides among activities: by hand-made timelines, and a trace in Chrome's
-format.
+"""How profiled time is divided among activities, on hand-made timelines, and how a trace in
+Chrome's format is read.
 """
 
 import gzip
@@ -21,10 +21,12 @@ def at(
     lane: str = "a",
     size_bytes: int | None = None,
 ) -> Activity:
+    """Return an activity on lane `a` unless another is given."""
     return Activity(name, kind, begin_s, end_s, lane, size_bytes)
 
 
 def times(*made: Activity) -> dict[str, float]:
+    """Divide a timeline and return the seconds of each kernel by name."""
     return {one.name: one.time_s for one in divide_device_time(made)}
 
 
@@ -48,7 +50,7 @@ def test_the_innermost_of_a_lane_has_the_time() -> None:
 @pytest.mark.parametrize(
     ("kind", "other", "spent"),
     [
-        ("communication", "matmul", {"moves": 1, "computes": 4}),  # exposed at its end alone
+        ("communication", "matmul", {"moves": 1, "computes": 4}),  # 1 s is exposed, 4 to 5 s
         ("copy", "communication", {"moves": 3, "computes": 2}),
         ("bubble", "communication", {"moves": 1, "computes": 4}),
     ],
@@ -120,11 +122,14 @@ def test_kinds(name: str, kind: str) -> None:
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict:
+    """Return a complete event of a Chrome trace on thread 7; times are in microseconds."""
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
 
 def test_a_devices_trace() -> None:
-    """Kernels alone; their bytes are those of the operator that launched them."""
+    """Only kernels and copies are returned; a kernel's bytes are those of the operator that
+    launched it.
+    """
     shapes = {
         "Input Dims": [[2, 3], [3, 4], []],
         "Input type": ["c10::BFloat16", "float", "Scalar"],

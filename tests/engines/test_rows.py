@@ -1,4 +1,4 @@
-"""Rows of engines: what each can do is known, refused and listed without importing a framework."""
+"""Engine rows: what each engine can do is known, refused and listed without importing a framework."""
 
 import importlib.util
 import os
@@ -34,11 +34,13 @@ def asked(
     division: str | None = None,
     parallel="DP",
 ):
+    """Return a request for a case at size smoke on CPUs."""
     resolved = resolve_case(name, "smoke", precision, division, [f"tune.parallel={parallel}"])
     return Request(resolved, engine=engine, accelerator="cpu", devices=devices)
 
 
 def refusal(request: Request) -> str:
+    """Return the one line with which a request is refused."""
     with pytest.raises(RequestError) as caught:
         check_request(request)
     assert "\n" not in str(caught.value)
@@ -144,7 +146,9 @@ def test_what_a_row_says_is_ready() -> None:
 
 
 def test_a_module_of_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of megatron.core, `megatron` itself may be missing; the line names what to install."""
+    """For megatron.core the package `megatron` itself may be missing; the message names what to
+    install.
+    """
     monkeypatch.setitem(sys.modules, "megatron", None)
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     assert engine_rows.MEGATRON.find_missing_module() == "megatron.core"
@@ -181,8 +185,8 @@ MAPPED = "libtorch_cpu.so: failed to map segment from shared object"
 def test_an_engine_that_is_there_and_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, noexec: bool, kind: type[Exception], said: str
 ) -> None:
-    """The dynamic loader has the same words for a lack of memory and for a file system that runs no
-    programs.
+    """The dynamic loader has one message for two causes: too little memory, and a file system
+    mounted noexec.
     """
 
     def fail(reference: str) -> None:
@@ -205,7 +209,7 @@ def test_every_row_names_known_work_and_what_it_loads(row: EngineRow) -> None:
     for work, reference in row.works.items():
         if row.find_missing_module() is None:
             assert callable(engine_rows.load_engine(row.name, work))
-        else:  # not installed here: the file and the class are there all the same
+        else:  # not installed here: the source file still defines the class
             module, name = reference.split(":")
             spec = importlib.util.find_spec(module)
             assert spec is not None

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "fixtures" / "packages" / "plain_engine"
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell with the example package installed."""
     one = Shell(tmp_path, (PACKAGE,))
     yield one
     one.clean()

@@ -1,4 +1,6 @@
-"""Torch's rows of `steelyard spec` on a CPU: right kernels pass their check, wrong ones do not."""
+"""Torch's ceilings of `steelyard spec` on a CPU: correct kernels pass their check, wrong ones fail
+it.
+"""
 
 from dataclasses import replace
 
@@ -27,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def shown() -> TorchCeilings:
+    """Torch's ceilings for one CPU device."""
     return TorchCeilings(
         TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, lambda: 0.0)
     )
@@ -46,8 +49,8 @@ def test_a_right_product_passes(precision: str, layout: str):
 
 
 def test_int8_is_exact_where_the_cpu_is():
-    """A CPU without instructions for sums of int8 products saturates between two of them; such a
-    result is wrong.
+    """A CPU without int8 dot-product instructions saturates sums of two products; such a result
+    must fail the check.
     """
     random = torch.Generator().manual_seed(0)
     left, right = (
@@ -63,7 +66,7 @@ def test_int8_is_exact_where_the_cpu_is():
 @pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (39, 47)])
 def test_a_wrong_product_does_not(row: int, column: int, precision: str):
-    """One number in a corner of the result is off by a tenth of the others' size."""
+    """One number in a corner of the result is wrong by a tenth of the result's root mean square."""
     torch.manual_seed(0)
     made = MATMULS[precision](Matmul(name="x", m=40, n=48, k=64), CPU)
     right = made.call
@@ -98,7 +101,7 @@ def test_attention_is_held_to_its_definition(backward: bool, monkeypatch: pytest
 
 
 def test_attention_fits_the_time_it_has():
-    """One row of 256 tokens is the least, whatever it takes."""
+    """One row of 256 tokens is the smallest size, however long it takes."""
     for most, rows, tokens in ((None, 2, 256), (1e18, 2, 256), (1.0, 1, 256)):
         budget = CallBudget(most, 1.0)
         made = attention_ceilings._prepare_attention(CPU, HEADS, "rows", False, budget)

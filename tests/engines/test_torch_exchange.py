@@ -1,5 +1,8 @@
-"""When replicas exchange what: a unit's gradients are on their way while the next unit's are
-computed, and weights while another unit computes. On one rank, which issues what several do."""
+"""When replicas exchange gradients and weights: collectives of one unit overlap with the
+computation of another.
+
+One rank issues the collectives of several, and their order is logged.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,16 +25,21 @@ UNITS = ("embed", "layer 0", "layer 1", "head")
 
 
 class Waited:
+    """A pending collective that logs when it is waited for."""
+
     def __init__(self, log: list[str], name: str, pending: Any) -> None:
         self.log, self.name, self.pending = log, name, pending
 
     def wait(self) -> None:
+        """Log the wait, then wait."""
         self.log.append(f"wait {self.name}")
         self.pending.wait()
 
 
 def unit_of(replicas: ReplicaExchange, one: Tensor) -> str | None:
-    """The unit whose gradient, weight or part of either a tensor is; None for a number."""
+    """Return the name of the unit that a gradient, weight or shard of either belongs to; None for
+    other tensors.
+    """
     for unit, name in zip(replicas.units, UNITS, strict=True):
         if any(
             one is mine
@@ -43,8 +51,11 @@ def unit_of(replicas: ReplicaExchange, one: Tensor) -> str | None:
 
 
 def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> list[str]:
-    """Of one step: what is issued and waited for of each unit, where matmuls read weights, and
-    where they add gradients.
+    """Return the events of one step in order: collectives issued and waited for, and units whose
+    weights matmuls read and whose gradients they add to.
+
+    Repeated events in a row are one. Patches the process group, the matmuls and the dtype of fp32
+    for the test.
     """
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
     settings = {"tune.distributed": "true", "tune.sharding": sharding, "question.model.layers": 2}
@@ -60,6 +71,7 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
     }
 
     def logged(kind: str) -> Any:
+        """Return a replacement of a collective that logs calls on tensors of a unit."""
         plain = getattr(collectives.PlanGroup, kind)
 
         def call(group: collectives.PlanGroup, given: Sequence[Any], *rest: Any) -> Any:
@@ -93,7 +105,7 @@ def events(sharding: int, monkeypatch: pytest.MonkeyPatch, micros: int = 1) -> l
     )
     log.append("update")
     engine.trainer.update(1e-3)
-    # matmuls of one unit are one event
+    # several matmuls of one unit count as one event
     return [one for i, one in enumerate(log) if i == 0 or one != log[i - 1]]
 
 
@@ -109,8 +121,8 @@ def test_gradients_are_summed_while_the_unit_before_is_computed(monkeypatch):
 
 
 def reduced(last: str | None = None) -> list[str]:
-    """Backward of a micro-batch whose gradients are divided; `last` is the unit that the one before
-    left on its way.
+    """Return the events of a backward pass that reduce-scatters gradients; `last` is the unit whose
+    reduce-scatter the previous micro-batch left pending.
     """
     out = []
     for name in reversed(UNITS):

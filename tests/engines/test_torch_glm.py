@@ -1,5 +1,5 @@
-"""GLM's trainers: losses and gradients of the literal implementation, in every division, precision
-and way of computing.
+"""GLM's trainers have the losses and gradients of the literal implementation, in every division,
+precision and mode of computing.
 """
 
 import json
@@ -40,19 +40,25 @@ TARGETS = torch.tensor(5.0)
 
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float64 wherever a precision says fp32."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
 def micros(division: str, *groups: list[int]):
+    """Return one micro-batch for each group of sample indices."""
     some = samples(5)
     return [send_cloze_batch(packed(division, [some[i] for i in group]), CPU) for group in groups]
 
 
 def gradients(of: Trainer) -> list[Tensor]:
+    """Return copies of the gradients of all parameters."""
     return [of.optimizer.get_gradient(p).clone() for p in of.optimizer.parameters]
 
 
 def literal_gradients() -> tuple[float, list[Tensor]]:
+    """Return the mean loss of five samples by the literal implementation, and its gradients by
+    autograd.
+    """
     model = build()
     loss = literal_loss(model, samples(5)) / 5
     loss.backward()
@@ -63,7 +69,7 @@ def literal_gradients() -> tuple[float, list[Tensor]]:
 @pytest.mark.parametrize("make", [fused.make_cloze_trainer, reference.make_reference_trainer])
 @pytest.mark.parametrize("division", ["closed", "open"])
 def test_loss_and_gradients_are_the_literal_ones(division: str, make, monkeypatch) -> None:
-    """The samples in two micro-batches; in the fused way logits are read a few rows at a time."""
+    """The samples come in two micro-batches; the fused trainer reads logits four rows at a time."""
     monkeypatch.setattr(glm_fused, "LOGIT_ROWS", 4)
     made = trainer(job(), make)
     loss = made.compute_gradients(micros(division, [0, 1, 2], [3, 4]), TARGETS)
@@ -162,7 +168,7 @@ def test_every_precision_learns(precision: str) -> None:
     for _ in range(12):
         losses.append(float(made.compute_gradients(micro, made.sum_over_replicas(5))))
         norms.append(float(made.update(3e-3)))
-    # the first scale of the loss is too large for fp16, and the step is left out
+    # the first loss scale overflows fp16, so that the first step is skipped
     skipped = 1 if precision == "fp16" else 0
     assert norms[:skipped] == [math.inf] * skipped
     assert losses[skipped] == losses[0]
@@ -214,7 +220,9 @@ def test_a_replica_without_samples_takes_its_step() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_goes_on_where_another_stopped(precision: str) -> None:
-    """To the bit: three steps, or two and what they keep handed to a fresh trainer for the third."""
+    """Three steps of one trainer equal two steps of another and a third by a fresh trainer that got
+    its state.
+    """
     whole, first, second = (trainer(job(precision)) for _ in range(3))
     micro = micros("open", [0, 1, 2], [3, 4])
 
@@ -268,7 +276,7 @@ def test_padding_of_the_reference() -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("wide")
 def test_compiled_equals_eager() -> None:
-    """And sizes that were never met are compiled no more: each micro-batch has other ones."""
+    """Micro-batches of other sizes compile nothing new."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     made = trainer(job(compile=True))
@@ -295,7 +303,7 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
         kept = (out - x).abs() > 1e-6
         torch.testing.assert_close(out, x + torch.where(kept, 2 * delta, 0), atol=1e-5, rtol=0)
         assert 0.4 < float(kept.float().mean()) < 0.6
-        # donated buffers: once only
+        # compiled backward donates its buffers, so it can run only once
         (grad,) = torch.autograd.grad((out, normed), delta, (weight, weight.flip(0)))
         same = x + torch.where(kept, 2 * delta, 0)
         (wanted,) = torch.autograd.grad((same, norm(same)), delta, (weight, weight.flip(0)))
@@ -305,8 +313,8 @@ def test_compiled_dropout_drops_the_same_backward() -> None:
 
 @pytest.mark.full
 def test_two_replicas_are_one(tmp_path: Path) -> None:
-    """Real processes over gloo, in float64: five samples dealt unevenly, three steps with clipping;
-    weights, losses, norms.
+    """Two processes over gloo, in float64: five samples divided unevenly, three steps with
+    clipping. Losses, gradient norms and weights equal those of one process.
     """
     command = [
         sys.executable,

@@ -1,4 +1,6 @@
-"""Training from the command line: losses that end a run, and weights that it begins with."""
+"""Training from the command line: losses that end a run, weights to start from, sharding and
+determinism.
+"""
 
 import json
 import subprocess
@@ -19,12 +21,14 @@ RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
 
 
 def record(shell: Shell) -> dict[str, Any]:
+    """Return the only record in the shell's output folder."""
     [path] = shell.out.glob("*.json")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def steps(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of the train pass."""
     return [s for s in found["samples"] if s["pass"] == "train"]
 
 
@@ -64,6 +68,7 @@ def test_a_loss_beyond_its_bound_ends_the_run(shell: Shell) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
+    """A Hugging Face folder with random weights for the case's model."""
     torch.manual_seed(3)
     LlamaForCausalLM(
         make_transformers_config(resolve_case(CASE, "smoke").case.question.model)
@@ -73,7 +78,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.full
 def test_megatron_shards_train_as_the_folder_they_were_made_of(shell: Shell, saved: Path) -> None:
-    """Into shards of two, and into one device and a pipeline."""
+    """The two shards are loaded by one device and by a pipeline of two."""
     assert (
         shell(
             "weights", "convert", saved, shell.folder / "shards", "--to", "megatron", "--tp", "2"
@@ -148,7 +153,9 @@ print(before, torch.are_deterministic_algorithms_enabled(), torch.utils.determin
 
 @pytest.mark.full
 def test_the_same_bits_where_asked(shell: Shell) -> None:
-    """On a CPU runs are alike anyway, so that torch was told is looked at on its own."""
+    """Runs on a CPU are equal anyway, so a program also checks that torch was told to be
+    deterministic.
+    """
     told = subprocess.run(
         [sys.executable, "-c", WHICH], env=shell.env(), capture_output=True, text=True, check=True
     )

@@ -1,5 +1,5 @@
-"""Engine transformers with models of any type: the answers of a plain loop, and FLOPs as torch
-counts them.
+"""Engine transformers with models of any type: answers equal those of a plain loop, FLOPs those
+that torch counts.
 """
 
 import json
@@ -42,11 +42,13 @@ MADE = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One saved model of each type, by name."""
     where = tmp_path_factory.mktemp("models")
     return {name: folder_of(name, where) for name in TYPES}
 
 
 def engine(resolved: ResolvedCase, weights: Path | None) -> Any:
+    """Build engine transformers for one rank on a CPU, with generated data."""
     case, plan = resolved.case, Plan(nodes=1, devices=1, tp=1, pp=1, dp=1, launcher="local")
     question = case.question
     job = Job(
@@ -68,6 +70,7 @@ def engine(resolved: ResolvedCase, weights: Path | None) -> Any:
 
 
 def answers(one: Any) -> dict[str, Any]:
+    """Run the infer pass and return its outputs, ordered by item."""
     one.prepare("infer", lambda part: nullcontext())
     assert sum(isinstance(item, Work) for item in one.work("infer")) == one.total("infer")
     table: dict[str, Any] = one.outputs("infer")
@@ -76,12 +79,13 @@ def answers(one: Any) -> dict[str, Any]:
 
 
 def plain(folder: Path) -> Any:
+    """Load a model by transformers alone, in fp32."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("name", TYPES)
 def test_choices_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -> None:
-    """Prompts of many lengths, padded beside each other; one at a time in the loop."""
+    """The engine pads prompts of several lengths to a batch; the loop takes one prompt at a time."""
     one = engine(
         case_of(folders[name], "mmlu", *MADE["mmlu"], "tune.batch_tokens=800"), folders[name]
     )
@@ -114,8 +118,8 @@ def test_losses_are_those_of_a_plain_loop(name: str, folders: dict[str, Path]) -
 def test_flops_are_those_that_torch_counts_of_a_forward(
     name: str, folders: dict[str, Path]
 ) -> None:
-    """On a CPU with values, where experts are really chosen, and over a length that was not
-    counted.
+    """On a CPU with real values, where experts are chosen, and for a length that was not used for
+    counting.
     """
     shape = case_of(folders[name], "mmlu").case.question.model
     tokens = 40
@@ -123,7 +127,7 @@ def test_flops_are_those_that_torch_counts_of_a_forward(
         auto_model.config_of_model(shape),
         experts="batched_mm" if shape.config.get("num_experts_per_tok") else None,
     )
-    # its products are counted as such; kernels of a CPU are not
+    # eager attention is counted as matmuls; fused CPU kernels are not counted
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         model(torch.arange(tokens)[None] + 3, use_cache=False)
@@ -148,7 +152,7 @@ def test_random_weights_are_those_of_a_seed(folders: dict[str, Path]) -> None:
 
 
 def test_a_case_that_says_other_flops_is_refused(folders: dict[str, Path]) -> None:
-    """Records must not claim more work than a model is."""
+    """Otherwise a record could claim more work than the model does."""
     resolved = case_of(folders["gpt2"], "mmlu", *MADE["mmlu"])
     question = resolved.case.question
     model = question.model.model_copy(update={"token_flops": question.model.token_flops * 2})
@@ -177,7 +181,7 @@ def test_weights_of_another_model_are_refused(folders: dict[str, Path], tmp_path
 
 
 def test_a_missing_tensor_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    """The library would fill it with random numbers."""
+    """transformers would fill it with random numbers."""
     resolved, source = case_of(folders["olmo2"], "mmlu", *MADE["mmlu"]), folders["olmo2"]
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -197,7 +201,7 @@ def test_types_without_a_causal_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
-    """TOML has no null: a key that is null and not so by default is named."""
+    """TOML has no null, so a key that is null against its default is listed by name."""
     folder = folder_of("gemma2", tmp_path, final_logit_softcapping=None)
     path = folder / "config.json"
     assert json.loads(path.read_text())["final_logit_softcapping"] is None
@@ -215,15 +219,14 @@ def test_null_where_the_class_has_another_default(tmp_path: Path) -> None:
 
 
 def changed_config(folder: Path, **changes: Any) -> Path:
+    """Change keys of the folder's config.json and return the folder."""
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return folder
 
 
 def test_a_configuration_as_older_versions_wrote_it(tmp_path: Path) -> None:
-    """The library moves rope_theta into the table of rope_scaling; a case keeps what the folder
-    says.
-    """
+    """transformers moves rope_theta into rope_scaling; a case keeps what the folder says."""
     scaled = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
     folder = folder_of("llama", tmp_path)
     told = json.loads((folder / "config.json").read_text())

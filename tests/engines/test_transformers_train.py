@@ -1,4 +1,4 @@
-"""Engine transformers trains as engine torch does: the same losses and norms, segments that do not
+"""Engine transformers trains as engine torch does: equal losses and norms, and segments that do not
 see each other.
 """
 
@@ -39,6 +39,7 @@ def engine(
     dp: int = 1,
     settings: tuple[str, ...] = (),
 ) -> Any:
+    """Build an engine for rank 0 of `dp` replicas of a case at size smoke, on a CPU."""
     layout = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
     resolved = resolve.resolve_case(of, "smoke", precision, settings=list(settings)).case
     question = resolved.question
@@ -61,7 +62,9 @@ def engine(
 
 
 def trained(one: Any) -> dict[str, list[float]]:
-    """Losses and norms of every step, and the held-out loss before and after."""
+    """Train and return `loss` and `grad_norm` of every step, and the mean held-out loss `before`
+    and `after`.
+    """
     out = {}
     for name in ("before", "train", "after"):
         one.prepare(name, lambda part: nullcontext())
@@ -78,6 +81,7 @@ def trained(one: Any) -> dict[str, list[float]]:
 
 
 def same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
+    """Assert that losses agree to 1e-5 and gradient norms to 1e-4 of their size."""
     for key in ("loss", "before", "after"):
         assert found[key] == pytest.approx(expected[key], abs=1e-5, rel=0), key
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
@@ -85,6 +89,7 @@ def same(found: dict[str, list[float]], expected: dict[str, list[float]]) -> Non
 
 @pytest.fixture(scope="module")
 def torch_trained() -> dict[str, dict[str, list[float]]]:
+    """Losses and norms of engine torch, by case."""
     return {of: trained(engine("torch", of)) for of in CASES}
 
 
@@ -127,7 +132,7 @@ def test_biases_are_those_of_the_three_projections_and_learn() -> None:
         name: p for name, p in one.trainer.model.module.named_parameters() if name.endswith("bias")
     }
     assert all(bool((p != 0).any()) for p in biases.values())
-    assert len(biases) == 2 * 3  # layers; q, k and v, as a Qwen2 has them
+    assert len(biases) == 2 * 3  # 2 layers; q, k and v, as in Qwen2
 
 
 def test_tied_tables() -> None:
@@ -138,11 +143,13 @@ def test_tied_tables() -> None:
     )
 
 
-# Segments of a row.
+# Segments of a row do not see each other.
 
 
 def row(lens: tuple[int, ...], padding: int, seed: int) -> TrainingRow:
-    """Segments of random tokens, and padding. Nothing is learned from the last token of a segment."""
+    """Return a row of segments of random tokens, then padding. The last token of a segment has no
+    target.
+    """
     rng = np.random.default_rng(seed)
     real = sum(lens)
     tokens = np.concatenate((rng.integers(0, 256, real), np.zeros(padding, dtype=np.int64)))
@@ -153,7 +160,7 @@ def row(lens: tuple[int, ...], padding: int, seed: int) -> TrainingRow:
 
 
 def by_segment(one: Any, rows: list[TrainingRow]) -> list[float]:
-    """The loss of each segment from which something is learned."""
+    """Return the loss of each segment that has targets, always computed with a mask."""
     pack = pack_rows(rows)
     out, begin = [], 0
     for size in pack.segment_lengths:
@@ -170,6 +177,7 @@ def by_segment(one: Any, rows: list[TrainingRow]) -> list[float]:
 
 @pytest.fixture(scope="module", params=["auto", "rows"])
 def ready(request: pytest.FixtureRequest) -> Any:
+    """Engine transformers prepared for the train pass, with each kind of attention."""
     one = engine("transformers", settings=("tune.micro_batch=2", f"tune.attention={request.param}"))
     one.prepare("train", lambda part: nullcontext())
     return one
@@ -178,7 +186,7 @@ def ready(request: pytest.FixtureRequest) -> Any:
 def test_segments_do_not_see_each_other(ready: Any) -> None:
     rows = [row((40, 1, 50), 37, 0), row((2, 2, 124), 0, 1)]
     before = by_segment(ready, rows)
-    # row and first token of each; a segment of one learns nothing
+    # (row, first token) of each segment with targets; a segment of one token has none
     learning = [(0, 0), (0, 41), (1, 0), (1, 2), (1, 4)]
     assert len(before) == len(learning)
     for changed, (which, first) in enumerate(learning):
@@ -203,7 +211,7 @@ def test_no_mask_where_it_would_change_nothing() -> None:
                 float(one.trainer.evaluate(replace(micro, begins_rows=how)))
                 for how in (False, True)
             )
-        assert (abs(masked - unmasked) <= 1e-3) is alone  # a sum over more than 100 tokens
+        assert (abs(masked - unmasked) <= 1e-3) is alone  # sums over 100 tokens and more
     assert one.details()["masked"] == 3
     assert one.details()["batches"] == 6
 
@@ -224,13 +232,13 @@ def test_warming_up_meets_both_graphs(segments: tuple[tuple[int, ...], int]) -> 
     assert all(p.grad is None for p in one.trainer.model.module.parameters())
 
 
-# Compiled, refused, and from the command line.
+# Compilation, refusals, and a run from the command line.
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [(), ("tune.recompute=full",)])
 def test_compiled(settings: tuple[str, ...], torch_trained: dict[str, Any]) -> None:
-    """Nothing is compiled once a pass begins, with a mask or without."""
+    """Neither with a mask nor without."""
     torch._dynamo.reset()
     counters.clear()
     one = engine("transformers", settings=("tune.compile=true", *settings))

@@ -1,4 +1,6 @@
-"""The hosts of tests/hosts, and the table of what was seen."""
+"""Fixtures of the fault suite: the hosts of tests/hosts, a scene to run in, and the table of
+outcomes.
+"""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from hosts.runs import Runs
 
 @pytest.fixture(scope="session")
 def table() -> Iterator[Table]:
-    """What was seen of each fault; written into the file that FAULTS_TABLE names."""
+    """The outcomes of this test session; written into the file that FAULTS_TABLE names, if set."""
     seen = Table()
     yield seen
     if "FAULTS_TABLE" in os.environ:
@@ -27,20 +29,23 @@ def table() -> Iterator[Table]:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
-    """Where the parameter says. Whatever is done to hosts, the next test finds them whole."""
+    """A scene on the hosts that the parameter names. Afterwards processes are killed, and links and
+    daemons restored.
+    """
     one = _place(request, request.param, tmp_path)
     yield one
     one.stage.clean()
     if one.cluster is not None:
         one.cluster.mend_all()
     if one.slurm is not None:
-        # its daemon would first try for long to tell of the steps that ended meanwhile
+        # slurmd of a host that was cut off would try for long to report steps that have ended
         for host in one.were_cut:
             one.slurm.kill_slurmd(host)
         one.slurm.tidy()
 
 
 def _place(request: pytest.FixtureRequest, where: str, folder: Path) -> Scene:
+    """Return a scene on one host, or on the cluster's hosts through ssh or Slurm."""
     if where == LOCAL:
         return Scene(where, Here(Shell(folder, (INSIDE, LONE))))
     hosts = request.getfixturevalue("cluster")

@@ -1,4 +1,8 @@
-"""What is done to a run once it is where it shall go wrong."""
+"""What the fault suite does to a run once it has reached the phase in which it shall fail.
+
+Each function returns, or is, an action on a `Scene`: a signal to a process, a cut link, a killed
+daemon.
+"""
 
 import os
 import signal
@@ -10,23 +14,28 @@ from hosts.cluster import kill
 from hosts.runs import SILENCE_S
 
 Deed = Callable[[Scene], object]
-AGAIN_S = 0.4  # between one Ctrl-C and the next
+AGAIN_S = 0.4  # seconds between two signals, such as Ctrl-C twice
 
 
 def nothing(scene: Scene) -> None:
-    """What is inside the run does it."""
+    """Do nothing: the fault happens inside the run (tests/faults/inside)."""
 
 
 def rank(number: int) -> Deed:
-    """Whoever waits: a rank, or in preflight an agent."""
+    """Return an action that sends a signal to the process that waits: a rank, or in preflight an
+    agent.
+    """
     return lambda scene: os.kill(scene.waiting, number)
 
 
 def agent(number: int) -> Deed:
+    """Return an action that sends a signal to the node agent that started the waiting process."""
     return lambda scene: os.kill(scene.above, number)
 
 
 def command(*numbers: int) -> Deed:
+    """Return an action that sends signals to the command, BETWEEN_INTERRUPTS_S apart."""
+
     def deed(scene: Scene) -> None:
         for number in numbers:
             scene.command.send_signal(number)
@@ -37,29 +46,35 @@ def command(*numbers: int) -> Deed:
 
 
 def stop_command_for_long(scene: Scene) -> None:
-    """As a laptop that sleeps, for longer than the hosts wait for it."""
+    """Suspend the command for longer than the hosts wait for it, as a laptop that sleeps, then let
+    it continue.
+    """
     scene.command.send_signal(signal.SIGSTOP)
     time.sleep(SILENCE_S + 3)
     scene.command.send_signal(signal.SIGCONT)
 
 
 def cut(host: str) -> Deed:
+    """Return an action that cuts the link of a host."""
     return lambda scene: scene.cut(host)
 
 
 def kill_sshd(host: str) -> Deed:
+    """Return an action that kills the sshd sessions of a host."""
     return lambda scene: scene.cluster.kill_sshd_sessions(host)
 
 
 def kill_client(program: str) -> Deed:
-    """The parent's end of one connection."""
+    """Return an action that kills the parent's ssh or srun of one connection."""
     return lambda scene: kill(scene.started_by_command(program)[-1:])
 
 
 def kill_slurmd(host: str) -> Deed:
+    """Return an action that kills slurmd and its steps on a host."""
     return lambda scene: scene.slurm.kill_slurmd(host)
 
 
 def cancel(scene: Scene) -> None:
+    """Cancel the run's Slurm job with scancel."""
     (job,) = scene.jobs()
     scene.slurm("scancel", job)

@@ -1,4 +1,4 @@
-"""The table of faults: what goes wrong, in which phase, where, and what must come of it."""
+"""The list of faults: what goes wrong, in which phase, on which hosts, and what must come of it."""
 
 import signal
 from dataclasses import dataclass, replace
@@ -24,38 +24,43 @@ KILL, STOP, TERM, INT = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.S
 HANG_AFTER_S = 12.0
 LIMIT_S = 15.0
 
-# Seconds from a fault until the command has ended; docs/faults.md says what they are made of.
+# Bounds in seconds from a fault until the command has ended; docs/faults.md explains each.
 END_S = 15.0
 STOPPED_S = END_S + 5.0
 SWEEP_S = END_S + 10.0
 SILENT_S = SILENCE_S + 30.0
 HANG_S = HANG_AFTER_S + 20.0
-CHECKED = 0.5  # what has just ended may still be in a list of processes
-ALONE_S = SILENCE_S + 15.0  # for what a host that is cut off has to end by itself
+CHECKED = 0.5  # seconds in which an ended process may still be listed
+ALONE_S = SILENCE_S + 15.0  # until a host that is cut off has ended its processes
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A row. `who` waits in the phase, or does `act` there; then `deed` is done to the run."""
+    """A fault and its expected outcome: `who` (a rank, `agent` or `parent`) does `act` in the
+    phase, by default waits; then `action` is done to the run.
+
+    `where` is launcher, hosts and devices per host; `code` the reason of the record; `bound_s` the
+    seconds from the fault until the command has ended.
+    """
 
     what: str
     phase: str
     where: str
-    code: str | None  # None: there is nothing to make a record of
+    code: str | None  # reason of the record; None: there is no record
     deed: Deed = deeds.nothing
     bound_s: float = END_S
     who: str = "1"
     act: str = "wait"
     case: str = "train"
     options: tuple[str, ...] = ()
-    rank: int | None = None  # that the record names as the cause
+    rank: int | None = None  # rank that the record names as the cause
     status: str = "failed"
     exit: int = 1
-    left_s: float = 0.0  # how long after the command something may still run
-    stacks: bool = False  # of every rank, in the record
-    # a small file system on `out`, of the records, or on `tmp`, of the last host
+    left_s: float = 0.0  # seconds after the command in which processes may still run
+    stacks: bool = False  # whether the record has the stacks of every rank
+    # small file system for the records (`out`) or the temporary files of the last host (`tmp`)
     disk: str | None = None
-    quick: bool = False  # belongs to the part that is run with all other tests
+    quick: bool = False  # whether it is run with all other tests
 
     @property
     def name(self) -> str:
@@ -63,7 +68,7 @@ class Fault:
 
 
 def _matrix() -> list[Fault]:
-    """SIGKILL and SIGSTOP of every rank and of the agent, in every phase."""
+    """Return SIGKILL and SIGSTOP of every rank and of the agent, in every phase, on one host."""
     rows = []
     for phase in PHASES:
         for rank in (0, 1):
@@ -321,7 +326,7 @@ THROUGH_SLURM = [
     Fault("parent: SIGKILL", "pass", SLURM, "unfinished", deeds.command(KILL), **PARENT_KILLED),
 ]
 
-# The part that is run with all other tests: every kind of fault once, spread over the phases.
+# Names of the faults that are run with all other tests: every kind once, spread over the phases.
 QUICK = {
     "local 1x2, preflight: Ctrl-C",
     "local 1x2, imports: rank 0: SIGKILL",

@@ -1,9 +1,9 @@
-"""Puts a pickle wherever a run would take bytes from a stranger: into every key of its stores, and
-down every port.
+"""Plant a pickle wherever a run reads bytes that a stranger may have written: in every key of its
+stores, and into every port.
 
     python planting.py CANARY FILE... ADDRESS:PORT...
 
-Whoever unpickles it makes the file CANARY.
+A process that unpickles it creates the file CANARY.
 """
 
 import os
@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 WAIT_S = 3.0
-# What torch's rendezvous, its stores and its process groups keep under keys of such names.
+# Keys under which torch's rendezvous, stores and process groups store values.
 KEYS = (
     "/rdzv/state",
     "torch.rendezvous.none",
@@ -28,6 +28,8 @@ KEYS = (
 
 
 class Evil:
+    """An object whose unpickling creates the file `canary`."""
+
     def __init__(self, canary: str) -> None:
         self.canary = canary
 
@@ -36,8 +38,11 @@ class Evil:
 
 
 def into_file(path: Path, payload: bytes) -> int:
-    """Every key of a FileStore another value: it is a list of lengths, keys and values, where the
-    last one counts. Returns how many."""
+    """Overwrite every key of a torch FileStore with the payload, and return how many keys it had.
+
+    The file is a list of lengths, keys and values in which the last value of a key counts; KEYS are
+    added.
+    """
     raw, at, keys = path.read_bytes(), 0, []
     while at < len(raw):
         parts = []
@@ -55,8 +60,12 @@ def into_file(path: Path, payload: bytes) -> int:
 
 
 def into_ports(places: list[str], payload: bytes) -> dict[str, int]:
-    """As it is, and behind its length as libraries write one; then as a client of torch's own
-    store. All at once: a rank that a stranger has talked to may end, and with it the others."""
+    """Send the payload to each `address:port`: plain, and behind its length in the forms that
+    libraries use; then as a client of torch's TCPStore.
+
+    Returns how many times it was sent to each. All ports are tried at once: a rank that a stranger
+    has talked to may end, and the others with it.
+    """
     sent = dict.fromkeys(places, 0)
     there = [(place, socket.create_connection(_address(place), WAIT_S)) for place in places]
     for head in (
@@ -76,12 +85,15 @@ def into_ports(places: list[str], payload: bytes) -> dict[str, int]:
     for client in clients:
         client.start()
     for client in clients:
-        # where no store answers, torch's client waits for longer than it is told
+        # where no store answers, torch's client waits longer than its timeout
         client.join(WAIT_S)
     return sent
 
 
 def _set(place: str, payload: bytes) -> None:
+    """Set every key of KEYS in a TCPStore to the payload; an address where no store answers is
+    skipped.
+    """
     import torch.distributed as dist
 
     with suppress(RuntimeError):
@@ -91,17 +103,20 @@ def _set(place: str, payload: bytes) -> None:
 
 
 def _again(place: str) -> list[socket.socket]:
+    """Return a new connection in a list; an empty list if there is none any more."""
     with suppress(OSError):
         return [socket.create_connection(_address(place), WAIT_S)]
     return []
 
 
 def _address(place: str) -> tuple[str, int]:
+    """Return host and port of `address:port`."""
     address, _, port = place.rpartition(":")
     return address, int(port)
 
 
 def main(canary: str, *places: str) -> None:
+    """Plant the pickle in each target, and print the target and how many times it was planted."""
     payload = pickle.dumps(Evil(canary))
     for path in [place for place in places if place.startswith("/")]:
         print(path, into_file(Path(path), payload))
@@ -114,4 +129,4 @@ def main(canary: str, *places: str) -> None:
 if __name__ == "__main__":
     main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(0)  # clients that still wait
+    os._exit(0)  # without waiting for clients that still wait

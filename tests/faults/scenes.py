@@ -1,6 +1,8 @@
-"""Where a run goes wrong: this host, or two others through ssh or Slurm. A scene starts the run
-with something inside it that waits, or breaks, in one phase, and afterwards says what is left of
-it."""
+"""A run that shall fail, on this host or on two others through ssh or Slurm.
+
+A scene starts the run with code inside it that waits, or fails, in one phase (tests/faults/inside),
+and afterwards reports what is left of the run.
+"""
 
 import json
 import os
@@ -19,8 +21,8 @@ from hosts.slurm import Slurm
 
 INSIDE = Path(__file__).with_name("inside")
 LONE = Path(__file__).parents[1] / "fixtures" / "packages" / "lone_device"
-COMPILER_CACHE = "torchinductor_"  # torch's own, for all runs of a user
-START_S = 90.0  # for a run to get to the phase
+COMPILER_CACHE = "torchinductor_"  # torch's cache, shared by all runs of a user
+START_S = 90.0  # seconds for a run to reach the phase of the fault
 CASES = {
     "train": (
         "llama1-7b-openwebtext",
@@ -37,7 +39,7 @@ CASES = {
 
 @dataclass
 class Here:
-    """This host alone."""
+    """Runs on this host alone."""
 
     shell: Shell
 
@@ -54,6 +56,7 @@ class Here:
         return self.shell.tmp
 
     def tell(self, variables: dict[str, str]) -> None:
+        """Write a site file with a short silence limit, and set variables of the next commands."""
         site = self.folder / "config" / "steelyard" / "site.toml"
         site.parent.mkdir(parents=True, exist_ok=True)
         site.write_text(f"silence_s = {SILENCE_S}\n")
@@ -61,9 +64,11 @@ class Here:
         self._told = {**variables, "XDG_CONFIG_HOME": str(self.folder / "config")}
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
+        """Start `steelyard ARGUMENTS`."""
         return self.shell.start(*arguments, **{**self._told, **variables})
 
     def left(self) -> list[str]:
+        """Return the command lines of the processes that still live."""
         return [" ".join(one.cmdline()) for one in self.shell.processes()]
 
     def clean(self) -> None:
@@ -72,10 +77,10 @@ class Here:
 
 @dataclass
 class Elsewhere:
-    """Two hosts, led from a third."""
+    """Runs on two hosts, started from a third."""
 
     runs: Runs
-    more: str = ""  # tables of the site file
+    more: str = ""  # TOML text added to the site file
 
     @property
     def folder(self) -> Path:
@@ -90,6 +95,9 @@ class Elsewhere:
         return self.folder / "tmp"
 
     def tell(self, variables: dict[str, str]) -> None:
+        """Write a site file that sets the variables on the hosts; the command itself gets them only
+        if the parent shall fail.
+        """
         told = {
             "PYTHONPATH": f"{INSIDE}:{LONE}:{SRC}",
             "OMP_NUM_THREADS": "1",
@@ -102,20 +110,25 @@ class Elsewhere:
         )
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
+        """Start `steelyard ARGUMENTS` on the login host."""
         return self.runs.start(*arguments, **{**self._parent, **variables})
 
     def left(self) -> list[str]:
+        """Return the command lines of the processes that still live, on any host."""
         return [_words(pid) for pid in self.runs.processes()]
 
     def clean(self) -> None:
+        """Kill the processes that still live, on any host."""
         for pid in self.runs.processes():
             _kill(pid)
 
 
 @dataclass
 class Scene:
-    """One run. `waiting` is the process that waits where the run shall go wrong, `above` the one
-    that started it.
+    """One run that shall fail: where it runs, its command, and the processes to do something to.
+
+    `waiting_pid` is the process that waits in the phase of the fault, `parent_pid` the one that
+    started it, `cut_hosts` the hosts whose link was cut.
     """
 
     where: str
@@ -129,33 +142,47 @@ class Scene:
 
     @property
     def mark(self) -> Path:
+        """Return the file that the waiting process writes when the run is in the phase."""
         return self.stage.folder / "mark"
 
     def start(self, who: str, phase: str, act: str, case: str, *options: str) -> None:
+        """Start a run in which the process `who` does `act` in a phase; `case` is a key of
+        CASE_OPTIONS.
+        """
         self.stage.tell(
             {"FAULT_WHO": who, "FAULT_PHASE": phase, "FAULT_ACT": act, "FAULT_MARK": str(self.mark)}
         )
         self.command = self.stage.start("run", *CASES[case], *options)
 
     def reached(self) -> bool:
-        """Whether the run gets to where it shall go wrong."""
+        """Wait until the run is in the phase of the fault, and return whether it got there before
+        it ended or START_S passed.
+
+        Sets `waiting_pid` and `parent_pid`.
+        """
         wait_for(lambda: self.mark.exists() or self.command.poll() is not None, START_S)
         if self.mark.exists():
             self.waiting, self.above = map(int, self.mark.read_text().split())
         return self.mark.exists()
 
     def ended(self, within_s: float) -> Done:
+        """Wait for the end of the command and return its result."""
         return finish(self.command, within_s)
 
     def again(self, *options: str) -> Done:
-        """A second run at the same time. Where the first one waits it does not: the mark is there."""
+        """Run a second command at the same time, into another folder for records, and return its
+        result. It does not wait in the phase: the mark exists already.
+        """
         return finish(self.stage.start("run", *CASES["score"], *options, "--out", "other"))
 
     def records(self) -> list[Path]:
+        """Return the paths of the records."""
         return sorted(self.stage.out.glob("*.json"))
 
     def left(self) -> list[str]:
-        """Processes on any host, temporary files, and jobs."""
+        """Return what is left of the run: processes on any host, temporary files except the
+        compiler's cache, and jobs.
+        """
         files = [
             path.name
             for path in self.stage.temporary.iterdir()
@@ -164,8 +191,8 @@ class Scene:
         return [*self.stage.left(), *files, *self.jobs()]
 
     def jobs(self) -> list[str]:
-        """Those that have hosts, or wait for some. One that is completing has been given back, and
-        waits for a lost host.
+        """Return the ids of Slurm jobs that have hosts or wait for them. One that is completing has
+        released its hosts, and waits for a lost one.
         """
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
         return (
@@ -175,21 +202,25 @@ class Scene:
         )
 
     def cut(self, host: str) -> None:
+        """Cut the link of a host, and remember it."""
         self.cluster.cut(host)
         self.were_cut.append(host)
 
     def started_by_command(self, program: str) -> list[int]:
+        """Return the ids of the command's child processes that run a program."""
         return [
             one.pid for one in psutil.Process(self.command.pid).children() if one.name() == program
         ]
 
 
 def read(path: Path) -> dict[str, Any]:
+    """Return the JSON of a record file."""
     table: dict[str, Any] = json.loads(path.read_text())
     return table
 
 
 def _words(pid: int) -> str:
+    """Return the command line of a process; empty once it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
     except OSError:
@@ -197,6 +228,7 @@ def _words(pid: int) -> str:
 
 
 def _kill(pid: int) -> None:
+    """Send SIGKILL to a process, which may have ended already."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

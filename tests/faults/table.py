@@ -1,4 +1,4 @@
-"""What was seen of each fault, as a table of a document."""
+"""The observed outcomes of all faults, as a table of docs/faults.md."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,10 @@ HEAD = ("fault", "phase", "where", "detected after", "bound", "reason", "orphans
 
 @dataclass(frozen=True)
 class Seen:
-    """A row: what must come of a fault has come of it."""
+    """A row of the table: a fault whose outcome was as expected.
+
+    `after_s` are the seconds until it was detected, `bound_s` those allowed.
+    """
 
     what: str
     phase: str
@@ -25,26 +28,31 @@ class Seen:
     record: str
 
     def cells(self) -> tuple[str, ...]:
+        """Return the cells of the row as texts."""
         times = (f"{self.after_s:.1f} s", f"{self.bound_s:.0f} s")
         return (self.what, self.phase, self.where, *times, self.reason, self.orphans, self.record)
 
 
 @dataclass
 class Table:
+    """The rows that a test session has observed."""
+
     rows: list[Seen] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """One host first; then in the order in which they were seen."""
+        """Return the table as Markdown: one host first, then ssh, then Slurm, each in the order of
+        observation.
+        """
         rows = sorted(self.rows, key=lambda row: WHERE.index(row.where.partition(" ")[0]))
         return documents.markdown(HEAD, (row.cells() for row in rows))
 
     def write(self, path: Path) -> None:
-        """Between the marks of a document."""
+        """Write the table between the marks of a document."""
         documents.put(path, BEGIN, self.markdown(), END)
 
 
 def cells(path: Path) -> list[tuple[str, ...]]:
-    """The rows of the table in a document."""
+    """Return the rows of the table in a document, each as a tuple of its cells."""
     text = path.read_text().partition(BEGIN)[2].partition(END)[0]
     return [
         tuple(cell.strip() for cell in line.strip("|").split(" | "))

@@ -1,5 +1,5 @@
-"""Faults beside a run: another one on its devices, a queue that it waits in, an allocation that
-nobody holds any more.
+"""Faults around a run: another run on its devices, a queue in which it waits, an allocation whose
+salloc is dead.
 """
 
 import signal
@@ -33,7 +33,7 @@ long = pytest.mark.long
 def test_two_runs_on_the_same_devices(
     scene: Scene, options: tuple[str, ...], host: str, table: Table
 ) -> None:
-    """The second says so before it has started anything, and the first goes on."""
+    """The second run is refused before it has started anything, and the first continues."""
     scene.start("1", "pass", "wait", "train", *LONE, *options)
     assert scene.reached(), scene.ended(10).err
     began = time.monotonic()
@@ -98,8 +98,8 @@ def test_waiting_in_the_queue(
 @long
 @pytest.mark.parametrize("scene", [SLURM], indirect=True)
 def test_salloc_killed(scene: Scene) -> None:
-    """The run has its hosts, and goes on; afterwards it gives them back, which salloc cannot do any
-    more.
+    """The run keeps its hosts and continues; at its end it releases them itself, since salloc
+    cannot any more.
     """
     scene.start("1", "data", "wait", "score", *TWO)
     assert scene.reached(), scene.ended(10).err

@@ -1,5 +1,6 @@
-"""Faults in every phase, on one host and on several: each is seen in time, and leaves its own
-reason, a sound record and nothing else."""
+"""Faults in every phase, on one host and on several: each is detected in time, and leaves its own
+reason, one record that verifies, and nothing else.
+"""
 
 import subprocess
 import time
@@ -19,6 +20,7 @@ DISKS = {"out": "2500k", "tmp": "16k"}
 
 
 def options(fault: Fault) -> list[str]:
+    """Return the options of `steelyard run` for a fault."""
     launcher, _, size = fault.where.partition(" ")
     nodes, devices = size.split("x")
     asked = ["--accelerator", "cpu", "--devices", devices, *fault.options]
@@ -28,7 +30,11 @@ def options(fault: Fault) -> list[str]:
 
 @contextmanager
 def small_disk(scene: Scene, which: str | None) -> Iterator[None]:
-    """A small file system of the records, or of the temporary files of the last host."""
+    """Mount a small file system over the folder for records (`out`), or over the temporary files of
+    the last host (`tmp`), while the block runs.
+
+    Temporary files must be gone at its end. None mounts nothing.
+    """
     if which is None:
         yield
         return
@@ -49,6 +55,7 @@ def small_disk(scene: Scene, which: str | None) -> Iterator[None]:
 
 
 def params() -> list[object]:
+    """Return the test parameters of all faults; those outside the quick part are marked `long`."""
     mark = {True: pytest.mark.full, False: pytest.mark.long}
     return [pytest.param(one.where, one, id=one.name, marks=mark[one.quick]) for one in FAULTS]
 
@@ -68,7 +75,7 @@ def test_fault(scene: Scene, fault: Fault, table: Table) -> None:
         assert done.code == fault.exit, done.err
         assert "Traceback" not in done.err, done.err
         record = made(scene, fault, done)
-    seen_s = left_s if fault.exit < 0 else after_s  # a parent that is killed is gone at once
+    seen_s = left_s if fault.exit < 0 else after_s  # a killed parent ends at once, its ranks later
     table.rows.append(
         Seen(
             fault.what,
@@ -85,7 +92,7 @@ def test_fault(scene: Scene, fault: Fault, table: Table) -> None:
 
 
 def made(scene: Scene, fault: Fault, done: Done) -> str:
-    """Checks the record; says what it is."""
+    """Check the record of a fault, or that there is none, and return what the table says of it."""
     paths = scene.records()
     if fault.code is None:
         assert paths == []
@@ -99,7 +106,7 @@ def made(scene: Scene, fault: Fault, done: Done) -> str:
         done.err,
     )
     assert path.stem.endswith("-unfinished") == (fault.code == "unfinished")
-    if fault.code == "unfinished":  # --resume takes it
+    if fault.code == "unfinished":  # --resume accepts such a record
         assert record["checkpoints"].startswith("checkpoints/")
     if fault.rank is not None:
         host = record["hosts"][fault.rank // record["plan"]["devices"]]["name"]
@@ -118,4 +125,7 @@ def made(scene: Scene, fault: Fault, done: Done) -> str:
 
 
 def reason(fault: Fault, done: Done) -> str:
+    """Return what the table says of the reason: its code, or that the run was refused or never
+    existed.
+    """
     return f"`{fault.code}`" if fault.code is not None else REFUSED if done.code == 2 else "no run"

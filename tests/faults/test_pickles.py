@@ -1,4 +1,4 @@
-"""A stranger's pickle in every store and down every port that a run of two ranks opens: none is
+"""A stranger's pickle in every store and into every port that a run of two ranks opens: none is
 loaded.
 """
 
@@ -22,13 +22,14 @@ OPTIONS = {LOCAL: ("--devices", "2"), SSH: ("--nodes", "2")}
 
 
 def test_the_pickle_works(tmp_path: Path) -> None:
-    """Whoever did load it would show."""
     pickle.loads(pickle.dumps(planting.Evil(str(tmp_path / "canary"))))
     assert (tmp_path / "canary").exists()
 
 
 def ports(scene: Scene) -> dict[str, list[str]]:
-    """By host, what the run listens on."""
+    """Return the TCP addresses that the run's processes listen on, by host; this host is the empty
+    name.
+    """
     if not isinstance(scene.stage, Elsewhere):
         pids, names = [one.pid for one in scene.stage.shell.processes()], {}
     else:
@@ -45,13 +46,16 @@ def ports(scene: Scene) -> dict[str, list[str]]:
 
 
 def stores(scene: Scene) -> list[str]:
+    """Return the paths of the run's FileStores."""
     return [str(path) for path in scene.stage.temporary.glob("steelyard-*/store")]
 
 
 def plant(scene: Scene, canary: Path) -> list[tuple[str, int]]:
-    """Into each, from its own host. Returns how often, for each."""
+    """Plant the pickle in every store and port, from the port's own host; return how many times for
+    each.
+    """
     sent = []
-    files = stores(scene)  # first: a rank that a stranger has talked to may be gone, with its run
+    files = stores(scene)  # first: the run may end after a stranger has talked to a rank
     for host, places in {**({"": files} if files else {}), **_after(files, ports(scene))}.items():
         command = [sys.executable, str(PROGRAM), str(canary), *places]
         if host:
@@ -67,6 +71,7 @@ def plant(scene: Scene, canary: Path) -> list[tuple[str, int]]:
 
 
 def _after(files: list[str], found: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the targets by host, with the store files first on this host."""
     return {host: [*([] if host else files), *places] for host, places in found.items()}
 
 
@@ -84,8 +89,9 @@ def _after(files: list[str], found: dict[str, list[str]]) -> dict[str, list[str]
 def test_none_is_loaded(
     scene: Scene, phase: str, kinds: set[str], tmp_path: Path, attacks: Attacks
 ) -> None:
-    """In `join` one rank waits for the other; in `pass` all have met. What becomes of the run is
-    another matter: it may fail for want of what a stranger overwrote, with a record."""
+    """In `join` one rank waits for the other; in `pass` all have met. The run itself may fail, with
+    a record, because a stranger has overwritten what it needs.
+    """
     canary = tmp_path / "canary"
     scene.start(
         "1",

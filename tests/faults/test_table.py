@@ -1,4 +1,4 @@
-"""The table in docs/faults.md is of the faults that there are."""
+"""The table in docs/faults.md contains the faults of the list, each within its bound."""
 
 from pathlib import Path
 
@@ -45,8 +45,8 @@ def test_every_reason_is_explained() -> None:
 
 
 def test_every_phase_has_every_fault() -> None:
-    """Of a rank and of the agent, killed and stopped; and a part of all is run with the other
-    tests.
+    """The signals go to each rank and to the agent; the faults marked quick are those of QUICK, and
+    names are unique.
     """
     found = {(one.what, one.phase) for one in FAULTS if one.where == "local 1x2"}
     for phase in PHASES:

@@ -1,5 +1,5 @@
-"""One GPU that issues the collectives of several: it learns what one learns that issues none, in
-every kind of sharding.
+"""One GPU that issues the collectives of several learns what it learns without them, in every
+sharding stage.
 """
 
 import json
@@ -27,7 +27,8 @@ RUN = (
 
 
 def losses(shell: Shell, *settings: str) -> list[float]:
-    path = os.pathsep.join(filter(None, sys.path))  # wherever its packages lie
+    """Run the case with these settings and return the loss of each step."""
+    path = os.pathsep.join(filter(None, sys.path))  # the test's own packages
     before = set(shell.out.glob("*.json"))
     asked = [part for one in settings for part in ("--set", one)]
     done = finish(shell.start(*RUN, *asked, "--out", shell.out, PYTHONPATH=path), 200)

@@ -1,6 +1,4 @@
-"""Fp8 on a device: its products, and blocks that score and learn, beside what a CPU emulates of
-them.
-"""
+"""fp8 on a GPU: matmuls, and blocks that score and train, against their emulation on a CPU."""
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def apart(found: Tensor, right: Tensor) -> float:
+    """Return the norm of the error as a fraction of the exact tensor's norm."""
     a, b = found.double().cpu(), right.double().cpu()
     return float((a - b).norm() / b.norm())
 
@@ -33,8 +32,8 @@ def apart(found: Tensor, right: Tensor) -> float:
 def test_a_product_is_that_of_the_fp8_numbers(
     rows: int, columns: int, inner: int, dtype: torch.dtype
 ) -> None:
-    """Rounded to bf16, and summed as the device does it: with fewer bits the longer the sum (0.0043
-    of 24,576).
+    """The bound allows rounding to bf16 and the device's sums, which have fewer bits the longer
+    they are (error 0.0043 over 24,576 terms).
     """
     a = fp8.quantize_rows_fast(torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16), dtype)
     b = fp8.quantize_rows_fast(torch.randn(columns, inner, device=CUDA, dtype=torch.bfloat16))
@@ -56,11 +55,13 @@ def test_a_product_over_tokens(tokens: int) -> None:
 
 
 def model_of(device: torch.device) -> Llama:
+    """Return a seeded bf16 Llama on the device."""
     torch.manual_seed(2)
     return Llama(SHAPE).to(torch.bfloat16).to(device)
 
 
 def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return seeded tokens and their positions."""
     torch.manual_seed(3)
     tokens = torch.randint(0, SHAPE.vocab, (sum(LENGTHS),))
     return tokens.to(device), torch.cat([torch.arange(n) for n in LENGTHS]).to(device)
@@ -68,8 +69,9 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
 def test_scoring_answers_as_it_is_emulated(kernel: str) -> None:
-    """As far from bf16 as what is emulated, and nearer to that: a rounding to fp8 may fall on the
-    other side where one to bf16 does, whose steps are a 32nd of e4m3's."""
+    """The GPU is as far from bf16 as the emulation is, and nearer to the emulation: roundings to
+    fp8 may fall on the other side where those to bf16 do, whose steps are 1/32 of e4m3's.
+    """
     told = {}
     for device, of in ((CPU, "rows"), (CUDA, kernel)):
         model, (tokens, positions) = model_of(device), inputs(device)

@@ -1,9 +1,9 @@
-"""GLM on a GPU: attention and kernels against plain formulas, with what they really dropped; the
-trainer in 16 bit.
+"""GLM on a GPU: attention and kernels against plain formulas with their real dropout mask, and
+training in 16 bits.
 
-Which probabilities a call drops depends on the seed, the head and the place, not on the values. So
-they are read off: with a value of its own for every key (the rows of an identity) the output is the
-matrix of probabilities, zero where one is dropped.
+Which probabilities a call drops depends on seed, head and position, not on values, so the mask can
+be read from a call: if the values of the keys are the rows of an identity matrix, the output is the
+matrix of probabilities, with zeros where one was dropped.
 """
 
 import math
@@ -48,8 +48,8 @@ pytestmark = [
 ]
 GPU = torch.device("cuda")
 HEADS, DIM = 4, 64
-# Contexts, their spans, spans a context. Those of `SHORT` have at most 64 keys in a row: 48 of a
-# context, 16 of a span.
+# Lengths of contexts, lengths of spans, spans per context. In `SHORT` a query sees at most 64 keys,
+# as many as DIM: 48 of a context and 16 of a span.
 LONG = {
     "closed": ([300, 300, 257, 31], [2, 4, 9, 3], [1, 1, 1, 1]),
     "open": ([300, 3, 511, 128], [2, 4, 1, 3, 2, 5, 17, 6], [2, 3, 1, 2]),
@@ -62,7 +62,9 @@ PRECISE = {torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """QKV and a gradient, exact in 16 bit."""
+    """Return random queries, keys and values [tokens, 3, heads, dim] and an output gradient, exact
+    in 16 bits.
+    """
     total = sum(lengths[0]) + sum(lengths[1])
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(total, 3, HEADS, DIM, generator=generator).to(GPU, dtype)
@@ -70,13 +72,16 @@ def made(lengths: tuple[list[int], ...], dtype: torch.dtype) -> tuple[Tensor, Te
 
 
 def dropped(share: float, seed: int) -> Dropout:
+    """Return dropout of this share with a seed on the GPU."""
     return Dropout(share, torch.tensor([seed], device=GPU), 1)
 
 
 def flash(
     qkv: Tensor, rows: ClozeLayout, grad: Tensor | None = None, dropout: float = 0.0, seed: int = 5
 ) -> list[Tensor]:
-    """The output and, where one is given to go back with, the gradient."""
+    """Return the output of merged flash attention and, if an output gradient is given, the gradient
+    of qkv.
+    """
     torch.manual_seed(seed)
     leaf = qkv.detach().requires_grad_(True)
     out = attend_cloze(leaf, rows, "flash", dropout)
@@ -91,8 +96,10 @@ def kernels(
     seed: int = 5,
     way: Any = FlashClozeAttention,
 ) -> list[Tensor]:
-    """The same by one call of flash attention and the kernel for spans on themselves; last, the
-    column sum of the gradient.
+    """Return the same by one call of flash attention and the kernel for spans; with a gradient,
+    also the column sums of the gradient of qkv.
+
+    `way` is the autograd function to call.
     """
     torch.manual_seed(seed)
     order, summed = rows.interleaved.order, torch.zeros(qkv[0].numel(), device=GPU)
@@ -111,7 +118,9 @@ WAYS = {"flash": flash, "kernels": kernels, "packed": partial(kernels, way=Packe
 
 
 def close(found: Tensor, wanted: Tensor, most: float) -> None:
-    """Of the largest number, so that small ones are not asked for more than 16 bit have."""
+    """Assert that the error is finite and at most `tolerance` of the largest expected number, as
+    small numbers are not exact in 16 bits.
+    """
     assert found.isfinite().all()
     assert float((found.double() - wanted).abs().max()) <= most * float(wanted.abs().max())
 
@@ -142,8 +151,8 @@ def kept(
     seed: int,
     way: str,
 ) -> Tensor:
-    """What dropout leaves of each probability [heads, T, T], scaled; read off from what flash
-    attention computes.
+    """Return the dropout mask [heads, T, T] of a call, scaled by 1 / (1 - dropout) and zero where a
+    key is invisible or dropped.
     """
     contexts, spans, groups = lengths
     n = rows.context_tokens
@@ -178,7 +187,7 @@ def test_flash_with_dropout_is_exact_for_what_it_dropped(
 ) -> None:
     lengths = SHORT[division]
     qkv, grad = made(lengths, dtype)
-    qkv[:, :2] /= 2  # no probability so small that it is zero in 16 bit
+    qkv[:, :2] /= 2  # so that no probability is zero in 16 bits
     rows = make_cloze_layout(*lengths, GPU)
     keep = kept(qkv, lengths, rows, 0.1, 5, way)
     possible = int((kept(qkv, lengths, rows, 0.0, 5, way) != 0).sum())
@@ -199,9 +208,7 @@ def test_flash_with_dropout_is_exact_for_what_it_dropped(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("division", LONG)
 def test_dropped_attention_is_linear_in_its_values(division: str, way: str) -> None:
-    """Also where rows are long: out(v + w) = out(v) + out(w) under one seed, and <grad, out(v)> =
-    <dv, v>.
-    """
+    """For long rows too: out(v + w) = out(v) + out(w) with one seed, and <grad, out(v)> = <dv, v>."""
     qkv, grad = made(LONG[division], torch.float16)
     rows = make_cloze_layout(*LONG[division], GPU)
     other = qkv.clone()
@@ -241,8 +248,8 @@ def test_dropout_keeps_the_mean(way: str) -> None:
 def test_the_stream_and_its_norm(
     tokens: int, width: int, last: bool, dropout: float, dtype: torch.dtype
 ) -> None:
-    """`last`: nothing is made from the stream itself. With a delta of ones the stream says what is
-    dropped.
+    """With `last`, only the norm is used further. The mask is read from a stream of zeros with a
+    delta of ones.
     """
     generator = torch.Generator().manual_seed(1)
     x, delta, more, grad = (
@@ -305,7 +312,7 @@ def test_gelu_and_the_sum_of_its_gradient(tokens: int, width: int, dtype: torch.
 
 
 class Device:
-    """What a trainer asks of an accelerator."""
+    """The parts of an accelerator that a trainer uses, on the GPU."""
 
     torch_device = GPU
 
@@ -317,6 +324,7 @@ class Device:
 
 
 def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -> Trainer:
+    """Return a prepared GLM trainer on the GPU, with or without CUDA graphs."""
     of: SimpleNamespace = job(
         precision, shape=SHAPE.model_copy(update={"dropout": dropout}), **tune
     )
@@ -327,7 +335,7 @@ def on_gpu(precision: str, dropout: float = 0.0, graphs: bool = False, **tune) -
 
 
 def filled(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
-    """Micro-batches of samples, filled up to buckets."""
+    """Return a micro-batch for each group of sample indices, filled up to its bucket."""
     rows = ClozeDataset(samples(5), [], division, 5, 1, START, END)
     sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
     buckets = list(map(SizeBuckets(sizes).find_bucket, sizes))
@@ -339,6 +347,7 @@ def filled(division: str, groups: list[list[int]]) -> list[ClozeMicroBatch]:
 
 
 def gradients(of: Trainer) -> list[Tensor]:
+    """Return the gradients of all parameters in float64 on the CPU."""
     return [of.optimizer.get_gradient(p).double().cpu() for p in of.optimizer.parameters]
 
 
@@ -350,11 +359,11 @@ def gradients(of: Trainer) -> list[Tensor]:
 def test_scores_and_gradients(
     division: str, precision: str, how: dict[str, Any], monkeypatch
 ) -> None:
-    # the tiny model's gradients are large
+    # the tiny model's gradients would overflow with a larger scale
     monkeypatch.setattr("steelyard.training.adamw.FIRST_SCALE", 16.0)
     monkeypatch.setattr("steelyard.training.glm_trainer.FASTEST_KERNEL", "flash")
     if precision == "fp32":
-        how = {"compile": how["compile"]}  # the others compute in 16 bit
+        how = {"compile": how["compile"]}  # the other modes need 16 bits
     made = on_gpu(precision, **how)
     assert made.details()["attention"] == (
         "padded" if precision == "fp32" else how.get("attention", "flash")
@@ -430,7 +439,9 @@ def test_a_tiny_model_learns_with_dropout(compiled: bool) -> None:
 
 
 def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[float, Tensor]:
-    """The loss and all gradients; they are zero again afterwards."""
+    """Return the loss and the flat gradients of micro-batches under a seed; gradients are zeroed
+    afterwards.
+    """
     torch.manual_seed(seed)
     loss = float(of.compute_gradients(micros, torch.tensor(5.0, device=GPU)))
     found = torch.cat([grad.flatten() for grad in gradients(of)])
@@ -447,9 +458,9 @@ def learned(of: Trainer, micros: list[ClozeMicroBatch], seed: int) -> tuple[floa
 def test_graphs_are_what_they_recorded(
     division: str, dropout: float, precision: str, attention: str, monkeypatch
 ) -> None:
-    """Each micro-batch by the kernels themselves and by a replay, with the same seed: the same
-    numbers are dropped, so losses are equal but for the order of sums. Then other seeds: a replay
-    draws new numbers."""
+    """Under one seed a replay drops the same numbers as the kernels, so losses differ by the order
+    of sums only. Under another seed a replay drops other numbers.
+    """
     monkeypatch.setattr("steelyard.training.adamw.FIRST_SCALE", 16.0)
     groups = [[0, 1], [1, 2], [3, 4, 0], [2, 0]]
     plain, graphs = (
@@ -459,7 +470,7 @@ def test_graphs_are_what_they_recorded(
     for micro in 2 * micros:
         graphs.warm_up(micro)
     count = graphs.details()["graphs"]
-    assert count == 2  # three of them share a bucket
+    assert count == 2  # three of four share a bucket
     for seed in (3, 4):
         for micro in micros:
             (one, wanted), (two, found) = (
@@ -474,7 +485,7 @@ def test_graphs_are_what_they_recorded(
     assert (two[0] != pytest.approx(one[0], rel=1e-4)) == (dropout > 0)
     torch.manual_seed(3)
     twice = [float(graphs.model.loss(micros[0]).detach()) for _ in range(2)]
-    # micro-batches of a step drop different numbers
+    # micro-batches of one step have different dropout masks
     assert (twice[0] != pytest.approx(twice[1], rel=1e-4)) == (dropout > 0)
 
 
@@ -483,7 +494,7 @@ def test_what_fills_a_bucket_changes_nothing() -> None:
     some, groups = samples(5), [[0, 1, 2], [3, 4]]
     plain = [send_cloze_batch(packed("open", [some[i] for i in group]), GPU) for group in groups]
     one, wanted = learned(made, plain, 1)
-    for _ in range(3):  # as they are, recorded, replayed
+    for _ in range(3):  # run, recorded, replayed
         two, found = learned(graphs, filled("open", groups), 1)
         assert two == pytest.approx(one, rel=2e-3)
         assert float((found - wanted).norm()) <= 1e-2 * float(wanted.norm())

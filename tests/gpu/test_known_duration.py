@@ -1,5 +1,5 @@
-"""A kernel that spins for as long as it is told, by the device's own timer: what the loop and the
-profiler say it took.
+"""A kernel that spins for a given time by the device's own timer: the measuring loop and the
+profiler report that time.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,13 @@ from steelyard.run.clock import now  # noqa: E402
 from steelyard.run.measure import measure  # noqa: E402
 
 pytestmark = pytest.mark.gpu
-SPUN_S = (0.05, 0.2, 0.1)  # long against the 0.1 ms in which the first is launched
+SPUN_S = (0.05, 0.2, 0.1)  # the first launch takes 0.1 ms
 COUNTS = {"tokens": 1, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
 
 @triton.jit
 def spin(out, nanoseconds):
+    """Spin for so many nanoseconds and store the time that really passed in out[0]. One program."""
     began = globaltimer()
     at = began
     while at - began < nanoseconds:
@@ -34,13 +35,15 @@ def spin(out, nanoseconds):
 
 @pytest.fixture(scope="module")
 def framework() -> TorchFramework:
+    """The torch framework on the first GPU, with the kernel compiled."""
     made = TorchFramework(CUDA.devices["torch"], 0, now)
-    list(steps(torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")))  # compiled
+    list(steps(torch.empty(len(SPUN_S), dtype=torch.int64, device="cuda")))  # compiles
     made.synchronize()
     return made
 
 
 def steps(spun: torch.Tensor) -> Iterator[Phase | Work]:
+    """Yield steps that spin for the seconds of SPUN_S; step i stores its nanoseconds in spun[i]."""
     for number, seconds in enumerate(SPUN_S):
         yield Phase("compute")
         spin[(1,)](spun[number:], int(seconds * 1e9))

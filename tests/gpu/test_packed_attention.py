@@ -1,4 +1,4 @@
-"""Our own attention kernel against the plain one in float64."""
+"""Our own attention kernel against the plain kernel in float64."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_outputs_and_gradients(heads, groups, dim, dtype, window):
 @pytest.mark.parametrize("heads", [(4, 4), (6, 1)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_rows_with_shared_prefixes(heads, window):
-    """As scoring lays them out: keys of a prefix before each row's own."""
+    """Rows are laid out as in scoring: keys of the prefix come before each row's own."""
     device = torch.device("cuda")
     more = [n + extra for n, extra in zip(LENGTHS, (300, 0, 64, 1, 129, 500), strict=True)]
     rows = make_packed_layout(LENGTHS, more, device)

@@ -1,4 +1,4 @@
-"""The infer pass on a device: a model through its kernels beside the same model as it is written."""
+"""The infer pass on a GPU: a model by fused kernels against the same model by plain modules."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_kernels_answer_as_the_model(kernel: str) -> None:
         found = model(tokens, positions, rows, kernel, pick, blocks=blocks)
         expected = model(tokens, positions, rows, "flash", pick)
         right = model.double()(tokens, positions, rows, "rows", pick)
-    # no further from fp64 than the plain model by more than half
+    # at most 1.5 times the plain model's distance from fp64
     allowed = 1.5 * float((expected.double() - right).norm())
     assert float((found.double() - right).norm()) <= allowed
 
@@ -55,7 +55,7 @@ def test_logits_are_read_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
-    """Also one that 16 divides, of tokens or of logits."""
+    """Also for numbers of tokens or logits that 16 divides, on which Triton specializes by default."""
     device = torch.device("cuda")
     model = Llama(SHAPE).to(device, torch.bfloat16)
     if precision == "fp8":
@@ -78,7 +78,7 @@ def test_another_number_of_tokens_compiles_nothing(precision: str) -> None:
     with torch.inference_mode():
         answer(LENGTHS, 77)
         counted = CompileCacheCounter()
-        answer([77, 1, 200, 138], 77)  # 416 tokens
+        answer([77, 1, 200, 138], 77)  # 416 tokens: 26 x 16
         answer(LENGTHS, 80)
         answer([64, 64], 128)
         assert counted.counts() is None

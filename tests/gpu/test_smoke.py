@@ -1,5 +1,5 @@
-"""All shipped cases on a device at size smoke, which is fp32: other kernels than those of full
-runs.
+"""All shipped cases on a GPU at size smoke. Its precision is fp32, so other kernels run than in
+full runs.
 """
 
 import json
@@ -16,14 +16,14 @@ MMLU, CORPUS = "llama2-7b-mmlu", "llama1-7b-openwebtext"
 
 
 def test_every_case_is_valid_on_a_device(shell: Shell) -> None:
-    path = os.pathsep.join(filter(None, sys.path))  # wherever its packages lie
+    path = os.pathsep.join(filter(None, sys.path))  # the test's own packages
     done = finish(
         shell.start("run", "smoke", "--accelerator", "cuda", "--out", shell.out, PYTHONPATH=path),
         500,
     )
     records = [json.loads(path.read_text()) for path in sorted(shell.out.glob("*.json"))]
-    # On a device, runs so small may end before a rate has an interval: that is all that may be
-    # wrong with them.
+    # On a GPU, runs this small may end before a rate has a confidence interval; no other reason is
+    # accepted.
     wrong = {
         one["case"]["name"]: one["reasons"]
         for one in records
@@ -38,7 +38,7 @@ def test_every_case_is_valid_on_a_device(shell: Shell) -> None:
     ("case", "precision"), [(MMLU, "fp8"), (CORPUS, "fp8"), (CORPUS, "fp8-pure")]
 )
 def test_fp8_is_valid_on_a_device(case: str, precision: str, compiled: str, shell: Shell) -> None:
-    """As it is written, and by its kernels."""
+    """By plain modules, and by compiled kernels."""
     path = os.pathsep.join(filter(None, sys.path))
     asked = (
         "run",

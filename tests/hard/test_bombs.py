@@ -1,5 +1,5 @@
-"""Small files that want much: each is refused with a line that says the limit, before it takes
-memory or time.
+"""Tests of small files that expand to a lot: each is refused with the limit, before it takes memory
+or time.
 """
 
 import gzip
@@ -26,7 +26,9 @@ MIB = 1 << 20
 
 
 def tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
-    """Members of a name, a type, a beginning, and zeros up to a size."""
+    """Write a gzipped tar of these members, each given as name, type, first bytes and size; the
+    rest is zeros.
+    """
     with gzip.open(path, "wb", compresslevel=1) as file:
         for name, kind, content, size in members:
             member = tarfile.TarInfo(name)
@@ -42,6 +44,7 @@ def tar_gz(path: Path, *members: tuple[str, bytes, bytes, int]) -> Path:
 
 
 def refusal(read: object, path: Path) -> str:
+    """Return the error with which a function refuses to read a file."""
     with pytest.raises(RequestError) as caught:
         read(path)  # type: ignore[operator]
     return str(caught.value)
@@ -140,7 +143,7 @@ def test_a_large_record_needs_the_memory_that_it_takes(
     path = published("lambada-smoke-closed-fp32-torch-a4264c79", tmp_path)
     size = path.stat().st_size
     monkeypatch.setattr(record_file, "BASE_BYTES", 1000)
-    # it is larger than one rank's and within two's
+    # the record exceeds the limit for one rank but not the limit for its two
     monkeypatch.setattr(record_file, "RANK_BYTES", size // 2)
     monkeypatch.setattr(record_file, "SMALL_BYTES", 1000)
     content = path.read_bytes()
@@ -181,7 +184,7 @@ print((kib("VmHWM") - before) * 1024)
 @pytest.mark.process
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_parsed_record_takes_no_more_memory_than_is_expected(unit: str, tmp_path: Path) -> None:
-    """The peak of a process that parses two megabytes of it, beside what it had before."""
+    """The peak memory of a process that parses two megabytes is measured, less what it had before."""
     path = tmp_path / "record.json"
     content = (
         b'{"schema":1,"junk":['
@@ -274,6 +277,7 @@ BOMBS = {
 
 
 def bomb(name: str, folder: Path) -> Path:
+    """Write the file of this name in `BOMBS` and return its path."""
     if name == "17 MiB tar.gz":
         return tar_gz(folder / "bomb.tar.gz", ("x", tarfile.XHDTYPE, b"", 4000 * MIB))
     if name == "240 MiB JSON record":
@@ -302,7 +306,9 @@ def bomb(name: str, folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("name", BOMBS)
 def test_what_a_bomb_costs(name: str, tmp_path: Path, attacks: Attacks) -> None:
-    """In a process of its own: memory is what it held at most, beside what it needs for nothing."""
+    """The file is read in a process of its own; its memory is the peak, less what the process had
+    before.
+    """
     before, imports, read = BOMBS[name]
     path = bomb(name, tmp_path)
     program = COST.format(imports=imports, read=read)

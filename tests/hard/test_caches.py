@@ -1,5 +1,5 @@
-"""Compiled code is kept where nobody else can put any: a cache that another user made first is
-never loaded from.
+"""Tests of the caches for compiled code: nothing is loaded from a cache that another user owns or
+can write.
 """
 
 import os
@@ -19,6 +19,7 @@ NAMES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def asked(**other: object) -> OpenMessage:
+    """Return the open message of a run on one CPU device, with these fields changed."""
     told = {
         "token": "t" * 32,
         "mark": "m",
@@ -40,6 +41,7 @@ def asked(**other: object) -> OpenMessage:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the user's cache folder of steelyard, in a folder of this test; it does not exist yet."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -64,7 +66,7 @@ def test_they_are_kept_across_runs(cache: Path) -> None:
 def test_site_and_tune_may_name_others(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # taken away again: the agent adds the site's to its own environment
+    # restored after the test: the agent adds the site's variables to this process's environment
     monkeypatch.setenv("TRITON_CACHE_DIR", "")
     named = str(tmp_path / "site")
     told = Host(
@@ -106,7 +108,7 @@ def test_a_folder_that_others_can_write_is_refused(cache: Path, mode: int) -> No
 
 @pytest.mark.process
 def test_a_host_says_why_it_does_not_take_a_cache(cache: Path, attacks: Attacks) -> None:
-    """Its hello arrives, with the reason in it: nothing of the accelerator was looked for by then."""
+    """The hello arrives with the reason, before any device was looked for."""
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     hello = Host(asked()).make_hello()

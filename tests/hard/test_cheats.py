@@ -1,4 +1,4 @@
-"""Engines that lie about their work, each caught by a rule of its own."""
+"""Tests of engines that lie about their work; a rule of its own detects each."""
 
 import json
 from dataclasses import dataclass, field
@@ -26,10 +26,14 @@ TRAIN = ("run", "llama1-7b-openwebtext", "--size", "smoke", "--accelerator", "cp
 
 @pytest.fixture
 def liars(tmp_path: Path) -> Shell:
+    """Return a shell with the third-party engine `liar` installed."""
     return Shell(tmp_path, (liar_engine(tmp_path / "package"),))
 
 
 def run(shell: Shell, lie: str, *command: str) -> dict[str, Any]:
+    """Run the engine with this lie, check that the record verifies, and return it as a JSON
+    document.
+    """
     shell(*command, "--engine", "liar", "--out", shell.out, LIAR=lie)
     (path,) = shell.out.iterdir()
     assert shell("verify", path).code == 0
@@ -38,6 +42,7 @@ def run(shell: Shell, lie: str, *command: str) -> dict[str, Any]:
 
 
 def codes(made: dict[str, Any]) -> set[str]:
+    """Return the codes of a record's reasons."""
     return {reason["code"] for reason in made["reasons"]}
 
 
@@ -92,10 +97,12 @@ def test_half_of_each_batch_is_not_the_batch(liars: Shell, attacks: Attacks) -> 
 
 
 def record(**changes: Any) -> Record:
+    """Return a record of a scoring run with these fields changed."""
     return report.make().model_copy(update=changes)
 
 
 def window(wall_s: float = 10.0, **other: Any) -> PassFacts:
+    """Return the window of pass infer on rank 0 with these fields changed."""
     told = {
         "pass_name": "infer",
         "rank": 0,
@@ -108,6 +115,7 @@ def window(wall_s: float = 10.0, **other: Any) -> PassFacts:
 
 
 def verdict(found: list[Any]) -> tuple[bool, str, str]:
+    """Return whether the only check of a list passed, its reason code and its text."""
     (one,) = found
     return one.check.ok, one.code, words.render_text(one.check.message)
 
@@ -143,6 +151,7 @@ def test_older_records_are_not_judged() -> None:
 
 
 def flop(made: Record) -> float:
+    """Return the rate in FLOP/s that a record claims for pass infer, to four digits."""
     (_, told), *_ = plausibility._compare_with_limits(made, "infer")
     return float(f"{told['rate']:.4g}")
 
@@ -156,8 +165,8 @@ def test_a_rate_above_the_measured_matmul_is_implausible() -> None:
 
 
 def test_the_fastest_matmul_is_the_limit() -> None:
-    """A square product is not always the fastest: a case's own shape may be, and then it is what a
-    pass can reach.
+    """The square matmul is not always the fastest: a shape of the case may be faster, and is then
+    what a pass can reach.
     """
     made = record(passes=[window(40.0)], ranks=[RankFacts(rank=0, matmul_flops_per_s=1e15)])
     rate = flop(made)
@@ -187,8 +196,8 @@ def test_a_rate_above_the_datasheet_is_implausible() -> None:
 
 
 def test_on_a_cpu_work_is_set_against_cpu_time() -> None:
-    """An engine that sleeps where it should work has wall time, and no more; a neighbour takes wall
-    time, and nothing else.
+    """An engine that sleeps instead of working has wall time but no CPU time; another process costs
+    wall time but no CPU time.
     """
     made = record(passes=[window(40.0, cpu_s=40.0)], ranks=[RankFacts(rank=0)])
     hardware = made.environment.hardware.model_copy(update={"accelerator": "cpu", "peak": None})
@@ -243,6 +252,10 @@ def test_every_step_of_training_has_its_global_batch() -> None:
 
 @dataclass(frozen=True)
 class Made:
+    """Four tokenized rows, of which the first two share a prefix of three tokens; `groups` numbers
+    the rows with a common prefix.
+    """
+
     rows: list[list[int]] = field(
         default_factory=lambda: [[1, 2, 3, 4], [1, 2, 3, 5, 6], [7, 8], [9] * 6]
     )
@@ -250,7 +263,7 @@ class Made:
 
 
 def test_texts_count_as_their_batches_do() -> None:
-    """Of both divisions, against what a batch says of itself."""
+    """In both divisions, the counts from the texts equal those that the batches hold."""
     made = Made()
     closed = prompt_batches.make_closed_batch(made.rows, [0, 1, 3])
     assert TextCounter(made, "closed", lambda length: 1).count(closed.items) == closed.counts
@@ -264,8 +277,9 @@ def test_texts_count_as_their_batches_do() -> None:
 
 
 def test_a_window_leaves_fewer_pairs_of_texts_and_rows() -> None:
-    """Of rows of 4, 5, 2 and 6 tokens, 3 keys at most: 9, 12, 3 and 15. Of a shared beginning of 3
-    tokens, 6, and behind it 3 and 6."""
+    """Rows of 4, 5, 2 and 6 tokens with at most 3 keys have 9, 12, 3 and 15 pairs. A shared prefix
+    of 3 tokens has 6 pairs, and the rest 3 and 6.
+    """
     made = Made()
     whole, window = (
         make_choice_counter(made, "closed", size).count([0, 1, 2, 3], [], held_out=True)

@@ -1,4 +1,4 @@
-"""A checkpoint's tables have a checksum: one changed digit shows."""
+"""Tests of the checksums in a checkpoint's JSON files: one changed digit is detected."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_every_changed_byte_is_refused(tmp_path: Path, attacks: Attacks) -> None
         "no checksum",
         "refused, or the same value in another spelling",
     )
-    assert all(accepted)  # what is read is what was written: another spelling of the same number
+    assert all(accepted)  # equal values in another spelling
 
 
 def test_an_older_state_without_one_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A clock that runs slow makes every rate too high: it is compared with others, and a run in which
-they disagree is invalid.
+"""Tests of the clock checks: a slow clock makes every rate too high, so it is compared with other
+clocks, and a run in which they disagree is invalid.
 """
 
 import json
@@ -52,6 +52,9 @@ int clock_gettime(clockid_t id, struct timespec *at) {
 
 @pytest.fixture(scope="module")
 def slow_clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the library that slows down the clocks of workers, and return its path; skip the test
+    without gcc.
+    """
     if shutil.which("gcc") is None:
         pytest.skip("no C compiler to make a slow clock with")
     folder = tmp_path_factory.mktemp("slow")
@@ -90,10 +93,12 @@ def test_an_honest_run_has_all_clocks(smoke: dict[str, Path]) -> None:
 
 
 def with_clocks(**told: float) -> Record:
+    """Return a record whose rank 0 has these seconds by clock name."""
     return report.make().model_copy(update={"ranks": [RankFacts(rank=0, clocks=told)]})
 
 
 def verdict(record: Record) -> tuple[bool, str]:
+    """Return whether the clock check of a record passed, and its text."""
     (found,) = clock_checks.check_clocks_agree(record, {})
     assert found.check is not None
     assert (found.code, found.note) == ("clock", None)
@@ -104,13 +109,13 @@ def verdict(record: Record) -> tuple[bool, str]:
     ("told", "ok"),
     [
         ({"monotonic": 100.0, "raw": 100.0, "boottime": 100.0, "uptime": 100.0}, True),
-        ({"monotonic": 100.0, "raw": 100.05}, True),  # as far as a time server may pull one
+        ({"monotonic": 100.0, "raw": 100.05}, True),  # NTP may adjust a clock by 0.05 %
         ({"monotonic": 100.0, "raw": 100.51}, False),
         ({"monotonic": 100.0, "raw": 99.49}, False),
-        ({"monotonic": 100.0, "boottime": 160.0}, False),  # the machine slept
-        ({"monotonic": 1.0, "uptime": 1.025}, True),  # hundredths of a second
+        ({"monotonic": 100.0, "boottime": 160.0}, False),  # the machine was suspended
+        ({"monotonic": 1.0, "uptime": 1.025}, True),  # uptime counts hundredths of a second
         ({"monotonic": 1.0, "uptime": 1.04}, False),
-        # faketime, 2.7 times slower
+        # as under faketime, with clocks that are 2.7 times slower
         ({"monotonic": 37.0, "raw": 37.0, "boottime": 37.0, "uptime": 100.0}, False),
     ],
 )
@@ -146,7 +151,7 @@ def test_an_older_record_is_not_judged() -> None:
 def test_of_several_readings_the_tightest_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """One in which the process was put aside says nothing on clocks."""
+    """A reading during which the process was suspended says nothing about clocks."""
     ticks = iter([0.0, 9.0, 10.0, 10.5, 20.0, 29.0])
     monkeypatch.setattr(clock, "now", lambda: next(ticks))
     monkeypatch.setattr(clock, "TRIES", 3)

@@ -1,4 +1,6 @@
-"""Engines held to engine torch: those that come with the package conform, those that lie do not."""
+"""Tests of the conformity check against engine torch: the shipped engines conform, and those that
+lie do not.
+"""
 
 import json
 from pathlib import Path
@@ -19,6 +21,7 @@ OPENWEBTEXT = "llama1-7b-openwebtext"
 
 
 def conform(shell: Shell, *arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
+    """Run `steelyard conform` with a cache of this test, and return its exit code and JSON answer."""
     done = shell(
         "conform", *arguments, "--json", XDG_CACHE_HOME=str(shell.folder / "cache"), **variables
     )
@@ -45,7 +48,7 @@ def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> No
         "step 1 grad_norm",
     }
     kept = shell.folder / "cache" / "steelyard" / "conform.json"
-    # a part of the cases shows nothing of the rest
+    # that an engine conforms is stored only if all cases were compared
     assert kept.exists() == ("--case" not in arguments)
 
 
@@ -53,8 +56,8 @@ def test_shipped_engines_conform(shell: Shell, arguments: tuple[str, ...]) -> No
 def test_an_engine_that_trains_on_half_of_a_batch_does_not_conform(
     tmp_path: Path, attacks: Attacks
 ) -> None:
-    """It names all rows, so its record alone is sound: the loss and the gradients are those of
-    other rows.
+    """The engine names all rows, so its record alone is valid; only its loss and gradients show
+    that it used other rows.
     """
     shell = Shell(tmp_path, (liar_engine(tmp_path / "package"),))
     code, found = conform(shell, "liar", "--case", OPENWEBTEXT, LIAR="half_hidden")
@@ -128,11 +131,12 @@ def test_what_cannot_be_compared_is_refused(
 
 
 def wrong(ours: Record, theirs: Record) -> list[ConformCheck]:
+    """Return the comparisons of two records that failed."""
     return [row for row in check_conformity(ours, theirs) if not row.ok]
 
 
 def first_step(record: Record, **values: float) -> Record:
-    """With other values of the first step of training."""
+    """Return the record with these values changed in its first training step."""
     first, *rest = record.samples
     return record.model_copy(
         update={"samples": [first.model_copy(update={"values": first.values | values}), *rest]}
@@ -140,6 +144,9 @@ def first_step(record: Record, **values: float) -> Record:
 
 
 def trained(**values: float) -> Record:
+    """Return a valid fp32 training record with these values in its first step; loss is 10 and
+    grad_norm 4 by default.
+    """
     made = report.training().model_copy(update={"status": "valid", "reasons": []})
     question = made.case.question | {
         "precision": made.case.question["precision"] | {"matmul": "fp32"}

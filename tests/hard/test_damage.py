@@ -1,4 +1,4 @@
-"""Damaged and hostile input ends in one line and exit code 2, never in a traceback."""
+"""Tests of damaged and hostile input: it ends in one line and exit code 2, never in a traceback."""
 
 import io
 import random
@@ -20,6 +20,9 @@ TRIED = 3000
 
 
 def one_line(done: object, *parts: str) -> None:
+    """Check that a command was refused with one line of less than 8000 characters that holds every
+    fragment.
+    """
     code, out, err = done.code, done.out, done.err  # type: ignore[attr-defined]
     assert (code, out) == (2, ""), err
     assert len(err.splitlines()) == 1
@@ -28,6 +31,7 @@ def one_line(done: object, *parts: str) -> None:
 
 
 def array() -> bytes:
+    """Return the bytes of a .npy file with five int32 numbers."""
     made = io.BytesIO()
     np.save(made, np.arange(5, dtype=np.int32))
     return made.getvalue()

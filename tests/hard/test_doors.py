@@ -1,5 +1,5 @@
-"""Ways in: a site file that lies in the working directory, variables that load code, files that
-never end.
+"""Tests of attacks from outside: a site file in the working directory, variables that load code,
+and files without an end.
 """
 
 import os
@@ -13,7 +13,7 @@ from fixtures.records import published
 
 
 def test_a_site_file_in_the_working_directory_runs_nothing(shell: Shell, attacks: Attacks) -> None:
-    """It would have every process of the run import a module that leaves a mark."""
+    """The site file would make every process of the run import a module that writes a mark file."""
     mark, code = shell.folder / "mark", shell.folder / "code"
     code.mkdir()
     (code / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()")
@@ -53,7 +53,7 @@ def test_a_file_that_never_ends_is_refused(
     done = shell(*verb, *([path, record] if "--signers" in verb else [folder]))
     assert "not a regular file" in done.err + done.out
     assert "Traceback" not in done.err
-    # the others were refused
+    # only these combinations hung before; the others were refused already
     if (what, *verb[-1:]) in {("fifo", "--json"), ("device", "--json"), ("fifo", "--signers")}:
         attacks.add(
             f"{what} in the place of a file, given to {' '.join(verb).removesuffix(' --json')}",

@@ -1,5 +1,5 @@
-"""How a run ends is told as far as it is known, whatever the surroundings: a stranger's variables,
-no memory, no processes.
+"""Tests of how a run's end is reported in hostile surroundings: variables of other launchers, no
+memory, no processes.
 """
 
 import errno
@@ -131,7 +131,9 @@ def test_the_count_of_a_control_group(
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group with little memory, where one may be made."""
+    """Make a cgroup with a memory limit of 1.5 GiB, and remove it after the test; skip where none
+    can be made.
+    """
     for folder, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),

@@ -1,5 +1,5 @@
-"""Records changed by someone who derives them again and makes the hashes right: what contradicts
-itself does not verify.
+"""Tests of forged records whose metrics were derived again and whose hashes are correct:
+contradictions do not verify.
 """
 
 import json
@@ -22,21 +22,23 @@ def test_published_records_verify(path: Path) -> None:
 
 
 def killed(table: dict[str, Any]) -> None:
-    """A run that was killed, told as if it had not been."""
+    """Change the record as if its rank was still running and the run had not failed."""
     table["ranks"][0]["status"] = "running"
     table["failure"], table["reasons"] = None, []
 
 
 def lost_rank(table: dict[str, Any]) -> None:
+    """Change the plan to two ranks, of which the second left no results."""
     table["plan"] |= {"devices": 2, "dp": 2}
 
 
 def vast_world(table: dict[str, Any]) -> None:
+    """Change the plan to a million hosts and devices."""
     table["plan"] |= {"nodes": 10**6, "devices": 10**6, "tp": 10**6, "dp": 10**6}
 
 
 def faster(table: dict[str, Any]) -> None:
-    """Everything that was timed in a pass, divided by ten; the budget stays."""
+    """Divide every time measured in a pass by ten; the budget stays."""
     for window in table["passes"]:
         window["wall_s"] /= 10
     for one in table["samples"]:
@@ -46,12 +48,15 @@ def faster(table: dict[str, Any]) -> None:
 
 
 def faster_with_budget(table: dict[str, Any]) -> None:
-    """As above, the budget of the run too, and not that of its rank."""
+    """Divide every time measured in a pass and the run's budget by ten, but not the budget of the
+    rank.
+    """
     faster(table)
     table["budget"]["infer"] /= 10
 
 
 def shorter_pass(table: dict[str, Any]) -> None:
+    """Divide the windows and budgets of the passes by ten, but not the times of the steps."""
     for window in table["passes"]:
         window["wall_s"] /= 10
     for rank in table["ranks"]:
@@ -60,17 +65,18 @@ def shorter_pass(table: dict[str, Any]) -> None:
 
 
 def gap(table: dict[str, Any]) -> None:
-    """A slow step made fast."""
+    """Let a step end earlier, so that it looks faster."""
     table["samples"][2]["end_s"] -= 0.5 * (
         table["samples"][2]["end_s"] - table["samples"][2]["start_s"]
     )
 
 
 def late_readings(table: dict[str, Any]) -> None:
+    """Move the last telemetry reading to long after the end of the run."""
     table["telemetry"][0]["columns"]["t_s"][-1] += 1e4
 
 
-BEFORE = {killed: "`valid`", faster: "`valid`"}  # those that were tried
+BEFORE = {killed: "`valid`", faster: "`valid`"}  # known from before the checks
 
 
 @pytest.mark.parametrize(
@@ -102,7 +108,9 @@ def test_what_contradicts_itself_does_not_verify(
 
 
 def sealed(path: Path) -> dict[str, Any]:
-    """A record of this version: it has all hashes."""
+    """Seal the record again, so that it has all hashes of this version, and return its JSON
+    document.
+    """
     return json.loads(changed(path, lambda table: None).read_bytes())
 
 

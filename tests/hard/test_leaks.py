@@ -1,4 +1,4 @@
-"""What a record tells of the environment: names on a list, and never a secret."""
+"""Tests of which environment variables a record holds: those on a list, and never a secret."""
 
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ pytestmark = pytest.mark.process
 
 
 def kept(inherited: dict[str, str]) -> dict[str, str]:
+    """Return the variables that a record of a CPU run would hold of this environment."""
     return environment.describe_host(CPU, [], inherited).software.variables
 
 

@@ -1,5 +1,5 @@
-"""What runs leave that nobody could end in order is swept up by the next run of the same user, and
-nothing else is.
+"""Tests of sweeping: the next run of the same user removes what killed runs left behind, and
+nothing else.
 """
 
 import os
@@ -26,7 +26,7 @@ time.sleep(300)
 
 
 def killed_holder(shell: Shell, mark: str) -> Path:
-    """A folder whose agent is dead."""
+    """Make the folder of a run with this mark, kill the process that holds it, and return its path."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, mark], env=shell.env(), stdout=subprocess.PIPE, text=True
     )
@@ -47,7 +47,7 @@ def test_the_dead_are_swept_and_nobody_else(
     stopped = subprocess.Popen(
         ["sleep", "300"], env={**shell.env(), messages.MARK_VARIABLE: DEAD}, start_new_session=True
     )
-    # its environment comes a moment after it
+    # the environment of a new process can be read only a moment after it starts
     assert wait_for(lambda: processes.has_mark(psutil.Process(stopped.pid), DEAD))
     stopped.send_signal(signal.SIGSTOP)
     alive = RunFolder(ALIVE)
@@ -105,19 +105,20 @@ def test_a_folder_that_was_never_locked_is_swept(
         RunFolder(ALIVE)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(f".steelyard-{ALIVE}-")
-    # its lock ends with the process that is not over here
+    # a lock ends with its process, and this process still runs: pretend that nobody holds it
     monkeypatch.setattr(processes, "_is_unlocked", lambda path: True)
     assert (processes.sweep_dead_runs(), list(tmp_path.iterdir())) == ([], [])
 
 
 def full_disk() -> None:
+    """Raise the error of a full disk."""
     raise OSError("no space left on device")
 
 
 @pytest.mark.full
 def test_all_killed_at_once_and_a_rank_stopped(faulty: Shell, attacks: Attacks) -> None:
-    """The stopped rank is woken by its agent's death, sees that it is alone, and ends. The folder
-    stays, for the next run.
+    """The suspended rank is woken by its agent's death, notices that it is alone and ends. The
+    folder stays for the next run to sweep.
     """
     mark = faulty.folder / "there"
     process = faulty.start(

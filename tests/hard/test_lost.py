@@ -1,4 +1,6 @@
-"""A record that cannot be written where it belongs is not lost: it is kept beside, or printed."""
+"""Tests of records that cannot be written to their folder: they are saved in the temporary folder
+or printed.
+"""
 
 import json
 import resource
@@ -20,6 +22,7 @@ from steelyard.record import record
 
 @contextmanager
 def file_size_limit(most_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process can write, inside a `with` block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
     try:
@@ -30,6 +33,7 @@ def file_size_limit(most_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> record.Record:
+    """Return a sealed record; temporary files go to a folder of this test."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     return record.seal_record(record.read_record(published("mmlu-smoke-closed", tmp_path / "from")))

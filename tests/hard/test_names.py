@@ -1,4 +1,6 @@
-"""Names that mean one thing: a preset's precision, and a shipped case."""
+"""Tests of names that must mean one thing: the name of a precision preset, and that of a shipped
+case.
+"""
 
 import re
 from collections.abc import Callable
@@ -22,7 +24,8 @@ from steelyard.report.numbered_runs import group_by_case
 from steelyard.report.published_rows import find_published_rows as published_rows
 
 CASE = "llama2-7b-mmlu"
-# Published records that are older than a field which their shipped case has set since.
+# Published records, by the last eight characters of their file names, that lack fields which their
+# shipped case has set since.
 EARLIER = {
     name: ["question.data.joint", "question.data.last_target"]
     for name in ("304a1447", "86b8f8f0", "44b1216e")
@@ -87,15 +90,17 @@ def test_a_record_that_calls_fp16_fp32_does_not_verify(tmp_path: Path) -> None:
 
 
 def no_gate(table: dict) -> None:
+    """Remove the quality gate of the case."""
     table["case"]["gate"] = None
 
 
 def loose(table: dict) -> None:
+    """Raise the allowed confidence interval to 50 %."""
     table["case"]["max_interval"] = 0.5
 
 
 def other_question(table: dict) -> None:
-    """What a case file of one's own says, and no command line."""
+    """Add a layer to the question's model, as a user's case file can, and correct the key."""
     table["case"]["question"]["model"]["layers"] += 1
     table["case"]["key"] = verify.compute_question_key(
         table["case"]["question"], table["data"]["fingerprint"]
@@ -103,6 +108,7 @@ def other_question(table: dict) -> None:
 
 
 def as_smoke(table: dict) -> None:
+    """Claim that a full run was one of size smoke."""
     table["case"]["size"] = "smoke"
 
 
@@ -141,7 +147,7 @@ def test_a_case_that_is_not_the_shipped_one_says_so(
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem[-8:])
 def test_published_records_are_of_the_shipped_cases(path: Path) -> None:
-    """Or of the shipped cases of before, which is said."""
+    """A record may also be of an earlier version of a shipped case, which is then noted."""
     found = record.read_record(path)
     assert list_modified_parts(found) == []
     assert list_later_fields(found) == EARLIER.get(path.stem[-8:], [])
@@ -168,12 +174,12 @@ def test_a_record_of_an_earlier_question_verifies_and_says_so(name: str) -> None
     assert [*group_by_case([found])] == [
         ("aquila2-7b-alpaca", found.case.size, f"case: earlier (without {fields})")
     ]
-    # the published runs were asked today's question
+    # published rows belong to the current question only
     assert published_rows(group_by_case([found]).popitem()[1]) == []
 
 
 def test_a_case_file_that_says_what_is_the_default_is_modified(tmp_path: Path) -> None:
-    """Only a record that does not know the fields is older than they are."""
+    """Only a record without the fields is earlier than they are."""
     path = published("alpaca-smoke", tmp_path)
 
     def told(table: dict) -> None:

@@ -1,4 +1,4 @@
-"""What a worker leaves is another program's word. Whatever stands in it, a run ends in a whole
+"""Tests of damaged rank files: a worker may write anything, and the run still ends in a whole
 record.
 """
 
@@ -33,13 +33,15 @@ TRIED = 600
 
 @dataclass
 class Ended:
-    """A run of two ranks that has ended, and the text of their last files."""
+    """A finished run of two ranks, and the texts of their last rank files."""
 
     run: CaseRun
     texts: dict[int, str]
 
     def again(self, rank: int, text: str) -> Record:
-        """The record that this run would have, had the rank left this."""
+        """Return the record that the run would have if this rank had written this text as its rank
+        file.
+        """
         session = self.run.session
         files = {one: parse_rank_file(said, one) for one, said in self.texts.items() if one != rank}
         session.results = replace(session.results, rank_files=files, unreadable={})
@@ -49,6 +51,9 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """Run the smoke case on two CPU ranks in this process, and return it with the rank files it
+    received.
+    """
     texts: dict[int, str] = {}
 
     def keep(text: str, rank: int) -> Any:
@@ -82,7 +87,7 @@ def test_the_same_files_make_the_same_record(ended: Ended) -> None:
 def test_any_change_of_a_rank_file_ends_in_a_record(
     ended: Ended, rank: int, tmp_path: Path, attacks: Attacks
 ) -> None:
-    """A change may leave a file that is as good; then the checks of a record judge it."""
+    """A changed file may still be well formed; then the checks of the record judge it."""
     draw = random.Random(rank)
     seen: Counter[str] = Counter()
     for number in range(TRIED // 2):
@@ -103,8 +108,8 @@ def test_any_change_of_a_rank_file_ends_in_a_record(
     )
 
 
-# What else a changed file can amount to: it says that it did not end, or how, or what it counts
-# does not add up.
+# Other reasons that a changed rank file can cause: it claims that the rank did not end or failed,
+# or its counts and times do not add up.
 CODES = {
     "killed",
     "raised",
@@ -157,8 +162,8 @@ def test_a_file_that_did_not_arrive_whole(ended: Ended) -> None:
 
 
 def test_results_that_do_not_fit_together(ended: Ended) -> None:
-    """Each file is a rank file; together they are no record. What was measured is not taken on
-    trust.
+    """Each file is a valid rank file but together they make no record, so nothing that was measured
+    is used.
     """
     table = json.loads(ended.texts[1])
     table["outputs"]["val"] = {"items": "all of them"}

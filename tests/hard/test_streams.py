@@ -1,5 +1,5 @@
-"""Where a run's words go changes nothing: neither its records, nor its exit code, nor how often it
-is repeated.
+"""Tests that the streams of a run change nothing: neither its records nor its exit code nor its
+repeats.
 """
 
 import json
@@ -25,11 +25,13 @@ Stream = int | IO[Any]
 
 
 def full() -> Iterator[Stream]:
+    """Yield a stream to a full device."""
     with Path("/dev/full").open("w") as file:
         yield file
 
 
 def nobody_reads() -> Iterator[Stream]:
+    """Yield the write end of a pipe whose read end is closed."""
     read, write = os.pipe()
     os.close(read)
     yield write
@@ -37,7 +39,7 @@ def nobody_reads() -> Iterator[Stream]:
 
 
 def stopped() -> Iterator[Stream]:
-    """As a terminal after Ctrl-S: it takes nothing, and says nothing. All that fits is in it."""
+    """Yield the write end of a full pipe that nobody reads, as a terminal after Ctrl-S."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with pytest.raises(BlockingIOError):
@@ -54,8 +56,11 @@ def stopped() -> Iterator[Stream]:
 def test_a_run_ends_as_it_would(
     faulty: Shell, stderr: Callable[[], Iterator[Stream]], attacks: Attacks
 ) -> None:
-    """Twice, which goes on after the first. What is printed at the end goes nowhere either, but for
-    a terminal that is stopped: then the command waits, as any does, with its records on disk."""
+    """The run is repeated, so it must go on after the first. Its final output is lost too.
+
+    A suspended terminal is replaced for stdout: there the command would wait, as any does, with its
+    records on disk.
+    """
     with (
         contextmanager(stderr)() as err,
         contextmanager(full if stderr is stopped else stderr)() as out,
@@ -94,7 +99,7 @@ def test_a_run_ends_as_it_would(
 
 @pytest.mark.full
 def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
-    """stdin, stdout and stderr closed: no file of the run gets their numbers."""
+    """With stdin, stdout and stderr closed, no file of the run may get their descriptors."""
     words = " ".join(
         [
             "exec",
@@ -122,7 +127,7 @@ def test_nothing_is_open(faulty: Shell, attacks: Attacks) -> None:
 def test_an_answer_that_is_all_there_is_must_arrive(
     shell: Shell, arguments: tuple[str, ...], code: int
 ) -> None:
-    """A page that nobody got is no success; what is wrong with a request is still that."""
+    """An answer that nobody received is no success; a wrong request keeps exit code 2."""
     with Path("/dev/full").open("w") as out:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "steelyard", *arguments],
@@ -163,7 +168,7 @@ def test_a_character_that_a_terminal_lacks_is_spelled_as_json_does(shell: Shell)
 def test_a_connection_that_drops_leaves_a_record(
     faulty: Shell, before: signal.Handlers, told: str
 ) -> None:
-    """Under nohup it is not heard of."""
+    """Under nohup, SIGHUP is ignored."""
     mark = faulty.folder / "there"
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "steelyard", *RUN, "--out", str(faulty.out)],
@@ -188,7 +193,7 @@ def test_a_connection_that_drops_leaves_a_record(
 
 
 def test_what_is_said_waits_for_nobody() -> None:
-    """Pieces beyond a backlog are dropped, and the end does not wait for ever."""
+    """Pieces beyond the backlog are dropped, and the end does not wait for ever."""
     ended = threading.Event()
 
     def say(stream: printing.BackgroundStderr) -> None:

@@ -1,5 +1,5 @@
-"""Nothing that is printed steers a terminal: not a title, a file's name, an error's text or a
-worker's progress.
+"""Tests that printed text cannot steer a terminal: titles, file names, error texts and progress of
+workers are escaped.
 """
 
 import io
@@ -49,7 +49,7 @@ def test_progress_is_escaped() -> None:
     console = Console(file=seen, force_terminal=True, width=200, color_system=None)
     with ProgressDisplay(console, HOSTILE) as display:
         display.show(PhaseProgress(f"infer\n{HOSTILE}", 1, 2, 1.0))
-    text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", seen.getvalue())  # what rich itself writes
+    text = re.sub("\x1b\\[[0-9?]*[A-Za-z]|\r", "", seen.getvalue())  # remove escapes of rich
     line = ESCAPED.replace("\\r", " ")
     assert f"infer {line}" in text
     assert not STEERING.search(text)

@@ -1,9 +1,9 @@
-"""Three hosts on one machine: a network, a name and an sshd of their own each, a file system and a
-CPU together.
+"""Three hosts on one machine, each with its own network, host name and sshd; they share the file
+system and the CPU.
 
-A host is a set of namespaces (network, host name, mounts) kept by one process (`host.py`); one
-more, the hub, holds the bridge that joins them. None has a name on the machine, so any number of
-clusters can be up at once, at the same addresses.
+A host is a set of namespaces (network, host name, mounts) kept alive by one process (`host.py`);
+one more, the hub, holds the bridge that connects them. None has a name on the machine, so any
+number of clusters can run at once, at the same addresses.
 """
 
 import os
@@ -27,9 +27,10 @@ LOGIN = "login"
 HUB = "hub"
 ADDRESS = {"node1": "10.213.0.1", "node2": "10.213.0.2", "login": "10.213.0.3"}
 HOST_PROGRAM = Path(__file__).with_name("host.py")
-# A mark in a command's environment goes with it through ssh, as srun hands it on by itself.
+# The variable with the mark of a test's processes; ssh is configured to pass it on, srun does so
+# by itself.
 MARK = "TEST_MARK"
-# Variables of the process that runs the tests which are no business of the hosts.
+# Variables of the test process that begin like this are not passed to commands on the hosts.
 FOREIGN = ("FAULTY", "STEELYARD_", "PYTEST", "SLURM")
 BRIDGE_FORWARDS = "3"  # BR_STATE_FORWARDING in linux/if_bridge.h
 
@@ -60,7 +61,10 @@ Host *
 
 @dataclass
 class Cluster:
-    """Hosts with an sshd each, from `start` to `end`."""
+    """Two compute hosts and a login host, each with an sshd, from `start` to `end`.
+
+    `keepers` are the processes that keep the namespaces of each host and of the hub alive.
+    """
 
     folder: Path
     hosts: tuple[str, str] = COMPUTE
@@ -84,15 +88,15 @@ class Cluster:
         return ADDRESS[host]
 
     def env(self, **variables: str) -> dict[str, str]:
-        """What a command finds in its environment on a host that has the package and, once it is
-        up, Slurm.
+        """Return the environment of a command on a host: this process's without variables of tests
+        and Slurm, those of the site, and `variables`.
         """
         keep = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
         return {**keep, **self.site_variables, **variables}
 
     @property
     def site_variables(self) -> dict[str, str]:
-        """What is set on every host, for a command through ssh too."""
+        """Return the variables that are set on every host, for commands through ssh too."""
         return {"PYTHONPATH": str(SRC), "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def on(
@@ -103,11 +107,14 @@ class Cluster:
         cwd: Path | None = None,
         **popen: Any,
     ) -> "subprocess.Popen[Any]":
-        """Start a command on a host, in the cluster's folder if nothing else is said. `env` is
-        added to `Cluster.env`. All that enters the host gives way to the command itself, so that
-        the process returned is the command's own."""
-        # Entering the mounts leaves the working directory, so env goes back to it. A test runner in
-        # the background hands down that SIGINT is ignored.
+        """Start a command on a host, in the cluster's folder unless `cwd` is given, and return its
+        process.
+
+        `env` is added to `Cluster.env`. The programs that enter the namespaces are replaced by the
+        command (exec), so the process returned is the command itself.
+        """
+        # nsenter changes the working directory when it enters the mounts, so env changes it back.
+        # A test runner in the background hands down that SIGINT is ignored, so env resets it.
         there = ["env", f"--chdir={cwd or self.folder}", "--default-signal=INT", *map(str, argv)]
         return subprocess.Popen([*self._enter(host), *there], env=self.env(**(env or {})), **popen)
 
@@ -121,7 +128,7 @@ class Cluster:
         input: str | None = None,
         timeout_s: float = 300.0,
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command on a host to its end."""
+        """Run a command on a host and return its result; it is killed after `timeout_s`."""
         pipe = subprocess.PIPE
         stdin = subprocess.DEVNULL if input is None else pipe
         with self.on(
@@ -135,26 +142,28 @@ class Cluster:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def ssh(self, host: str, *command: str, options: Sequence[str] = ()) -> list[str]:
-        """The command line of `ssh host command`."""
+        """Return the command line of `ssh host command`."""
         return ["ssh", "-F", str(self.ssh_config), *options, host, *command]
 
     def cut(self, host: str) -> None:
-        """Pull the host's cable."""
+        """Cut a host off: set its link in the hub down."""
         self._ip(HUB, f"link set {host} down")
         self._cut.add(host)
 
     def mend(self, host: str) -> None:
+        """Set the link of a host up again and wait until it carries traffic."""
         self._ip(HUB, f"link set {host} up")
         self._await_link(host)
         self._cut.discard(host)
 
     def mend_all(self) -> None:
+        """Restore the links of all hosts that were cut off."""
         for host in tuple(self._cut):
             self.mend(host)
 
     @contextmanager
     def empty(self, host: str, folder: Path) -> Iterator[None]:
-        """On one host a folder is another one, with nothing in it."""
+        """Hide a folder on one host behind an empty file system while the block runs."""
         self.run(host, ["mount", "-t", "tmpfs", "none", folder]).check_returncode()
         try:
             yield
@@ -162,26 +171,28 @@ class Cluster:
             self.run(host, ["umount", folder]).check_returncode()
 
     def processes(self, mark: str) -> list[int]:
-        """All processes of the machine with a text in their environment."""
+        """Return the ids of all processes of the machine that have a text in their environment."""
         found = []
         for one in Path("/proc").iterdir():
             try:
                 if one.name.isdigit() and mark.encode() in (one / "environ").read_bytes():
                     found.append(int(one.name))
-            except OSError:  # it has ended meanwhile
+            except OSError:  # the process has ended meanwhile
                 continue
         return found
 
     def pids(self, host: str, *programs: str) -> list[int]:
-        """The processes on a host that were started by one of these names."""
+        """Return the ids of the processes on a host that run one of these programs, without the
+        host's keeper.
+        """
         network = network_of(self.keepers[host].pid)
         assert network is not None, f"{host} is not up"
         keeper = self.keepers[host].pid
         return [pid for pid in processes_in(network) if pid != keeper and _program(pid) in programs]
 
     def kill_sshd_sessions(self, host: str) -> list[int]:
-        """Kill the sshd of every connection to a host, not the one that listens; the killed process
-        ids.
+        """Kill the sshd of every connection to a host, but not the one that listens; return the
+        killed process ids.
         """
         listening = self._sshd_pid(host)
         sessions = [pid for pid in self.pids(host, "sshd", "sshd-session") if pid != listening]
@@ -189,8 +200,8 @@ class Cluster:
 
     @contextmanager
     def clock_offset(self, host: str, seconds: int) -> Iterator[None]:
-        """The monotonic clocks of all that ssh starts on a host are so many seconds ahead, or
-        behind.
+        """While the block runs, the monotonic clocks of all that ssh starts on a host are so many
+        seconds ahead (or behind). Restarts the sshd.
         """
         self._restart_sshd(host, seconds)
         try:
@@ -199,6 +210,9 @@ class Cluster:
             self._restart_sshd(host, 0)
 
     def start(self) -> None:
+        """Start all hosts, connect them and start an sshd on each. Raises UnavailableError where
+        namespaces are not allowed.
+        """
         entries = "".join(f"{ADDRESS[host]} {host}\n" for host in self.names)
         (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{entries}")
         for name in (HUB, *self.names):
@@ -212,12 +226,12 @@ class Cluster:
                 )
         self._join_networks()
         self._write_ssh()
-        # The system's configuration on the login host is ours: ssh there needs no options to know
-        # the hosts.
+        # Our configuration replaces the system's on the login host: ssh there knows the hosts
+        # without options.
         self.run(
             self.login, ["mount", "--bind", self.ssh_config, "/etc/ssh/ssh_config"]
         ).check_returncode()
-        # sshd wants it, and only a system that has booted has made it
+        # sshd needs this folder, which a container that never booted does not have
         Path("/run/sshd").mkdir(exist_ok=True)
         for host in self.names:
             self._start_sshd(host)
@@ -225,7 +239,7 @@ class Cluster:
             self._await_sshd(host)
 
     def end(self) -> None:
-        """End every process on the hosts, and with the last one of each its namespaces."""
+        """Kill every process on the hosts; the namespaces end with the last process of each."""
         for keeper in self.keepers.values():
             assert keeper.stdin is not None
             keeper.stdin.close()
@@ -234,6 +248,7 @@ class Cluster:
         self.keepers.clear()
 
     def _keep(self, name: str) -> "subprocess.Popen[str]":
+        """Start the process that keeps the namespaces of a host alive."""
         program = [
             sys.executable,
             "-I",
@@ -244,13 +259,14 @@ class Cluster:
         ]
         pipe = subprocess.PIPE
         command = [tool("unshare"), "--net", "--uts", "--mount", *program]
-        # In a session of its own: Ctrl-C in the terminal is for pytest, which then ends the hosts
-        # in order.
+        # In a session of its own, so that Ctrl-C in the terminal reaches only pytest, which then
+        # ends the hosts.
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
         )
 
     def _enter(self, host: str) -> list[str]:
+        """Return the beginning of a command line that enters a host's namespaces."""
         return [
             tool("nsenter"),
             "--target",
@@ -261,6 +277,7 @@ class Cluster:
         ]
 
     def _ip(self, host: str, *lines: str) -> None:
+        """Run lines of `ip -batch` on a host. Raises UnavailableError with ip's first error."""
         command = [*self._enter(host), tool("ip"), "-batch", "-"]
         done = subprocess.run(
             command, input="\n".join(lines), capture_output=True, text=True, check=False
@@ -269,7 +286,9 @@ class Cluster:
             raise UnavailableError(f"ip on {host}: {done.stderr.splitlines()[0]}")
 
     def _join_networks(self) -> None:
-        """A bridge in the hub; to each host a cable whose end in the hub has the host's name."""
+        """Make a bridge in the hub, and to each host a virtual cable whose end in the hub has the
+        host's name.
+        """
         lines = ["link add bridge type bridge", "link set bridge up"]
         for host in self.names:
             lines.append(f"link add {host} type veth peer name eth0 netns {self.keepers[host].pid}")
@@ -283,7 +302,9 @@ class Cluster:
             self._await_link(host)
 
     def _await_link(self, host: str) -> None:
-        """The kernel takes up to a second until a link that is up carries anything."""
+        """Wait until the link of a host carries traffic, which takes the kernel up to a second
+        after it is up.
+        """
 
         def carries() -> bool:
             ours = self._link_fact(host, "eth0/operstate")
@@ -293,9 +314,11 @@ class Cluster:
             raise RuntimeError(f"the link of {host} does not come up")
 
     def _link_fact(self, host: str, name: str) -> str:
+        """Return an attribute of a network link from a host's /sys/class/net."""
         return Path(f"/proc/{self.keepers[host].pid}/root/sys/class/net/{name}").read_text().strip()
 
     def _write_ssh(self) -> None:
+        """Write the keys and the configuration of ssh and of each host's sshd."""
         variables = " ".join(f"{key}={value}" for key, value in self.site_variables.items())
         make_key(self.folder / "user.key")
         known = []
@@ -310,6 +333,7 @@ class Cluster:
         self.ssh_config.write_text(SSH_CONFIG.format(folder=self.folder, mark=MARK))
 
     def _start_sshd(self, host: str, offset_s: int = 0) -> None:
+        """Start the sshd of a host, with its monotonic clock shifted by so many seconds."""
         clock = (
             [
                 tool("unshare"),
@@ -333,16 +357,18 @@ class Cluster:
         )
 
     def _await_sshd(self, host: str) -> None:
-        """It writes the file once it listens."""
+        """Wait until the sshd of a host listens: it then writes its process id."""
         log = self.folder / f"{host}.sshd.log"
         if not wait_for(lambda: self._sshd_pid(host) is not None, 30):
             raise RuntimeError(f"sshd on {host} does not start: {log.read_text()[-300:]}")
 
     def _sshd_pid(self, host: str) -> int | None:
+        """Return the process id of the listening sshd; None if it has not written it yet."""
         path = self.folder / f"{host}.sshd.pid"
         return int(path.read_text()) if path.exists() and path.read_text() else None
 
     def _restart_sshd(self, host: str, offset_s: int) -> None:
+        """Kill the listening sshd of a host and start it again, with another clock offset."""
         listening = self._sshd_pid(host)
         assert listening is not None
         kill([listening])
@@ -352,7 +378,7 @@ class Cluster:
 
 
 def kill(pids: Sequence[int]) -> list[int]:
-    """Kill processes and wait until they are gone."""
+    """Kill processes, wait until they are gone, and return their ids."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -361,7 +387,7 @@ def kill(pids: Sequence[int]) -> list[int]:
 
 
 def make_key(path: Path) -> str:
-    """A new key pair; its public half."""
+    """Make a key pair at `path` and return its public half."""
     subprocess.run(
         [tool("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path)],
         check=True,
@@ -370,8 +396,8 @@ def make_key(path: Path) -> str:
 
 
 def _program(pid: int) -> str | None:
-    """The name that a process was started by, which on Debian is a link's for Slurm's; None once it
-    has ended.
+    """Return the name by which a process was started (for Slurm on Debian the name of a link); None
+    once it has ended.
     """
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip() if network_of(pid) else None
@@ -381,6 +407,7 @@ def _program(pid: int) -> str | None:
 
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
+    """Start a cluster in a temporary folder; end it and delete the folder after the block."""
     folder = Path(tempfile.mkdtemp(prefix="steelyard-hosts-"))
     folder.chmod(0o755)  # munged insists that all may reach its socket
     cluster = Cluster(folder)

@@ -1,7 +1,7 @@
-"""Hosts for tests, made once a test process: `cluster` has three with an sshd each, `slurm` adds a
+"""Hosts for tests, made once per test process: `cluster` has three with an sshd each, `slurm` adds
 Slurm.
 
-Where they cannot be made, the tests that want them are skipped, and the reason says why.
+Where they cannot be made, the tests that need them are skipped with the reason.
 """
 
 from collections.abc import Iterator
@@ -21,6 +21,7 @@ from hosts.runs import Runs  # noqa: E402  only now its assertions say what they
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    """A running cluster of two compute hosts and a login host."""
     with ExitStack() as until_the_end:
         try:
             packages.provide(packages.HOSTS)
@@ -31,6 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def slurm(cluster: Cluster) -> Slurm:
+    """A running Slurm on the cluster."""
     try:
         packages.provide(packages.SLURM)
     except packages.UnavailableError as why:
@@ -42,7 +44,7 @@ def slurm(cluster: Cluster) -> Slurm:
 
 @pytest.fixture
 def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
-    """The command line on the login host, with the others through ssh."""
+    """The command line on the login host, which reaches the other hosts through ssh."""
     one = Runs(cluster, tmp_path)
     yield one
     one.clean()
@@ -50,9 +52,7 @@ def runs(cluster: Cluster, tmp_path: Path) -> Iterator[Runs]:
 
 @pytest.fixture(autouse=True)
 def as_found(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test did to the hosts, the next one finds them whole: links up, daemons running,
-    no jobs.
-    """
+    """After each test, restore links, daemons and an empty queue on the hosts that it used."""
     cluster: Cluster | None = (
         request.getfixturevalue("cluster") if "cluster" in request.fixturenames else None
     )

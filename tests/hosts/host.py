@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 def network_of(pid: int | str) -> str | None:
-    """The network namespace of a process; None once it has ended."""
+    """Return the network namespace of a process; None once it has ended."""
     try:
         return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
@@ -25,6 +25,7 @@ def network_of(pid: int | str) -> str | None:
 
 
 def processes_in(network: str) -> list[int]:
+    """Return the ids of the processes in a network namespace."""
     return [
         int(one.name)
         for one in Path("/proc").iterdir()
@@ -33,7 +34,9 @@ def processes_in(network: str) -> list[int]:
 
 
 def kill_others(network: str) -> None:
-    """Kill until nothing is left: what is killed may have started something in between."""
+    """Kill all other processes of a network namespace, again until none is left: one may have
+    started another in between.
+    """
     while others := [pid for pid in processes_in(network) if pid != os.getpid()]:
         for pid in others:
             with suppress(ProcessLookupError):
@@ -42,13 +45,16 @@ def kill_others(network: str) -> None:
 
 
 def main(name: str, hosts_file: str, outside: str) -> None:
+    """Set up the host's name, /etc/hosts and /sys, print `ready`, and kill all processes of the
+    host when stdin closes.
+    """
     network = network_of("self")
-    # Else all processes of the machine would be killed at the end.
+    # Without a namespace of its own, all processes of the machine would be killed at the end.
     if network in (None, outside):
         sys.exit("unshare has made no network namespace")
     socket.sethostname(name)
     subprocess.run(["mount", "--bind", hosts_file, "/etc/hosts"], check=True)
-    # one that shows the host's own links
+    # a new sysfs shows the network links of this namespace
     subprocess.run(["mount", "-t", "sysfs", "sysfs", "/sys"], check=True)
     print("ready", flush=True)
     sys.stdin.read()

@@ -1,4 +1,4 @@
-"""The programs that hosts are made of, and the Debian packages that have them."""
+"""The programs that test hosts need, and the Debian packages that contain them."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-# Program → package.
+# Program → Debian package.
 HOSTS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -30,14 +30,18 @@ APT = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=300"]
 
 
 class UnavailableError(Exception):
-    """Why there can be no such hosts here, in one line."""
+    """The hosts cannot be made on this machine; the message says why in one line."""
 
 
 def find(program: str) -> str | None:
+    """Return the path of a program, also from the folders for administrators; None if there is
+    none.
+    """
     return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 def tool(program: str) -> str:
+    """Return the path of a program. Raises UnavailableError if there is none."""
     found = find(program)
     if found is None:
         raise UnavailableError(f"there is no {program} here")
@@ -45,11 +49,14 @@ def tool(program: str) -> str:
 
 
 def missing(programs: Mapping[str, str]) -> dict[str, str]:
+    """Return the programs that are not installed, with their packages."""
     return {program: package for program, package in programs.items() if find(program) is None}
 
 
 def provide(programs: Mapping[str, str]) -> None:
-    """Install what is missing, where that can be done."""
+    """Install the packages of missing programs with apt-get. Raises UnavailableError without root
+    or apt-get, or if that fails.
+    """
     if os.geteuid():
         raise UnavailableError("hosts on one machine need root")
     if not missing(programs):
@@ -67,6 +74,7 @@ def provide(programs: Mapping[str, str]) -> None:
 
 
 def _apt(*arguments: str) -> None:
+    """Run apt-get. Raises UnavailableError with the end of its errors."""
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     done = subprocess.run(
         [*APT, *arguments],
@@ -82,6 +90,7 @@ def _apt(*arguments: str) -> None:
 
 @contextmanager
 def _locked() -> Iterator[None]:
+    """Hold a lock over all test processes of the machine while the block runs."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,4 @@
-"""The code blocks of docs/clusters.md, with the names of a cluster that is there instead of those
-of the page.
-"""
+"""The code blocks of docs/clusters.md, adapted to the hosts of the tests."""
 
 import re
 import sys
@@ -10,7 +8,8 @@ from hosts.runs import Runs
 
 PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
 BIN = Path(sys.executable).parent
-# On the page → here: two hosts with a CPU each, tiny sizes, and GPUs that Slurm alone believes in.
+# Text on the page → text for the test cluster: two hosts with a CPU each, tiny sizes, and GPUs that
+# exist only in Slurm's configuration.
 NAMES = {
     "north": "node1",
     "south": "node2",
@@ -29,13 +28,13 @@ NAMES = {
 
 
 def blocks(language: str, *texts: str) -> list[str]:
-    """The blocks of a language that hold all of these texts, as the page has them."""
+    """Return the code blocks of a language that hold all of these texts, as the page has them."""
     found = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return [block for block in found if all(text in block for text in texts)]
 
 
 def block(language: str, *texts: str) -> str:
-    """The only such block, for this cluster."""
+    """Return the only such block, with the page's names replaced by those of the cluster."""
     [found] = blocks(language, *texts)
     for there, here in NAMES.items():
         found = found.replace(there, here)
@@ -43,7 +42,9 @@ def block(language: str, *texts: str) -> str:
 
 
 def write_site(runs: Runs, launcher: str) -> None:
-    """The site file of a recipe. Temporary files go where a test looks for them."""
+    """Write the site file of the page for a launcher, with temporary files where tests look for
+    them.
+    """
     text, there = block("toml", f'launcher = "{launcher}"'), f'TMPDIR = "{runs.tmp}"'
     table = "[environment]\n"
     text = (

@@ -14,13 +14,15 @@ from hosts.cluster import MARK, Cluster, kill
 from hosts.host import network_of
 
 STEELYARD = [sys.executable, "-P", "-m", "steelyard"]
-SILENCE_S = 5.0  # a host that is not heard of for so long is lost
+SILENCE_S = 5.0  # after so many seconds without a message a host is lost
 
 
 @dataclass
 class Runs:
-    """A folder of a user on the login host, with a site file and records, and a mark on all that is
-    started from it.
+    """A user's folder on the login host, with a site file and records; all processes started from
+    it carry a mark.
+
+    `site` are keys of the site file. Calling it runs `steelyard ARGUMENTS` to its end.
     """
 
     cluster: Cluster
@@ -38,18 +40,21 @@ class Runs:
 
     @property
     def tmp(self) -> Path:
-        """Of all hosts: they have a file system together."""
+        """Return the folder for temporary files, on a file system that all hosts share."""
         return self.folder / "tmp"
 
     @property
     def mark(self) -> str:
+        """Return the text by which the processes of this folder are found."""
         return f"test:{self.folder}"
 
     def write_site(
         self, more: str = "", environment: dict[str, str] | None = None, **keys: Any
     ) -> None:
-        """Top-level keys, then tables as text. Whatever hosts put into a temporary folder is put
-        into ours.
+        """Write the site file: these top-level keys, then `more`, which is TOML text.
+
+        None leaves out a default key. Temporary files of the hosts go into `tmp`; `environment`
+        adds variables.
         """
         told: dict[str, Any] = {
             "launcher": self.launcher,
@@ -65,20 +70,23 @@ class Runs:
 
     @property
     def site_file(self) -> Path:
-        """The site file in the configuration folder of these commands, which take it unasked."""
+        """Return the path of the site file in the configuration folder of these commands, where it
+        is found without an option.
+        """
         return self.folder / "config" / "steelyard" / "site.toml"
 
     def put_site(self, text: str) -> None:
+        """Write this text as the site file, readable by its owner alone."""
         self.site_file.parent.mkdir(parents=True, exist_ok=True)
         self.site_file.write_text(text)
         self.site_file.chmod(0o600)
 
     def start(self, *arguments: str | Path, **variables: str) -> "subprocess.Popen[str]":
-        """`steelyard ARGUMENTS` on the login host, in the folder."""
+        """Start `steelyard ARGUMENTS` on the login host, in the folder."""
         return self.command([*STEELYARD, *map(str, arguments)], **variables)
 
     def command(self, argv: Sequence[str | Path], **variables: str) -> "subprocess.Popen[str]":
-        """Any command there."""
+        """Start any command on the login host, in the folder."""
         mine = {MARK: self.mark, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
         mine["XDG_CONFIG_HOME"] = str(self.folder / "config")
         return self.cluster.on(
@@ -97,10 +105,13 @@ class Runs:
         return finish(self.start(*arguments, **variables), timeout_s)
 
     def records(self) -> list[dict[str, Any]]:
+        """Return all records in the folder for records as dicts, sorted by file name."""
         return [json.loads(path.read_text()) for path in sorted(self.out.glob("*.json"))]
 
     def record(self, *arguments: str | Path, **variables: str) -> dict[str, Any]:
-        """Of one run that ends well, whose record verifies, and that leaves nothing else behind."""
+        """Run `steelyard run` and return its record, which must be valid, verify, and be all that
+        the run leaves behind.
+        """
         out = self.folder / f"records-{len(list(self.folder.glob('records*')))}"
         done = self("run", *arguments, "--out", out, **variables)
         assert done.code == 0, done.err
@@ -113,7 +124,9 @@ class Runs:
         return made
 
     def refusal(self, *arguments: str | Path, **variables: str) -> str:
-        """The line that says why a run was not even started: nothing of it may be left on any host."""
+        """Return the error line of a run that is refused before it starts; nothing of it may be
+        left on any host.
+        """
         done = self("run", *arguments, **variables)
         assert (done.code, done.out) == (2, ""), done.err
         assert self.left() == []
@@ -123,11 +136,11 @@ class Runs:
         return line.removeprefix("error: ")
 
     def processes(self) -> list[int]:
-        """All that carry the mark, on any host."""
+        """Return the ids of all processes that carry the mark, on any host."""
         return self.cluster.processes(self.mark)
 
     def workers(self, host: str) -> list[int]:
-        """The ranks of a host."""
+        """Return the process ids of the ranks on a host."""
         there = network_of(self.cluster.keepers[host].pid)
         ours = [pid for pid in self.processes() if network_of(pid) == there]
         return [
@@ -137,26 +150,31 @@ class Runs:
         ]
 
     def phase(self) -> str | None:
-        """What rank 0 does."""
+        """Return the phase of rank 0 in the progress file; None before there is one."""
         for path in self.tmp.glob("steelyard-*/progress.json"):
             return str(json.loads(path.read_text())["phase"])
         return None
 
     def left(self, within_s: float = 5.0) -> list[int | str]:
-        """Processes on any host, once there are none or after so long, and folders of runs. Torch
-        leaves caches beside them.
+        """Return the processes of this folder that have not ended within so many seconds, and the
+        temporary folders of runs.
+
+        Torch's caches beside them do not count.
         """
         self.nothing_left(within_s)
         return [*self.processes(), *(path.name for path in self.tmp.glob("steelyard-*"))]
 
     def nothing_left(self, within_s: float = 0.0) -> bool:
+        """Return whether all processes of this folder end within so many seconds."""
         return wait_for(lambda: not self.processes(), within_s)
 
     def clean(self) -> None:
-        """End what a failed test left behind: the processes that carry this folder's own mark."""
+        """Kill the processes that a failed test left behind: those with this folder's mark."""
         kill(self.processes())
 
 
 def _listen() -> None:
-    """As from a terminal: a test runner in the background hands down that SIGINT is ignored."""
+    """Let the child handle SIGINT as if started from a terminal: a test runner in the background
+    hands down that it is ignored.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,5 +1,5 @@
-"""A real Slurm on the hosts of a cluster: its controller and its munged on the login host, a slurmd
-on each of the others.
+"""A real Slurm on the hosts of a cluster: slurmctld and munged on the login host, a slurmd on each
+of the others.
 """
 
 import os
@@ -16,8 +16,8 @@ from hosts.packages import tool
 GPUS = 2
 NULL_DEVICE = os.makedev(1, 3)
 
-# Slurm takes from this file, not from the machine, what a node has. The munged is the cluster's
-# own.
+# With config_overrides Slurm takes a node's CPUs, memory and GPUs from this file and not from the
+# machine. AuthInfo names the cluster's own munged.
 SLURM_CONF = """\
 ClusterName=test
 SlurmctldHost={login}({login_address})
@@ -44,8 +44,8 @@ GresTypes=gpu
 {nodes}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-# Left to find out for itself, slurmd needs the control groups of a booted system. Of the first kind
-# it needs none until it is told to use them.
+# Without this, slurmd detects the version of cgroups and needs those of a booted system. With v1 it
+# needs none as long as no plugin uses them.
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\n"
 NODE = (
     "NodeName={host} NodeAddr={address} CPUs=2 RealMemory=8000 Gres=gpu:fake:{gpus} State=UNKNOWN"
@@ -54,6 +54,8 @@ NODE = (
 
 @dataclass
 class Slurm:
+    """Slurm on a cluster. Calling it runs a command on the login host."""
+
     cluster: Cluster
     _killed: set[str] = field(default_factory=set)
 
@@ -62,20 +64,24 @@ class Slurm:
         return self.cluster.folder
 
     def __call__(self, *argv: str | Path, env: Mapping[str, str] | None = None) -> str:
-        """What a command prints on the login host; it must succeed."""
+        """Run a command on the login host, which must succeed, and return its stdout without
+        surrounding space.
+        """
         done = self.cluster.run(self.cluster.login, argv, env)
         assert done.returncode == 0, (argv, done.stdout, done.stderr)
         return done.stdout.strip()
 
     def job_state(self, job: str) -> str | None:
-        """As squeue says it (`RUNNING`, `PENDING`, …); None for a job that has ended."""
+        """Return the state of a job as squeue prints it (`RUNNING`, `PENDING`, …); None for a job
+        that has ended.
+        """
         return dict(
             line.split() for line in self("squeue", "--noheader", "--format=%i %T").splitlines()
         ).get(job)
 
     def kill_slurmd(self, host: str) -> list[int]:
-        """Kill slurmd and what it has for each step, as when a host falls over; the steps' own
-        processes stay.
+        """Kill slurmd and the slurmstepd of each step, as when a host crashes; the steps' own
+        processes stay. Returns the killed ids.
         """
         self._killed.add(host)
         return kill(self.cluster.pids(host, "slurmd", "slurmstepd"))
@@ -87,9 +93,7 @@ class Slurm:
         self._await_idle(host)
 
     def tidy(self) -> None:
-        """Cancel what a test left in the queue, start what it killed, and wait until all nodes are
-        idle.
-        """
+        """Cancel all jobs, start daemons that a test killed, and wait until all nodes are idle."""
         self("scancel", "--user=root")
         for host in tuple(self._killed):
             self._daemon(host, "slurmd")
@@ -97,6 +101,7 @@ class Slurm:
         self._await_idle(*self.cluster.hosts)
 
     def start(self) -> None:
+        """Write the configuration, start all daemons and wait until all nodes are idle."""
         cluster = self.cluster
         self._write_config()
         self._start_munged()
@@ -106,10 +111,13 @@ class Slurm:
         self._await_idle(*self.cluster.hosts)
 
     def _write_config(self) -> None:
+        """Write slurm.conf, cgroup.conf and gres.conf, and make device files for GPUs that do not
+        exist.
+        """
         cluster, folder = self.cluster, self.folder
         for name in ("state", *(f"spool.{host}" for host in cluster.hosts)):
             (folder / name).mkdir()
-        for number in range(GPUS):  # gres.conf takes character devices only; any one does
+        for number in range(GPUS):  # gres.conf needs character devices; any will do
             os.mknod(folder / f"gpu{number}", stat.S_IFCHR | 0o666, NULL_DEVICE)
         nodes = "\n".join(
             NODE.format(host=host, address=cluster.address(host), gpus=GPUS)
@@ -127,8 +135,8 @@ class Slurm:
         )
 
     def _start_munged(self) -> None:
-        """With a key and a socket of the cluster's own: the machine's munged, if there is one, is
-        left alone.
+        """Start munged with a key and a socket of the cluster's own; the machine's munged, if there
+        is one, is left alone.
         """
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
@@ -141,7 +149,9 @@ class Slurm:
         self._daemon(self.cluster.login, "munged", f"--socket={self.folder}/munge.socket", *options)
 
     def _daemon(self, host: str, name: str, *options: str) -> None:
-        """Start a daemon; it returns once it runs by itself."""
+        """Start a daemon on a host and wait until it is in the background. Raises RuntimeError if
+        it fails.
+        """
         error = self.folder / f"{host}.{name}.err"
         with error.open("w") as file:
             process = self.cluster.on(
@@ -154,6 +164,9 @@ class Slurm:
             )
 
     def _await_idle(self, *hosts: str) -> None:
+        """Wait until these nodes are idle. Raises RuntimeError with the end of Slurm's logs if they
+        are not.
+        """
         states: list[str] = []
 
         def idle() -> bool:

@@ -1,5 +1,5 @@
-"""The hosts that other tests run on: that they are separate, that they can be broken, and what real
-ssh and Slurm then do.
+"""The hosts that other tests run on: they are separate, they can be broken, and ssh and Slurm
+behave as the launchers expect.
 """
 
 import os
@@ -40,6 +40,7 @@ Process = subprocess.Popen[str]
 
 
 def piped(cluster: Cluster, argv: list[str], **variables: str) -> Process:
+    """Start a command on the login host with pipes for stdin, stdout and stderr."""
     pipe = subprocess.PIPE
     return cluster.on(
         cluster.login, argv, variables, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -47,30 +48,33 @@ def piped(cluster: Cluster, argv: list[str], **variables: str) -> Process:
 
 
 def say(process: Process, line: str) -> None:
+    """Write a line to the stdin of a process."""
     process.stdin.write(line)
     process.stdin.flush()
 
 
 def ended(process: Process) -> tuple[int, str]:
-    """The exit code of a process that ends while its stdin is open, and what it wrote to stderr."""
+    """Return the exit code of a process that ends while its stdin is open, and its stderr."""
     code = process.wait(timeout=300)
     return code, process.stderr.read()
 
 
 def allocate(slurm: Slurm, *options: str) -> tuple[Process, str]:
-    """An allocation that lasts as long as the pipe to its process, and its job's number."""
+    """Allocate both hosts; return the process that holds the allocation while its stdin is open,
+    and the job's id.
+    """
     process = piped(slurm.cluster, ["salloc", "--nodes=2", "--exclusive", *options, *HOLD])
     return process, process.stdout.readline().strip()
 
 
 def step(slurm: Slurm, job: str, host: str, *argv: str, **variables: str) -> Process:
-    """A step on one node, from outside the process that holds the allocation."""
+    """Start a step on one host, from outside the process that holds the allocation."""
     options = [f"--jobid={job}", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"]
     return piped(slurm.cluster, ["srun", *options, *argv], **variables)
 
 
 def echoing(slurm: Slurm, job: str, host: str, mark: str = "") -> Process:
-    """A step that has answered once, so that it is known to run."""
+    """Start a step that echoes lines, and wait for the first echo, so that it is known to run."""
     process = step(slurm, job, host, *ECHO, **{MARK: mark})
     say(process, "ready\n")
     assert process.stdout.readline() == "ready\n"
@@ -78,6 +82,7 @@ def echoing(slurm: Slurm, job: str, host: str, mark: str = "") -> Process:
 
 
 def released(slurm: Slurm, job: str) -> bool:
+    """Return whether a job leaves the queue within 20 s."""
     return wait_for(lambda: slurm.job_state(job) is None, 20)
 
 
@@ -145,7 +150,7 @@ def test_a_cut_link_ends_a_connection_that_asks_for_answers(cluster: Cluster):
     assert process.stdout.readline() == "ready\n"
     cluster.cut("node1")
     assert ended(process) == (255, "Timeout, server node1 not responding.\n")
-    # the host does not know yet
+    # the host has not noticed yet: its process still runs
     assert cluster.pids("node1", "cat") == cluster.processes("mark-of-a-cut")
     cluster.kill_sshd_sessions("node1")
     assert wait_for(lambda: not cluster.pids("node1", "cat"), 10)
@@ -228,7 +233,7 @@ def test_a_waiting_allocation_can_be_interrupted(slurm: Slurm, number: signal.Si
     waiting.send_signal(number)
     code, error = ended(waiting)
     assert code == 1
-    # beside it often, not always, that it has been revoked
+    # often, but not always, there is also a line that the allocation has been revoked
     assert "salloc: Job aborted due to signal" in error.splitlines()
     assert waiting.stdout.read() == ""
     assert slurm.job_state(job) is None

@@ -1,8 +1,8 @@
-"""Whatever hosts a run is spread over, and whatever their clocks say, its losses, outputs and
-scores are those of one process.
+"""A run over several hosts has the losses, outputs and scores of one process, even if the hosts'
+clocks differ.
 
-Two hosts with two ranks each, over ssh and gloo. Engine `double` computes in float64, so that what
-plans add up in another order does not hide a mistake.
+Two hosts with two ranks each, over ssh and gloo. Engine `double` computes in float64, so that the
+other order of additions in a plan does not hide a mistake.
 """
 
 import os
@@ -21,7 +21,7 @@ from hosts.runs import Runs
 DOUBLE = Path(__file__).parents[1] / "fixtures" / "packages" / "double_engine"
 PATH = os.pathsep.join((str(DOUBLE), str(SRC)))
 EXACT = 1e-8
-# 2 hosts x 2 ranks, one host x 4, and one process.
+# Two hosts with two ranks each, one host with four ranks, and one process.
 HOSTS = ("--nodes", "2", "--devices", "2")
 FOUR = ("--launcher", "local", "--devices", "4")
 ONE = ("--launcher", "local", "--devices", "1")
@@ -31,31 +31,39 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Asked:
+    """A case and a parallel plan whose numbers are compared with those of one process.
+
+    `numbers` is how many numbers are compared at least, `within` the relative tolerance of floats.
+    """
+
     case: str
     parallel: str
-    numbers: int  # that are compared, at least
+    numbers: int  # how many numbers are compared at least
     options: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     within: float = EXACT
 
     def arguments(self, *more: str) -> list[str]:
+        """Return the arguments of `steelyard run` for this case, followed by `more`."""
         told = [part for setting in self.settings for part in ("--set", setting)]
         return [self.case, "--size", "smoke", "--accelerator", "cpu", *self.options, *told, *more]
 
 
 LLAMA = ("llama1-7b-openwebtext", ("--steps", "8"))
 DP4, TP2PP2, DP2 = (Asked(LLAMA[0], plan, 8 * 3 + 8, LLAMA[1]) for plan in ("DP4", "TP2PP2", "DP2"))
-# Replicas draw other dropout than one process does. It evaluates after 25 steps.
+# Without dropout, since replicas draw other masks than one process. 30 steps include the evaluation
+# after step 25.
 GLM = Asked(
     "glm-large-record", "DP4", 30 * 3 + 96, ("--steps", "30"), ("question.model.dropout=0",)
 )
-# losses are read off logits in fp32 in any case
+# a wider tolerance, since losses are computed from logits in fp32 even in float64 runs
 LAMBADA = Asked("aquila2-34b-lambada", "TP4", 2 * 2 * 64, within=1e-6)
 MMLU = Asked("llama2-7b-mmlu", "DP4", 2 * 48)
 LONG = [pytest.param(one, marks=pytest.mark.long) for one in (GLM, LAMBADA)]
 
 
 def named(value: object) -> str | None:
+    """Return the test id of a parity case; None for other values."""
     return f"{value.case}-{value.parallel}" if isinstance(value, Asked) else None
 
 
@@ -63,7 +71,9 @@ def named(value: object) -> str | None:
 def one_process(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Asked], Record]:
-    """The record of one process, made once for all plans of a question."""
+    """A function that returns the record of one process for a parity case, made once for all plans
+    of a question.
+    """
     made: dict[tuple[Any, ...], Record] = {}
 
     def record(asked: Asked) -> Record:
@@ -79,7 +89,9 @@ def one_process(
 
 
 def double(runs: Runs, asked: Asked, *where: str) -> Record:
-    """A run in float64: its engine is a package that the hosts have too."""
+    """Run a parity case in float64 on these hosts and return its record. The engine's package is on
+    the path of all hosts.
+    """
     runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(PATH)}")
     return runs.record(
         *asked.arguments(*where, "--parallel", asked.parallel, "--engine", "double"),
@@ -88,8 +100,8 @@ def double(runs: Runs, asked: Asked, *where: str) -> Record:
 
 
 def numbers(record: Record) -> dict[str, Any]:
-    """All that a run computed: the loss and the norm of every step, its outputs, and what is
-    scored.
+    """Return all that a run computed, by path: loss and gradient norm of every step, outputs, and
+    scored metrics.
     """
     scores = {
         name: one["value"]
@@ -100,6 +112,7 @@ def numbers(record: Record) -> dict[str, Any]:
 
 
 def steps(record: Record) -> list[dict[str, float]]:
+    """Return the values (loss, gradient norm, …) of rank 0's training steps."""
     return [
         one["values"]
         for one in record["samples"]
@@ -108,7 +121,7 @@ def steps(record: Record) -> list[dict[str, float]]:
 
 
 def flat(table: Any, place: str = "") -> dict[str, Any]:
-    """The leaves of nested tables and lists, by their place."""
+    """Return the leaves of nested dicts and lists by their path, parts separated by `/`."""
     pairs = (
         table.items()
         if isinstance(table, dict)
@@ -152,7 +165,7 @@ def test_two_hosts_answer_as_one_process(
 @pytest.mark.long
 @pytest.mark.parametrize("asked", [DP4, TP2PP2, MMLU, GLM, LAMBADA], ids=named)
 def test_two_hosts_are_bit_equal_to_four_ranks_on_one(runs: Runs, asked: Asked) -> None:
-    """In fp32, as users run it."""
+    """Computed in fp32, as users run it."""
     plan = ("--parallel", asked.parallel)
     assert numbers(runs.record(*asked.arguments(*HOSTS, *plan))) == numbers(
         runs.record(*asked.arguments(*FOUR, *plan))
@@ -163,7 +176,7 @@ def test_two_hosts_are_bit_equal_to_four_ranks_on_one(runs: Runs, asked: Asked) 
 def test_a_clock_that_is_off(
     cluster: Cluster, runs: Runs, one_process: Callable[[Asked], Record]
 ) -> None:
-    """The clock of node2 is five seconds ahead. All times of a record are on the parent's."""
+    """The clock of node2 is five seconds ahead. All times of a record are on the parent's clock."""
     with cluster.clock_offset("node2", 5):
         record = double(runs, DP2, "--nodes", "2")
     near, far = record["hosts"]
@@ -171,7 +184,7 @@ def test_a_clock_that_is_off(
     assert abs(far["clock_offset_s"] - 5) <= far["clock_uncertainty_s"] < 0.1
     windows = {(one["pass"], one["rank"]): one["start_s"] for one in record["passes"]}
     assert len(windows) == 6
-    for name in ("before", "train", "after"):  # behind a barrier
+    for name in ("before", "train", "after"):  # each pass begins at a barrier
         assert abs(windows[name, 0] - windows[name, 1]) < 0.3, name
     e2e_s = record["metrics"]["e2e_time"]["value"]
     assert [one["host"] for one in record["telemetry"]] == ["node1", "node2"]

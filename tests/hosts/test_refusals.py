@@ -1,5 +1,5 @@
-"""Hosts that cannot take part: one line names the host and what helps, no rank was started, nothing
-is left anywhere.
+"""Hosts that cannot take part in a run: one line names the host and what helps, no rank is started,
+and nothing is left on any host.
 """
 
 import json
@@ -28,14 +28,14 @@ INSTALL = f"-m pip install steelyard=={__version__}"
 
 
 def on_node2(**keys: str) -> str:
-    """A table of the site file."""
+    """Return the table of node2 for the site file, as TOML."""
     return "\n".join(
         ["[host.node2]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
     )
 
 
 def with_path(*folders: Path) -> str:
-    """Another search path on node2."""
+    """Return a table for the site file that sets PYTHONPATH on node2."""
     return on_node2(prologue=f"export PYTHONPATH={':'.join(map(str, folders))}")
 
 
@@ -48,7 +48,7 @@ def test_a_host_that_cannot_be_reached(cluster: Cluster, runs: Runs) -> None:
 
 @pytest.fixture
 def unknown_key(cluster: Cluster) -> Iterator[None]:
-    """The login host has never seen node2."""
+    """The login host does not know the key of node2."""
     known = cluster.known_hosts.read_text()
     cluster.known_hosts.write_text(
         "".join(line for line in known.splitlines(True) if not line.startswith("node2,"))
@@ -59,7 +59,7 @@ def unknown_key(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def other_key(cluster: Cluster, tmp_path: Path) -> Iterator[None]:
-    """The login host knows node2 by another key."""
+    """The login host knows another key of node2."""
     known = cluster.known_hosts.read_text()
     others = [line for line in known.splitlines(True) if not line.startswith("node2,")]
     cluster.known_hosts.write_text("".join([*others, f"node2 {make_key(tmp_path / 'other.key')}"]))
@@ -77,13 +77,13 @@ def test_a_host_with_a_key_that_is_not_known(
 
 @pytest.fixture
 def no_user_key(cluster: Cluster) -> Iterator[None]:
-    """node2 takes another key than the user's."""
+    """node2 accepts another key than the user's."""
     path = cluster.folder / "node2.sshd_config"
     before = path.read_text()
     path.write_text(
         before.replace(f"{cluster.folder}/user.key.pub", f"{cluster.folder}/node1.key.pub")
     )
-    with cluster.clock_offset("node2", 0):  # it reads its configuration when it starts
+    with cluster.clock_offset("node2", 0):  # restarts sshd, which then reads its configuration
         yield
         path.write_text(before)
 
@@ -95,7 +95,7 @@ def test_a_host_that_does_not_take_the_users_key(runs: Runs) -> None:
     assert line.endswith(golden("ssh-has-no-key-that-it"))
 
 
-# Site file, options, and the line: its beginning and its end.
+# Keys of the site file, options of the run, and beginning and end of the error line.
 SITES: dict[str, tuple[dict[str, Any], tuple[str, ...], str, str]] = {
     "a name that leads nowhere": (
         {"hosts": ["node1", "nowhere"]},
@@ -173,7 +173,9 @@ def test_a_site_that_is_not_so(runs: Runs, name: str) -> None:
 
 
 def changed_copy(folder: Path, name: str, old: str, new: str) -> Path:
-    """This package with another line in one of its files."""
+    """Copy this package into a folder with the first `old` in one of its files replaced by `new`;
+    return the folder.
+    """
     shutil.copytree(
         SRC / "steelyard", folder / "steelyard", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -202,8 +204,8 @@ def test_another_version_of_the_package(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", ["    needs: list[str]", "    lacking: list[str]"])
 def test_another_version_of_the_messages(runs: Runs, tmp_path: Path, old: str) -> None:
-    """What is written by one side is not understood by the other: of `open` it is the agent, of
-    `hello` the parent.
+    """One side does not understand what the other writes: the agent an `open` message, the parent a
+    `hello` message.
     """
     new = old.replace(": ", "_now: ", 1)
     there = changed_copy(tmp_path / "copy", "run/messages.py", old, new)

@@ -1,5 +1,5 @@
-"""Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and goes on
-elsewhere, a slow rank, and ports.
+"""Runs over two hosts by ssh: the recipe of docs/clusters.md, a run that dies and is resumed
+elsewhere, a slow rank, and listening ports.
 """
 
 import hashlib
@@ -29,7 +29,9 @@ Record = dict[str, Any]
 
 
 def engine(runs: Runs, package: str) -> dict[str, str]:
-    """An engine of another package, on all hosts; what the command finds it by."""
+    """Put an engine of fixtures/packages on the path of all hosts; return the variables with which
+    the command finds it.
+    """
     path = os.pathsep.join((str(PACKAGES / package), str(SRC)))
     runs.write_site(prologue=f"export PYTHONPATH={shlex.quote(path)}")
     return {"PYTHONPATH": path}
@@ -37,7 +39,7 @@ def engine(runs: Runs, package: str) -> dict[str, str]:
 
 @pytest.mark.full
 def test_ssh_recipe(runs: Runs) -> None:
-    """Hosts that answer without a question, then a sweep over one and two of them."""
+    """Check that the hosts answer without a password, then run a sweep over one and two of them."""
     recipes.write_site(runs, "ssh")
     asked = finish(runs.command(["sh", "-e", "-c", recipes.block("sh", "ssh north")]))
     assert (asked.code, asked.out, asked.err) == (0, "", "")
@@ -64,7 +66,7 @@ def test_ssh_recipe(runs: Runs) -> None:
 
 
 def losses(record: Record) -> list[float]:
-    """Of all steps, those before a restart too."""
+    """Return the losses of all training steps, those before a restart too."""
     own = [
         s["values"]["loss"]
         for s in record["samples"]
@@ -75,12 +77,12 @@ def losses(record: Record) -> list[float]:
 
 @pytest.mark.full
 def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
-    """A rank on node2 is killed after a checkpoint, in a pipeline over both hosts; one process goes
-    on. In float64.
+    """A rank on node2 of a pipeline over both hosts is killed after a checkpoint; one process
+    resumes the run. Computed in float64.
     """
     path = engine(runs, "double_engine")
     asked = (*TRAIN, "--engine", "double")
-    # of 40: the other is killed long before its end
+    # 20 of 40 steps are enough: the run on two hosts is killed long before step 20
     alone = (*asked, "--launcher", "local", "--steps", "20")
     unbroken = runs.record(*alone, **path)
 
@@ -111,7 +113,7 @@ def test_a_run_that_died_on_two_hosts_goes_on_on_one(runs: Runs) -> None:
 
 @pytest.mark.process
 def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, runs: Runs) -> None:
-    """All that the run started on any host, once ranks have met and train. None has the token on
+    """Looks at all processes of the run on any host, once the ranks train. None has the token on
     its command line.
     """
     process = runs.start(
@@ -131,7 +133,7 @@ def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, 
         assert listening(rank)
     assert len({_mark(rank) for host in cluster.hosts for rank in runs.workers(host)}) == 2
     commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in runs.processes()]
-    # the agents, and what leads to them
+    # at least two node agents and the two ssh commands that start them
     assert sum("steelyard.run.node" in command for command in commands) >= 4
     assert [command for command in commands if TOKEN.search(command)] == []
     process.send_signal(signal.SIGINT)
@@ -141,14 +143,14 @@ def test_ranks_of_several_hosts_listen_on_the_interface_alone(cluster: Cluster, 
 
 
 def _mark(pid: int) -> str:
-    """What a worker and all it starts is found by."""
+    """Return the text by which a worker and all that it starts is found (STEELYARD_RUN)."""
     [found] = re.findall(r"STEELYARD_RUN=([^\0]+)", Path(f"/proc/{pid}/environ").read_text())
     return str(found)
 
 
 @pytest.mark.long
 def test_a_slow_rank_is_named_with_its_host(runs: Runs) -> None:
-    """The sleeps of slow_engine.py: 1.2 s a step on rank 1, 1.0 s on rank 0."""
+    """The engine of slow_engine.py sleeps 1.2 s per step on rank 1 and 1.0 s on rank 0."""
     path = engine(runs, "slow_engine")
     small = (
         "--set=question.model.layers=1",

@@ -1,5 +1,5 @@
-"""Runs in allocations of a real Slurm: around the command, asked for by it, and in a batch script.
-Each is given back.
+"""Runs in allocations of a real Slurm: an existing one, one that the launcher requests, and a batch
+script. Each allocation is released.
 
 The commands, the site file and the script are those of docs/clusters.md.
 """
@@ -27,6 +27,7 @@ PATH = f"{recipes.BIN}:{os.environ['PATH']}"
 
 @pytest.fixture
 def runs(slurm: Slurm, tmp_path: Path) -> Iterator[Runs]:
+    """The command line on the login host, with the site file for Slurm of docs/clusters.md."""
     one = Runs(slurm.cluster, tmp_path)
     recipes.write_site(one, "slurm")
     yield one
@@ -34,16 +35,19 @@ def runs(slurm: Slurm, tmp_path: Path) -> Iterator[Runs]:
 
 
 def recipe(runs: Runs, *texts: str) -> "subprocess.Popen[str]":
-    """A block of the page, as a user pastes it."""
+    """Start a code block of the page in a shell, as a user pastes it."""
     return runs.command(["sh", "-e", "-c", recipes.block("sh", *texts)], PATH=PATH)
 
 
 def queue(slurm: Slurm) -> list[str]:
+    """Return the states of all jobs in the queue."""
     return slurm("squeue", "--noheader", "--format=%T").split()
 
 
 def sole_record(runs: Runs, slurm: Slurm) -> dict[str, Any]:
-    """What a run leaves: one record, and hosts that are free again."""
+    """Return the only record, which must be valid; its hosts must be free again and no job in the
+    queue.
+    """
     [record] = runs.records()
     assert record["status"] == "valid"
     assert [one["name"] for one in record["hosts"]] == list(slurm.cluster.hosts)
@@ -54,17 +58,20 @@ def sole_record(runs: Runs, slurm: Slurm) -> dict[str, Any]:
 
 
 def occupy(slurm: Slurm) -> None:
-    """Another's allocation of all hosts, until `release`."""
+    """Allocate all hosts for another user of the queue, until `release_hosts`."""
     slurm("salloc", "--no-shell", "--nodes=2", "--exclusive")
     assert queue(slurm) == ["RUNNING"]
 
 
 def release(slurm: Slurm) -> None:
+    """Cancel the allocations that run."""
     slurm("scancel", "--state=RUNNING", "--user=root")
 
 
 def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
-    """Until the command has said that it waits, and its job is in the queue."""
+    """Wait until the command has printed that it waits for hosts, and its job is pending in the
+    queue.
+    """
     assert process.stderr is not None
     assert process.stderr.readline() == f"site: {runs.site_file}\n"
     assert process.stderr.readline() == "waiting for 2 host(s) from Slurm: 0 s\n"
@@ -73,7 +80,7 @@ def waiting(runs: Runs, slurm: Slurm, process: "subprocess.Popen[str]") -> None:
 
 @pytest.mark.full
 def test_an_allocation_is_asked_for_and_given_back(runs: Runs, slurm: Slurm) -> None:
-    """The wait in the queue is shown, and not in the time of the run."""
+    """The wait in the queue is printed, and is not part of the run's time."""
     occupy(slurm)
     process = recipe(runs, "--launcher slurm --nodes 2\n")
     waiting(runs, slurm, process)
@@ -103,7 +110,7 @@ def test_a_wait_in_the_queue_can_be_interrupted(runs: Runs, slurm: Slurm) -> Non
 def test_the_allocation_around_a_command_is_used(runs: Runs, slurm: Slurm) -> None:
     done = finish(recipe(runs, "salloc"))
     assert done.code == 0, done.err
-    assert "waiting for" not in done.err  # it has asked for none of its own
+    assert "waiting for" not in done.err  # it has requested no allocation
     sole_record(runs, slurm)
 
 
@@ -147,7 +154,7 @@ def test_a_python_that_is_not_there(runs: Runs, slurm: Slurm) -> None:
     )
     done = runs(*SMOKE)
     assert (done.code, done.out) == (2, "")
-    # slurmstepd's, or srun's
+    # the error between them comes from slurmstepd or from srun
     assert done.lines[-1].startswith(golden("error-host-node-2-the-agent"))
     assert done.lines[-1].endswith(golden("no-such-python-there-name-one"))
     assert (runs.records(), runs.left()) == ([], [])

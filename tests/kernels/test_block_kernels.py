@@ -1,4 +1,4 @@
-"""The kernels between matmuls, of a Llama's block and of a GLM, against their plain meaning, in a
+"""Triton kernels between the matmuls of a Llama and a GLM against their plain functions, in a
 process of their own.
 """
 
@@ -16,6 +16,7 @@ CHECKS = [TESTS / "fixtures" / name for name in ("kernel_checks.py", "glm_kernel
 
 
 def run(checks: Path, **env: str) -> None:
+    """Run a script of checks with the tests on its path; fail if it exits with an error."""
     path = os.pathsep.join((str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])))
     subprocess.run(
         [sys.executable, checks], env=os.environ | {"PYTHONPATH": path, **env}, check=True

@@ -1,5 +1,5 @@
-"""Our own attention kernel: which rows it sees, and where it is refused. tests/gpu has what it
-computes.
+"""Our own attention kernel: which keys a query sees, and where the kernel is refused. tests/gpu
+tests what it computes.
 """
 
 import pytest
@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 
 
 def test_of_every_token_the_borders_of_its_row():
-    rows = make_fixed_size_layout([3, 1, 4], 8, CPU)  # with empty rows behind
+    rows = make_fixed_size_layout([3, 1, 4], 8, CPU)  # padded by empty rows
     of = rows.visible_ranges(8, None)
     assert of.first_key.tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
     assert of.keys_end.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert of.queries_end.tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
-    assert rows.visible_ranges(8, None) is of  # once for all layers
+    assert rows.visible_ranges(8, None) is of  # cached for all layers
 
 
 def test_a_query_behind_a_shared_prefix_sees_it_and_its_own_past():

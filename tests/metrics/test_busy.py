@@ -1,5 +1,5 @@
-"""What others took of a host's cores, in made records: exact shares, both kinds of accelerator,
-both sizes.
+"""The share of a host's cores that other processes use, in made records: exact shares, limits for
+CPUs and for devices, both sizes.
 """
 
 from typing import Any
@@ -18,7 +18,10 @@ T_S = [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
 
 
 def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> CpuLoad:
-    """Cores in use by others and by the run, throughout."""
+    """Return CPU time readings in which other processes and the run use constant numbers of cores.
+
+    `overrides` replaces fields of the readings.
+    """
     told = {
         "t_s": T_S,
         "busy_s": [(others + own) * t for t in T_S],
@@ -29,13 +32,13 @@ def load(others: float, own: float = 2.0, allowed: int = 4, **over: Any) -> CpuL
 
 def test_the_share_of_others() -> None:
     assert measure_contention(load(1.0), 20.0, 40.0) == ContentionShare(0.25, 20.0)
-    # between two readings, those around it
+    # a pass between two readings takes the readings around it
     assert measure_contention(load(1.0), 21.0, 29.0) == ContentionShare(0.25, 10.0)
     assert measure_contention(load(0.0), 20.0, 40.0) == ContentionShare(0.0, 20.0)
 
 
 def test_load_that_comes_later_is_seen() -> None:
-    # two cores of our own, and from 20 s on two of others
+    # the run uses two cores, and from 20 s on other processes use two more
     late = [0.0, 20.0, 40.0, 80.0, 120.0, 160.0]
     found = load(0.0, busy_s=late)
     assert measure_contention(found, 0.0, 20.0) == ContentionShare(0.0, 20.0)
@@ -45,9 +48,11 @@ def test_load_that_comes_later_is_seen() -> None:
 
 def test_under_a_quota_others_have_the_cores_that_it_keeps_from_the_run() -> None:
     two = {"allowed": 8, "quota": 2.0}
-    assert measure_contention(load(5.0, **two), 10.0, 40.0).value == 0.0  # six are theirs
-    assert measure_contention(load(7.0, **two), 10.0, 40.0).value == 0.5  # one of the two
-    group = [2.5 * t for t in T_S]  # half a core by others in the same group
+    assert (
+        measure_contention(load(5.0, **two), 10.0, 40.0).value == 0.0
+    )  # six cores are outside the quota
+    assert measure_contention(load(7.0, **two), 10.0, 40.0).value == 0.5  # one of the two is taken
+    group = [2.5 * t for t in T_S]  # others in the same cgroup use half a core
     assert measure_contention(load(5.0, **two, group_s=group), 10.0, 40.0).value == 0.25
     assert measure_contention(load(5.0, **two, group_s=[None] * 6), 10.0, 40.0).value == 0.0
 
@@ -66,6 +71,7 @@ def test_what_is_not_known() -> None:
 
 
 def run(others: float, accelerator: str, size: str | None = None) -> Record:
+    """Return a record of a run beside processes that use `other_cores` of the host's four cores."""
     host = HostFacts(name="here", ranks=[0], load=load(others))
     hardware = {"devices": [], "accelerator": accelerator}
     environment = Environment.model_validate({"hardware": hardware, "software": {}, "source": {}})
@@ -74,10 +80,12 @@ def run(others: float, accelerator: str, size: str | None = None) -> Record:
 
 
 def codes(found: Record) -> list[str]:
+    """Return the codes of the record's reasons."""
     return [reason.code for reason in found.reasons]
 
 
 def taken(share: float) -> Message:
+    """Return the message that others took `share` of the four cores, measured over 10 s."""
     return Message(
         "busy.taken", {"host": "here", "share": pytest.approx(share), "cores": 4, "time": 10.0}
     )
@@ -117,6 +125,7 @@ def test_bounds_of_full_runs(
 
 
 def busy_notes(found: Record) -> list[Message | str]:
+    """Return the notes of the record that say that the host was busy."""
     return [note for note in found.notes if isinstance(note, Message) and note.code == "note.busy"]
 
 
@@ -128,6 +137,7 @@ def test_smoke_gets_a_note_alone() -> None:
 
 
 def test_a_record_of_before_is_not_judged() -> None:
+    """A record of an earlier version, which has no CPU time readings, has no check `quiet`."""
     found = made(facts=facts(hosts=[HostFacts(name="here", ranks=[0])]))
     assert value(found, "mem") == 7.0
     assert "quiet" not in [one.name for one in found.checks]

@@ -1,4 +1,4 @@
-"""What follows from the stretches of a bench: exact rates, and none where a result is wrong."""
+"""Ceilings derived from the stretches of a bench: exact rates, and no rate where a result is wrong."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ from steelyard.words import Message
 
 
 def one(**over):
+    """Return the ceiling of a made bench; `overrides` replaces fields of the bench."""
     return ceiling_rates.derive_ceilings(record(bench(**over)))[0]
 
 
@@ -34,7 +35,7 @@ def test_a_rate_with_all_that_belongs_to_it():
 
 
 def test_a_rate_is_of_the_steady_stretches():
-    """The first ran at another clock; it is kept, and no part of the rate."""
+    """The first stretch ran at another clock; it stays in the record but is no part of the rate."""
     assert one(stretches=stretches(0.5, 1.0, 1.0, 1.0, 1.0, 1.0)).value == 1e12
 
 
@@ -87,8 +88,8 @@ def test_what_there_is_not_has_its_reason():
 
 
 def test_shares_are_of_the_same_thing():
-    """Memory is set against the datasheet's bandwidth, copies against nothing; a precision without
-    a figure has no share.
+    """Memory is compared with the datasheet's bandwidth, copies with nothing; a precision without a
+    figure has no share.
     """
     assert one(group="memory", unit="B/s", precision=None).share == 0.5
     assert one(group="copy", unit="B/s", precision=None).share is None
@@ -118,6 +119,9 @@ def test_a_record_verifies(tmp_path: Path):
 
 
 def rewritten(path: Path, change, seal: bool) -> Path:
+    """Change the table of the spec record at `path` in place, seal it again if `seal`, and return
+    the path.
+    """
     table = json.loads(path.read_bytes())
     change(table)
     if seal:

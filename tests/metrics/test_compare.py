@@ -1,4 +1,4 @@
-"""Two sides over made-up records: every number worked out by hand."""
+"""Comparisons of two sides of made records: every number worked out by hand."""
 
 from math import exp, log, sqrt
 from typing import Any
@@ -25,6 +25,9 @@ FP16 = load_presets()["score"]["fp16"].model_dump(mode="json")
 def runs(
     *rates: float | None, engine: str = "torch", letter: str = "a", **changes: Any
 ) -> list[Record]:
+    """Return one scored record for each rate; `letter` begins their ids and `changes` replaces
+    fields.
+    """
     return [
         scored(engine, "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
         for i, rate in enumerate(rates)
@@ -34,6 +37,7 @@ def runs(
 def between(
     base: list[Record], new: list[Record], across: tuple[str, ...] = (), threshold: float = 0.01
 ) -> Comparison:
+    """Compare two lists of records, named old and new."""
     return side_comparison.compare_sides(
         side_comparison.make_side("old", base),
         side_comparison.make_side("new", new),
@@ -46,7 +50,7 @@ def test_the_ratio_is_that_of_the_geometric_means_with_welchs_interval() -> None
     found = between(runs(100.0, 104.0), runs(95.0, 97.0, letter="b"))
     logs = [[log(100), log(104)], [log(95), log(97)]]
     means = [sum(one) / 2 for one in logs]
-    errors = [((a - b) / 2) ** 2 for a, b in logs]  # of the mean: the variance over two
+    errors = [((a - b) / 2) ** 2 for a, b in logs]  # variances of the two means
     freedom = sum(errors) ** 2 / sum(one**2 for one in errors)
     assert 1 < freedom < 2
     t = 4.303 + (1 / freedom - 1 / 2) / (1 - 1 / 2) * (12.706 - 4.303)
@@ -117,6 +121,7 @@ def test_a_side_is_one_thing(changes: dict[str, Any], said: str) -> None:
 
 
 def other(**changes: Any) -> list[Record]:
+    """Return one run at 100 tokens/s for the new side; `changes` replaces fields."""
     return runs(100.0, letter="b", **changes)
 
 
@@ -240,8 +245,9 @@ def test_answers_are_compared_first_run_with_first_run() -> None:
 
 
 def test_phases_add_up_to_the_wall_time_of_a_step() -> None:
-    """Steps of 1 s: an eighth waiting for data, three quarters computing; a checkpoint of 3 s after
-    one of the three in the window, and an eighth of each step in no phase."""
+    """Steps of 1 s: an eighth is phase data, three quarters are compute and an eighth is in no
+    phase; one of the three steps in the window is followed by a checkpoint of 3 s.
+    """
     record = training(((2.0, 1.0, 1.0, 1.0),), aside={1: ("checkpoint", 3.0)})
     assert passes.phases_per_step(record) == pytest.approx(
         {"data": 0.125, "compute": 0.75, "checkpoint": 1.0, "other": 0.125}
@@ -270,7 +276,7 @@ def test_steps_of_different_sizes_are_not_better_or_worse() -> None:
 
 
 def test_where_two_kinds_of_means_disagree_the_ratio_says_which_is_better() -> None:
-    """The arithmetic mean of the second is higher, its geometric mean lower."""
+    """The arithmetic mean of the new side is higher, its geometric mean lower."""
     base, new = runs(100.0, 100.0, 100.1), runs(40.0, 100.0, 165.0, letter="b")
     [change] = [one for one in between(base, new).metrics if one.name == "tokens_per_device_s"]
     assert change.base is not None

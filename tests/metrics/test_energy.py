@@ -1,5 +1,5 @@
-"""Energy of made readings, worked out by hand: counters, power that is integrated, gaps, devices
-that ranks share.
+"""Energy from made readings, worked out by hand: counters, integrated power, gaps, and devices that
+several ranks share.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ POWER = [100.0, 100.0, 200.0, 400.0, 200.0, 100.0]
 
 
 def device(period_s: float = 1.0, **columns: list[Any]) -> TelemetrySeries:
+    """Return the readings of device cuda:0 at seconds 0 to 5; `columns` gives their values."""
     return TelemetrySeries(
         device="cuda:0", period_s=period_s, columns=TelemetryColumns(**{"t_s": T_S, **columns})
     )
@@ -33,8 +34,8 @@ def test_a_counter_comes_before_power() -> None:
 @pytest.mark.parametrize(
     ("begin_s", "end_s", "joules", "readings"),
     [
-        (1.0, 4.0, 150.0 + 300.0 + 300.0, 2),  # two readings inside, one at each border
-        # borders between readings: 100 W and 150 W
+        (1.0, 4.0, 150.0 + 300.0 + 300.0, 2),  # two readings inside, one at each end
+        # both ends lie between readings: 100 W and 150 W there
         (0.5, 4.5, 50.0 + 150.0 + 300.0 + 300.0 + 87.5, 4),
         (1.5, 3.5, 87.5 + 300.0 + 175.0, 2),
     ],
@@ -56,7 +57,7 @@ def test_a_counter_that_was_set_back_tells_nothing() -> None:
 
 
 def test_a_short_pass_that_no_counter_reading_falls_into() -> None:
-    """The counter is read seldom, power every time."""
+    """The counter is read at the ends only, power at every reading."""
     counter = [0.0, None, None, None, None, 500.0]
     assert measure_device_energy(device(energy_j=counter, power_w=POWER), 1.0, 4.0) == DeviceEnergy(
         750.0, 2
@@ -65,7 +66,7 @@ def test_a_short_pass_that_no_counter_reading_falls_into() -> None:
 
 def test_gaps() -> None:
     missed = [100.0, 100.0, None, None, 200.0, 100.0]
-    # 3 s, three periods
+    # a gap of 3 s is three periods of 1 s, the most that is allowed
     assert measure_device_energy(device(power_w=missed), 0.5, 4.5) == DeviceEnergy(
         50.0 + 450.0 + 87.5, 2
     )
@@ -93,7 +94,7 @@ def test_too_few_readings_and_none() -> None:
 
 
 def integrated() -> TelemetrySeries:
-    """100 W throughout, read every 2 s; the headline pass is from 30 s to 36 s."""
+    """Return readings of 100 W every 2 s; the headline pass lasts from 30 s to 36 s."""
     times = [float(t) for t in range(0, 52, 2)]
     return TelemetrySeries(
         device="cuda:0",
@@ -126,6 +127,7 @@ def test_records_of_before_keep_their_formula() -> None:
 
 
 def two_ranks(*devices: str) -> Record:
+    """Return a record of two ranks on the named devices, which may be the same."""
     ranks = [rank_file(rank, device=name) for rank, name in enumerate(devices)]
     told = [series(name) for name in dict.fromkeys(devices)]
     return made(*ranks, facts=facts(2, telemetry=told))

@@ -1,4 +1,4 @@
-"""Engines side by side over made-up records: every number worked out by hand."""
+"""Comparisons of engines over made records: every number worked out by hand."""
 
 from math import sqrt
 from typing import Any
@@ -15,6 +15,7 @@ from steelyard.tasks.task import Differences
 
 
 def group(*records: Record) -> EngineGroup:
+    """Return the only group of engines that the records make."""
     [found] = engine_groups.find_engine_groups(records)
     return found
 
@@ -23,7 +24,7 @@ def test_answers_are_compared_with_engine_torchs() -> None:
     found = group(scored("other", "ABCDABBA", rate=50.0, acc=0.25), scored("torch", "ABCDABC?"))
     assert [row.name for row in found.rows] == ["torch", "other"]
     assert found.base.answers is None
-    # what one did not answer counts in neither
+    # a question without an answer in one run is compared in neither
     assert found.rows[1].answers == AnswerDifferences(Differences(7, 1), None, None, 0.25)
     assert [row.quality for row in found.rows] == [0.5, 0.25]
     assert [row.rate for row in found.rows] == [Estimate(100.0), Estimate(50.0)]
@@ -65,7 +66,7 @@ def test_likeliest_tokens_are_compared_where_both_have_them() -> None:
     found = group(one, other, scored("old", "ABCDABCD"))
     assert [row.answers and row.answers.chosen for row in found.rows] == [
         None,
-        Differences(8, 1, tokens=2),  # a letter, and a token that is none
+        Differences(8, 1, tokens=2),  # one answer letter, and one other token
         Differences(8, 0),
     ]
     both = engine_groups.merge_farthest(
@@ -153,7 +154,7 @@ def test_one_engine_is_none_to_compare() -> None:
 
 
 def with_norms(record: Record, norms: list[float | None]) -> Record:
-    """The same with other gradient norms."""
+    """Return a copy of the record with these gradient norms, one for each sample."""
     pairs = zip(record.samples, norms, strict=True)
     return record.model_copy(
         update={
@@ -169,7 +170,7 @@ def test_training_is_compared_step_by_step() -> None:
     theirs = with_norms(trained("other", [9.0, 8.25, 6.5, 6.0]), [1.0, 2.0, 3.0, 2.0])
     found = group(theirs, ours)
     answers = found.rows[1].answers
-    # their held-out losses are the same
+    # equal held-out losses: a difference of 0.0
     assert answers == AnswerDifferences(None, StepDifference(0.5, 2), StepDifference(2.0, 3), 0.0)
     assert found.metric == "loss_after"
     assert [row.quality for row in found.rows] == [6.0, 6.0]

@@ -1,4 +1,6 @@
-"""Made facts, judged: every row that is not ok, what helps, and what of it stands in a record."""
+"""Fitness of a machine for measuring, from made facts: each row that is not ok, the step that
+helps, and the settings that a record notes.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -62,14 +64,17 @@ GOOD = MachineFacts(
 
 
 def host(**changes: Any) -> MachineFacts:
+    """Return the fit machine with changed facts of its host."""
     return replace(GOOD, host=HostState(**{**HOST, "devices": GOOD.host.devices, **changes}))
 
 
 def device(**changes: Any) -> MachineFacts:
+    """Return the fit machine with changed facts of its device."""
     return replace(GOOD, host=HostState(**HOST, devices=[DeviceState(**{**DEVICE, **changes})]))
 
 
 def found(machine: MachineFacts, name: str) -> tuple[str, FitnessLevel]:
+    """Return the text and the level of the machine's row `name`."""
     (row,) = [row for row in judge_machine(machine) if render_text(row.name) == name]
     return render_text(row.found), row.level
 
@@ -269,6 +274,7 @@ def test_what_is_not_ok_has_a_step_and_the_accelerators_own_comes_first() -> Non
 
 
 def settings(found: Record) -> list[Message | str]:
+    """Return the notes of the record on settings that are not the default."""
     return [
         note for note in found.notes if isinstance(note, Message) and note.code == "note.setting"
     ]

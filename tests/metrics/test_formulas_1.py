@@ -10,7 +10,9 @@ from steelyard.metrics.formulas_1 import batch_means_interval, find_mser_cut, fi
 
 
 def test_interval_by_hand() -> None:
-    """Costs 1, 2, 3, 2, 2 s a token: center 2, variance (1 + 0 + 1 + 0 + 0) / 4, t of 4 degrees."""
+    """Costs of 1, 2, 3, 2 and 2 s a token: mean 2, variance (1 + 0 + 1 + 0 + 0) / 4, Student's t of
+    4 degrees of freedom.
+    """
     half = 2.776 * (0.5 / 5) ** 0.5
     assert half == pytest.approx(0.877848278, abs=1e-9)
     low, high = batch_means_interval([1, 1, 1, 1, 1], [1, 2, 3, 2, 2]) or (0, 0)
@@ -19,8 +21,8 @@ def test_interval_by_hand() -> None:
 
 
 def test_interval_is_about_total_over_total() -> None:
-    """Work differs: 10 tokens at 2 s each and four single ones at 1 s: center 24/14, and mean cost
-    1.2 only for the width.
+    """Work differs: 10 tokens at 2 s each and four single tokens at 1 s. The center is 24/14; the
+    mean cost of 1.2 is used for the width only.
     """
     half = 2.776 * (((2 - 1.2) ** 2 + 4 * (1 - 1.2) ** 2) / 4 / 5) ** 0.5
     low, high = batch_means_interval([10, 1, 1, 1, 1], [20, 1, 1, 1, 1]) or (0, 0)
@@ -40,7 +42,7 @@ def test_forty_steps_are_twenty_batches_of_two() -> None:
 
 
 def test_every_step_is_in_a_batch() -> None:
-    """41 steps: the last of 20 batches has three. Its last step alone is slow, and must be seen."""
+    """Of 41 steps, the last of 20 batches has three. Only its last step is slow, and it must count."""
     assert batch_means_interval([1] * 41, [1.0] * 41) == (1.0, 1.0)
     low, high = batch_means_interval([1] * 41, [1.0] * 40 + [4.0]) or (0, 0)
     assert low < 41 / 44 < high
@@ -67,15 +69,15 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(steps: int) -> None:
     held = 0
     for _ in range(400):
         work = [rng.uniform(900, 1100) for _ in range(steps)]
-        times = [one * 0.001 * rng.gauss(1.0, 0.1) for one in work]  # truth: 1000 a second
+        times = [one * 0.001 * rng.gauss(1.0, 0.1) for one in work]  # true rate: 1000 a second
         low, high = batch_means_interval(work, times) or (0, 0)
         held += low <= 1000 <= high
     assert 0.90 * 400 <= held <= 0.99 * 400
 
 
 def test_batches_are_safe_against_correlated_steps() -> None:
-    """Slow spells of ten steps: an interval from single steps would hold the truth in far fewer
-    than 90 % of the trials.
+    """With slow spells of ten steps, an interval from single steps would cover the true rate in far
+    fewer than 90 % of the trials.
     """
     rng = random.Random("spells")
     held = alone = 0

@@ -19,6 +19,7 @@ from steelyard.record.index import RecordSummary
 def entry(
     day: int, rate: float | None, interval: tuple[float, float] | None = None, **changes: Any
 ) -> RecordSummary:
+    """Return an index entry of a run on a day of January 2026; `changes` replaces fields."""
     base: dict[str, Any] = {
         "id": f"{day:012d}",
         "created": f"2026-01-{day:02d}",
@@ -38,17 +39,20 @@ def entry(
 
 
 def over(*entries: RecordSummary, threshold: float = 0.01) -> RateHistory:
+    """Return the history of the entries."""
     return rate_history.build_history(
         {Path(f"{i}.json"): one for i, one in enumerate(entries)}, threshold
     )
 
 
 def trend(*entries: RecordSummary, threshold: float = 0.01) -> Trend:
+    """Return the only trend of the entries."""
     [found] = over(*entries, threshold=threshold).trends
     return found
 
 
 def bad(found: Trend) -> str | None:
+    """Return the day of the trend's first bad run as text, or None if there is none."""
     return None if found.first_bad is None else found.first_bad.record.entry.id.lstrip("0")
 
 
@@ -107,7 +111,7 @@ def test_what_makes_another_trend(other: dict[str, Any]) -> None:
 def test_with_repeats_the_first_bad_is_the_first_that_is_surely_below_the_best() -> None:
     good = [entry(1, 100.0, setup="a"), entry(2, 100.2, setup="a")]
     best = [entry(3, 110.0, setup="b"), entry(4, 110.2, setup="b")]
-    loose = [entry(5, 90.0, setup="c"), entry(6, 115.0, setup="c")]  # no one can tell
+    loose = [entry(5, 90.0, setup="c"), entry(6, 115.0, setup="c")]  # too noisy to judge
     slow = [entry(7, 105.0, setup="d"), entry(8, 105.2, setup="d")]
     found = trend(*good, *best, *loose, *slow)
     assert bad(found) == "7"
@@ -125,10 +129,10 @@ def test_without_repeats_it_takes_the_threshold_and_intervals_that_do_not_meet()
     assert bad(trend(base, entry(2, 95.0, (94.0, 96.0)))) == "2"
     assert bad(trend(base, entry(2, 95.0, (90.0, 99.5)))) is None
     assert bad(trend(base, entry(2, 98.5, (98.0, 98.9)), threshold=0.02)) is None
-    assert bad(trend(base, entry(2, 50.0))) is None  # without an interval nobody can tell
+    assert bad(trend(base, entry(2, 50.0))) is None  # no interval: not judged
     assert (
         bad(trend(base, entry(2, 120.0, (119.0, 121.0)), entry(3, 105.0, (104.0, 106.0)))) == "3"
-    )  # of the best, not the first
+    )  # compared with the best run, not with the first
 
 
 def test_a_run_that_is_not_valid_is_bad_unless_somebody_ended_it() -> None:

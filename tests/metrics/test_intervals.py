@@ -1,4 +1,4 @@
-"""What a rate's interval takes for the work of a step."""
+"""What counts as the work of a step in the interval of a rate."""
 
 import pytest
 
@@ -8,8 +8,9 @@ from steelyard.plan import flops
 
 
 def test_steps_of_unequal_attention_are_no_variation_of_the_machine():
-    """Steps of equal tokens that take as long as their FLOPs ask for, the longer prompts together.
-    Version 2 of the formulas took tokens for the work, and saw a machine that slows down."""
+    """Steps of equal tokens take as long as their FLOPs require, and the longer prompts come last.
+    Formulas 2 counted tokens as the work and so saw a machine that slows down.
+    """
     samples, at_s = [], 0.0
     for step, pairs in enumerate([500] * 10 + [5000] * 10):
         counts = {

@@ -23,7 +23,7 @@ def test_repeats_are_one_row_with_the_spread_between_them() -> None:
 def test_the_interval_of_one_run_is_its_own_and_that_of_its_mfu_follows() -> None:
     plan = {"nodes": 1, "devices": 2, "tp": 1, "pp": 1, "dp": 2, "launcher": "local"}
     [row] = overview.make_overview_rows([rated(1, 40000.0, (39000.0, 41000.0), plan=plan)])
-    assert row.rate == Estimate(40000.0, (39000.0, 41000.0))  # of one device, not of two
+    assert row.rate == Estimate(40000.0, (39000.0, 41000.0))  # the rate of one device, not of two
     assert row.mfu == Estimate(0.4, (pytest.approx(0.39), pytest.approx(0.41)))
     assert row.energy == Estimate(0.015)
 

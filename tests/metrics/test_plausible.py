@@ -21,8 +21,9 @@ WALL_S = 40.0
 def made(
     accelerator: str, ranks: list[RankFacts], formulas: int | None = 4, others: float = 0.0
 ) -> Record:
-    """Return a record of one pass of 40 s of wall and CPU time, while others use a share of the
-    host's four cores."""
+    """Return a record of one pass of 40 s of wall and CPU time while other processes use the share
+    `others` of the host's four cores.
+    """
     base = report.make()
     told = {"pass": "infer", "rank": 0, "start_s": 5.0, "wall_s": WALL_S, "cpu_s": WALL_S}
     window = PassFacts.model_validate(told | {"allocated_bytes": 0, "reserved_bytes": 0})
@@ -41,6 +42,7 @@ def made(
 
 
 def judged(record: Record) -> CheckResult:
+    """Return the check of the record's plausibility."""
     [found] = plausibility.check_plausible_rates(record, {})
     assert found.check is not None
     assert found.code == "implausible"
@@ -48,7 +50,7 @@ def judged(record: Record) -> CheckResult:
 
 
 def rate_on(accelerator: str) -> float:
-    """Return the rate of the pass, over CPU time or over the device's own."""
+    """Return the FLOP/s of the pass, over CPU time on a CPU and over device time elsewhere."""
     rank = RankFacts(rank=0, matmul_flops_per_s=1e15, matmul_flops_per_cpu_s=1e15)
     [(share, _)] = plausibility._compare_with_limits(made(accelerator, [rank]), "infer")
     return share * plausibility.MATMUL_MARGIN * 1e15
@@ -58,8 +60,9 @@ RATE = rate_on("cpu")
 
 
 def timed(share: float, before: list[float], after: list[float]) -> list[RankFacts]:
-    """Return a rank whose matmul reached a share of the pass's rate on average, and these shares in
-    single timings."""
+    """Return one rank whose matmuls reached `share` of the pass's rate on average, and the shares
+    `before` and `after` in single timings.
+    """
     rates = {"before": [RATE * one for one in before], "after": [RATE * one for one in after]}
     return [RankFacts(rank=0, matmul_flops_per_cpu_s=RATE * share, matmul_cpu_rates=rates)]
 
@@ -78,7 +81,7 @@ def test_the_best_of_several_timings_is_the_limit(
 ) -> None:
     ranks = timed(0.8, before, after)
     assert judged(made("cpu", ranks)).ok is ok
-    assert not judged(made("cpu", ranks, formulas=3)).ok  # which has one timing
+    assert not judged(made("cpu", ranks, formulas=3)).ok  # formulas 3 know one timing only
     assert not judged(made("cpu", ranks, formulas=None)).ok
 
 
@@ -124,13 +127,15 @@ COMMITTED = {
 
 @pytest.mark.parametrize("name", COMMITTED)
 def test_published_records_are_judged_as_they_were(name: str) -> None:
-    """Their own version judges them; the one that is implausible stays so, with its limit."""
+    """Each record is judged by its own version of the formulas; the implausible one stays so, with
+    its limit.
+    """
     [path] = RESULTS.rglob(f"{name}.json")
     found = records.read_record(path)
     checks, reasons, _, _ = validity.judge_record(found, metric_table.derive_metrics(found))
     [then] = [one for one in found.checks if one.name == "plausible"]
     [now] = [one for one in checks if one.name == "plausible"]
     assert (found.formulas, now.ok, now.ok) == (*COMMITTED[name], then.ok)
-    if found.formulas is not None:  # whose words are those of today
+    if found.formulas is not None:  # its sentences are worded as today
         assert now.detail == then.detail
     assert [one.code for one in reasons] == [one.code for one in found.reasons]

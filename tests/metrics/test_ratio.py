@@ -1,4 +1,4 @@
-"""The ratio of two series: numbers worked out by hand, and how often chance alone is called
+"""The ratio of two series of runs: numbers worked out by hand, and how often chance alone is called
 significant.
 """
 
@@ -16,7 +16,11 @@ SPREAD = 0.01
 
 
 def significant(runs: int, change: float, seed: int = 1) -> int:
-    """How many of DRAWS comparisons are called significant."""
+    """Return how many of DRAWS simulated comparisons are called significant.
+
+    Each side has `runs` runs with a relative spread of SPREAD; the new side's mean is higher by
+    `change`.
+    """
     draw = random.Random(seed)
 
     def series(mean: float) -> list[float]:
@@ -53,8 +57,8 @@ def test_an_interval_covers_the_true_ratio() -> None:
 
 
 def test_the_numbers_by_hand() -> None:
-    """Logarithms 0 and 2, and 4 and 6: means 1 and 5, each with the variance 2 / 2; as spread out,
-    two degrees of freedom.
+    """Logarithms 0 and 2 on one side, 4 and 6 on the other: means 1 and 5, each with the variance 2
+    / 2; equal spreads, so two degrees of freedom.
     """
     found = ratio.compare_values([1.0, exp(2)], [exp(4), exp(6)])
     half = 4.303 * sqrt(2)

@@ -1,4 +1,4 @@
-"""Repeats over made-up records: every number worked out by hand."""
+"""Repeats over made records: every number worked out by hand."""
 
 from math import sqrt
 from typing import Any
@@ -27,6 +27,9 @@ FAILED = {
 def run(
     rate: float | None, acc: float = 0.5, ends: tuple[float, float] | None = None, **changes: Any
 ) -> Record:
+    """Return a run with this rate and accuracy; `interval` is that of the rate and `changes`
+    replaces fields.
+    """
     metrics = {
         "tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends},
         "acc": {"value": acc, "unit": "fraction"},
@@ -38,11 +41,13 @@ def run(
 
 
 def group(*records: Record) -> RepeatGroup:
+    """Return the only group of repeats among the records."""
     [found] = repeat_groups.find_repeat_groups(records)
     return found
 
 
 def by_name(found: RepeatGroup) -> dict[str, MetricSpread]:
+    """Return the spread of each metric by the metric's name."""
     return {one.name: one for one in found.metrics}
 
 
@@ -55,7 +60,7 @@ def test_mean_spread_and_interval_between_runs() -> None:
     )
     half = 4.303 * 2 / sqrt(3)
     told = by_name(found)
-    assert list(told) == ["rate", "mfu", "mem", "acc"]  # nothing is known of the energy
+    assert list(told) == ["rate", "mfu", "mem", "acc"]  # energy is unknown
     rate = told["rate"]
     assert (rate.unit, rate.runs, rate.mean.value, rate.source) == ("tokens/s", 3, 100.0, "runs")
     assert rate.mean.interval == pytest.approx((100 - half, 100 + half), rel=1e-12)
@@ -114,7 +119,7 @@ def test_no_valid_run_has_no_numbers() -> None:
 def test_a_metric_that_some_runs_lack_is_that_of_the_others() -> None:
     told = by_name(group(run(None), run(100.0), run(104.0)))
     assert (told["rate"].runs, told["rate"].mean.value, told["mem"].runs) == (2, 102.0, 3)
-    # absurd values are unknown
+    # values beyond any machine count as unknown
     assert list(by_name(group(run(1e200), run(1e200)))) == ["mem", "acc"]
 
 
@@ -123,7 +128,7 @@ def test_a_quality_below_zero_has_an_interval_around_it() -> None:
     assert told.mean.value == -2.0
     assert told.mean.interval == pytest.approx((-2 - 12.706, -2 + 12.706))
     assert told.deviation == pytest.approx(sqrt(2) / 2)
-    # no share of a mean of 0
+    # a mean of 0 has no relative deviation
     assert by_name(group(run(1.0, -1.0), run(1.0, 1.0)))["acc"].deviation is None
 
 

@@ -1,5 +1,5 @@
 """Training whose program reports the times of its steps: rates are taken from them, and they are
-compared with ours.
+compared with the times at which its output lines arrive.
 """
 
 from typing import Any
@@ -13,7 +13,9 @@ from steelyard.record.record import Record, record_to_json
 
 
 def reported(told: list[float], seen: list[float], **changes: Any) -> Record:
-    """One rank, whose program told these times of its steps, and whose lines came in those."""
+    """Return a record of one rank whose program reported `reported_s` for its steps while its
+    output lines arrived `observed_s` apart.
+    """
     rows = rank_samples(0, told, [9.0 - step for step in range(len(told))], {})
     at = 0.0
     for row, time_s in zip(rows, seen, strict=True):
@@ -37,7 +39,7 @@ def test_times_that_a_program_reports_are_what_rates_are_taken_from():
     found = reported([2.0, *[0.99] * 40], SEEN)
     assert (found.status, codes(found)) == ("valid", [])
     assert value(found, "tokens_per_device_s") == pytest.approx(100 / 0.99)
-    assert value(found, "p_whole") == 4100 / 42.0  # our own clock
+    assert value(found, "p_whole") == 4100 / 42.0  # by Steelyard's clock: 42 s
     note = "the engine does not separate compute time"
     assert [(value(found, name), found.metrics[name].note) for name in ("p_core", "mfu_core")] == [
         (None, note)
@@ -48,11 +50,11 @@ def test_times_that_a_program_reports_are_what_rates_are_taken_from():
 @pytest.mark.parametrize(
     ("told", "ok"),
     [
-        ([2.0, *[0.98] * 40], True),  # 0.8 s of 40: 2 %
+        ([2.0, *[0.98] * 40], True),  # 0.8 s less than 40 s: 2 %
         ([2.0, *[0.975] * 40], False),  # 1 s, where 0.8 + 0.1 + 40 × 0.00005 is allowed
         ([2.0, *[1.025] * 40], False),
-        ([9.0, *[1.0] * 40], True),  # nobody saw the first line's beginning
-        ([2.0, *[1.5] * 20, *[0.5] * 20], False),  # right in all, and not where it is steady
+        ([9.0, *[1.0] * 40], True),  # the first step's start is unknown
+        ([2.0, *[1.5] * 20, *[0.5] * 20], False),  # right in total only
     ],
 )
 def test_times_that_a_program_reports_are_compared_with_ours(told: list[float], ok: bool):

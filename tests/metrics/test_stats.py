@@ -1,4 +1,4 @@
-"""Intervals and steady windows: by hand, and by simulated runs whose truth is known."""
+"""Intervals and steady windows: by hand, and by simulated runs whose true rate is known."""
 
 import random
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from steelyard.metrics.stats import (
 )
 from steelyard.words import Message
 
-# of a coverage of 95 %, the estimate has a standard error of 0.5 %: it is within 1 % in 19 of 20
-# seeds
+# Simulated runs per coverage estimate. Around a coverage of 95 % the estimate has a standard error
+# of 0.5 %, so 19 of 20 seeds are within 1 %.
 TRIALS = 2000
 
 
@@ -46,22 +46,24 @@ def test_students_t_falls_with_freedom() -> None:
 
 
 def half(work: list[float], times: list[float]) -> float:
-    """Half of the interval, of the rate's logarithm; both ends are as far away."""
+    """Return half the width of the interval of the rate's logarithm, after checking that both ends
+    are equally far away.
+    """
     low, high = estimate_rate_interval(1.0, work, times) or (0, 0)
     assert low * high == pytest.approx(1.0, rel=1e-12)
     return log(high)
 
 
 def test_five_steps_are_students_t_over_all_of_them() -> None:
-    """Four terms of five steps hold all their variance: steps of 1, 2, 3, 2, 2 s have a variance of
-    0.5 and a mean of 2.
+    """Four cosine terms of five steps hold all their variance: steps of 1, 2, 3, 2 and 2 s have a
+    variance of 0.5 and a mean of 2.
     """
     assert half([1] * 5, [1, 2, 3, 2, 2]) == pytest.approx(2.776 * sqrt(0.5 / 5) / 2, rel=1e-12)
 
 
 def test_interval_is_that_of_a_ratio_of_totals() -> None:
-    """14 tokens in 24 s; what a step took beyond its share of them: 20 - 10 * 24/14 s, and 1 -
-    24/14 s of the others.
+    """14 tokens take 24 s. The residual of a step is its time less its share by tokens: 20 - 10 *
+    24/14 s, and 1 - 24/14 s for the others.
     """
     residuals = [20 - 240 / 14, *[1 - 24 / 14] * 4]
     variance = sum(one**2 for one in residuals) / 4
@@ -71,8 +73,8 @@ def test_interval_is_that_of_a_ratio_of_totals() -> None:
 
 
 def test_only_slow_changes_count_where_there_are_many_steps() -> None:
-    """100 steps have 7 terms. A cosine wave of the third is seen whole, one of the eighth not at
-    all: it averages out.
+    """100 steps have 7 cosine terms. A wave of the third term counts in full, one of the eighth not
+    at all: it averages out.
     """
 
     def wave(term: int) -> list[float]:
@@ -107,7 +109,7 @@ def test_no_interval() -> None:
     assert estimate_rate_interval(1.0, [1] * 4, [1, 2, 1, 2]) is None
     assert estimate_rate_interval(1.0, [0] * 6, [1] * 6) is None
     assert estimate_rate_interval(1.0, [1] * 6, [0] * 6) is None
-    # no clock runs so
+    # times that are negative in part, as no clock gives them
     assert estimate_rate_interval(1.0, [1] * 6, [1e6, -1e6, 1e6, -1e6, 1e6, 1 - 1e6]) is None
 
 
@@ -133,7 +135,7 @@ def test_ends_are_finite_and_hold_the_rate_however_wild_the_steps(steps: int) ->
 
 
 def autocorrelated(rng: np.random.Generator, phi: float, steps: int) -> np.ndarray:
-    """AR(1) with mean 0 and variance 1, a row a trial, begun where it will stay."""
+    """Return AR(1) noise with mean 0 and variance 1 in its stationary state, one row per trial."""
     out = rng.standard_normal((TRIALS, steps))
     for step in range(1, steps):
         out[:, step] = phi * out[:, step - 1] + sqrt(1 - phi**2) * out[:, step]
@@ -141,6 +143,7 @@ def autocorrelated(rng: np.random.Generator, phi: float, steps: int) -> np.ndarr
 
 
 def coverage(times: np.ndarray, work: np.ndarray, truth: float) -> float:
+    """Return the share of trials whose interval contains the true rate."""
     held = 0
     for own_work, own in zip(work, times, strict=True):
         rate = own_work.sum() / own.sum()
@@ -161,7 +164,7 @@ def test_intervals_hold_the_truth_in_19_of_20_runs(phi: float, steps: int) -> No
 def test_steps_of_different_work(phi: float) -> None:
     rng = np.random.default_rng(round(10 * phi))
     work = rng.uniform(500, 1500, (TRIALS, 60))
-    times = work * 0.001 + 0.05 * autocorrelated(rng, phi, 60)  # truth: 1000 a second
+    times = work * 0.001 + 0.05 * autocorrelated(rng, phi, 60)  # true rate: 1000 a second
     assert 0.93 <= coverage(times, work, 1000.0) <= 0.97
 
 
@@ -170,8 +173,8 @@ def test_steps_of_different_work(phi: float) -> None:
     [(5, 0.0, 0.93), (10, 0.0, 0.93), (20, 0.0, 0.93), (20, 0.3, 0.92), (20, 0.6, 0.88)],
 )
 def test_few_steps(steps: int, phi: float, least: float) -> None:
-    """Independent steps are covered however few they are; how correlated 20 of them are cannot be
-    told well.
+    """Independent steps are covered however few they are; the correlation of 20 steps cannot be
+    estimated well.
     """
     rng = np.random.default_rng([steps, round(10 * phi)])
     times = 1 + 0.05 * autocorrelated(rng, phi, steps)
@@ -179,17 +182,18 @@ def test_few_steps(steps: int, phi: float, least: float) -> None:
 
 
 def steady(times: list[float]) -> tuple[int, Message]:
-    """Of steps with equal work."""
+    """Return where the steady window of steps with equal work starts, and how it was found."""
     return stats.find_steady_start(times, [1.0] * len(times))
 
 
 def noisy(seed: int, steps: int, level: Callable[[int], float], share: float = 0.01) -> list[float]:
+    """Return step times of `level(step)` with relative Gaussian noise of `share`."""
     rng = random.Random(seed)
     return [level(step) * rng.gauss(1.0, share) for step in range(steps)]
 
 
 def cuts(steps: int, level: Callable[[int], float]) -> list[int]:
-    """Where 200 runs with 1 % of noise are cut, sorted."""
+    """Return the sorted starts of the steady windows of 200 runs with 1 % of noise."""
     return sorted(steady(noisy(seed, steps, level))[0] for seed in range(200))
 
 
@@ -202,7 +206,7 @@ def test_a_flat_run_is_steady_from_its_start(time_s: float) -> None:
     ("steps", "kept"), [(10, 180), (20, 196), (30, 176), (60, 192), (300, 199)]
 )
 def test_noise_is_no_warm_up(steps: int, kept: int) -> None:
-    """Version 1 cuts about 70 of these 200."""
+    """Formulas 1 cut about 70 of these 200 runs."""
     assert cuts(steps, lambda step: 1.0).count(0) >= kept
 
 
@@ -222,7 +226,7 @@ def test_compilation_at_the_start_is_cut_exactly(shape: str, steps: int) -> None
     times = slow + [1.0] * (steps - len(slow))
     assert steady(times)[0] == cut
     found = cuts(steps, lambda step: times[step])
-    assert (found[0], found[150]) == (cut, cut)  # noise adds to it in few runs
+    assert (found[0], found[150]) == (cut, cut)  # noise moves the cut in few runs
 
 
 @pytest.mark.parametrize("steps", range(10, 20))
@@ -253,7 +257,7 @@ def test_a_step_in_the_second_half_is_kept(after: float, begin: int) -> None:
 @pytest.mark.parametrize("at", [5, 20, 40, 49, 60, 99])
 @pytest.mark.parametrize("height", [1.5, 5.0, 100.0])
 def test_a_spike_is_no_warm_up(height: float, at: int) -> None:
-    """Version 1 cuts all that is before a spike of the first half, and the spike."""
+    """Formulas 1 cut everything up to a spike in the first half."""
     assert steady([height if step == at else 1.0 for step in range(100)])[0] == 0
     assert cuts(100, lambda step: height if step == at else 1.0).count(0) >= 190
 
@@ -264,15 +268,15 @@ def test_spikes_that_come_again_and_again_are_kept() -> None:
 
 @pytest.mark.parametrize("slope", [-0.002, 0.0005, 0.002, 0.01])
 def test_a_drift_through_the_whole_run_is_kept_and_widens_the_interval(slope: float) -> None:
-    """There is no steady part to find. The interval says so: it reaches from one end of the drift
-    to beyond the middle.
+    """There is no steady part. The interval shows that: it reaches from one end of the drift to
+    beyond its middle.
     """
     times = [1 + slope * step for step in range(100)]
     assert steady(times)[0] == 0
     found = cuts(100, lambda step: 1 + slope * step)
     assert found[100] == 0
     assert found[-1] < 50
-    # the same steps in another order
+    # the same steps in shuffled order, without drift
     flat = half([1] * 100, [times[step * 37 % 100] for step in range(100)])
     assert half([1] * 100, times) > 4 * flat
 
@@ -311,8 +315,8 @@ def test_work_that_differs_is_no_warm_up_and_hides_none() -> None:
 
 
 def test_tokens_that_change_nothing_are_left_aside() -> None:
-    """Rows of equal length, padded: the time of a step does not follow its tokens, nor does what is
-    steady.
+    """Rows are padded to equal length, so neither the time of a step nor its steadiness depends on
+    its tokens.
     """
     rng = random.Random("padded")
     work = [rng.uniform(1000, 2000) for _ in range(60)]
@@ -324,8 +328,8 @@ def test_tokens_that_change_nothing_are_left_aside() -> None:
 @pytest.mark.parametrize("steps", [60, 300])
 @pytest.mark.parametrize("phi", [0.0, 0.3, 0.6])
 def test_looking_for_the_window_leaves_the_interval_sound(phi: float, steps: int) -> None:
-    """A run that begins with three slow steps. 1 % less than without a search: now and then it cuts
-    what noise made unlike.
+    """Runs begin with three slow steps. The coverage is 1 % lower than without a search, which
+    sometimes cuts steps that differ by noise alone.
     """
     rng = np.random.default_rng([steps, round(10 * phi), 1])
     times = 1 + 0.02 * autocorrelated(rng, phi, steps)

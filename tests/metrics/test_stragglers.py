@@ -1,5 +1,5 @@
-"""Who is slow, from ranks under a clock of their own and from hand-made samples: every number
-worked out by hand.
+"""Slow ranks, from ranks measured under a fake clock and from made samples: every number worked out
+by hand.
 """
 
 import json
@@ -23,7 +23,7 @@ HOSTS = ("fh1", "fh1", "fh2", "fh2")
 
 
 class Host:
-    """A host without a device: its clock is that of both."""
+    """A host without a device: one fake clock, in seconds, serves as host clock and device clock."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,15 +35,18 @@ class Host:
         return HostEvent(self)
 
     def synchronize(self) -> None:
-        """Nothing runs behind it."""
+        """Do nothing: no work runs asynchronously."""
 
 
 def replica(
     host: Host, backward_s: Sequence[float], slowest_s: Sequence[float]
 ) -> Iterator[Phase | Work]:
-    """A rank as the training loop marks it: 0.25 s of data, its backward, what it waits for the
-    slowest, 0.125 s of transfer,
-    0.125 s of update."""
+    """Yield the phases and the work of a rank's steps as the training loop marks them, advancing
+    the clock.
+
+    A step has 0.25 s of data, the rank's backward, the wait for the slowest rank, 0.125 s of
+    transfer and 0.125 s of update.
+    """
     for own_s, all_s in zip(backward_s, slowest_s, strict=True):
         yield Phase("data")
         host.now += 0.25
@@ -58,7 +61,7 @@ def replica(
 
 
 def measured(*ranks: Sequence[float], **changes: Any) -> Record:
-    """A record of replicas whose backward passes take so long."""
+    """Return a record of replicas whose backward passes take these seconds in each step."""
     slowest = [max(step) for step in zip(*ranks, strict=True)]
     samples = []
     for rank, own in enumerate(ranks):
@@ -79,6 +82,7 @@ def step(
     end_s: float,
     tokens: int = 100,
 ) -> dict[str, Any]:
+    """Return one sample of pass train."""
     at = {"start_s": start_s, "end_s": end_s, "host_start_s": start_s, "host_end_s": end_s}
     return {
         "pass": "train",
@@ -93,6 +97,7 @@ def step(
 def trained(
     samples: list[dict[str, Any]], world: int, hosts: Sequence[str | None] = HOSTS, **changes: Any
 ) -> Record:
+    """Return a training record of `world` ranks with these samples, two ranks a host by default."""
     ends = [max(one["end_s"] for one in samples if one["rank"] == rank) for rank in range(world)]
     ranks = [
         {"rank": rank, "host": hosts[rank % len(hosts)], "device": f"cuda:{rank % 2}"}
@@ -105,7 +110,9 @@ def trained(
 def owning(
     *ranks: Sequence[float], phase: str = "compute", step_s: float = 16.0, **changes: Any
 ) -> Record:
-    """A record of ranks with so long a phase of their own in each step."""
+    """Return a record of ranks that spend these seconds in `phase` of each step and the other time
+    of `step_s` in another phase.
+    """
     samples = []
     for rank, own in enumerate(ranks):
         for number, own_s in enumerate(own):
@@ -119,19 +126,21 @@ def owning(
 
 
 def found(record: Record) -> Stragglers:
+    """Return the stragglers of the record, after checking that they are known."""
     out = stragglers.find_stragglers(record)
     assert isinstance(out, Stragglers), out
     return out
 
 
 def slow_notes(record: Record) -> list[str]:
+    """Return the notes of the record that call a rank slow."""
     return [note for note in record.notes if " slow: " in note]
 
 
 def test_the_slow_rank_of_four_is_named_with_its_host_and_cost():
     even = (1.0,) * 4
     record = measured(even, even, even, (1.5,) * 4)
-    assert {one.end_s - one.start_s for one in record.samples} == {2.0}  # wall time shows nothing
+    assert {one.end_s - one.start_s for one in record.samples} == {2.0}  # equal wall times
     out = found(record)
     assert (out.rank, out.host, out.basis, out.cost_s, out.step_s, out.share) == (
         3,
@@ -184,7 +193,7 @@ def test_a_cost_is_the_mean_over_steps_of_what_is_above_the_median_of_the_others
         ((1,), 2.0, 2.75, -0.75),
     ]
     assert (out.share, out.step_s) == (0.75 / 16, 16.0)
-    # 1.5 and 0: they differ by 0.75 from their mean, over √1
+    # Costs of 1.5 s and 0 s: 0.75 s from their mean, and Student's t of one degree of freedom.
     assert out.rows[0].spread_s == pytest.approx(12.706 * 0.75)
 
 
@@ -216,7 +225,7 @@ def test_a_note_begins_above_two_per_cent(slow_s, notes):
 
 
 def test_steps_that_differ_by_themselves_name_nobody():
-    """On average 4 of 16 s are lost to rank 1, and three steps cannot tell that from nothing."""
+    """Rank 1 costs 4 of 16 s on average, which three steps cannot distinguish from noise."""
     record = owning([4.0] * 4, [0.0, 4.0, 4.0, 16.0])
     out = found(record)
     assert (out.rank, out.share, out.is_slow, slow_notes(record)) == (1, 0.25, False, [])
@@ -287,6 +296,7 @@ def test_what_cannot_be_told_has_a_reason(what):
 
 
 def scored(walls: Sequence[float], tp: int = 1, tokens: Sequence[int] | None = None) -> Record:
+    """Return a scoring record of one rank for each wall time, in seconds, of the infer pass."""
     window = {"pass": "infer", "start_s": 1.0, "allocated_bytes": None, "reserved_bytes": None}
     world = len(walls)
     samples = [

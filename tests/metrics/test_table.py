@@ -1,4 +1,4 @@
-"""Metrics and validity of records put together from exact samples: every number worked out by hand."""
+"""Metrics and validity of records assembled from exact samples: every number worked out by hand."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,13 +18,13 @@ from steelyard.run.worker_files import RankFile
 from steelyard.words import Message
 
 GIB = 1 << 30
-TOKENS = [100, 100, 100, 100, 100, 100]  # of one rank
+TOKENS = [100, 100, 100, 100, 100, 100]  # tokens of each step of one rank
 PEAK = {"name": "chip", "flops_per_s": {"bf16": 4e6}, "source": "datasheet"}
 
 
 def resolved(**changes: Any) -> resolve.ResolvedCase:
-    """The MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16, vocabulary
-    32.
+    """Return the MMLU case with a model of round numbers: 2 layers, hidden 8, 2 heads, ffn 16,
+    vocabulary 32.
     """
     sets = [
         "layers=2",
@@ -36,13 +36,19 @@ def resolved(**changes: Any) -> resolve.ResolvedCase:
         "nominal_parameters=1000",
     ]
     settings = [f"question.model.{one}" for one in sets] + list(changes.pop("settings", []))
-    # as if a file said so
+    # without origins, as if all values stood in the case file
     return replace(resolve.resolve_case("llama2-7b-mmlu", settings=settings, **changes), origins={})
 
 
 def rank_file(
     rank: int = 0, compute_s: float = 0.5, step_s: float = 1.0, hidden_s: float = 0.0, **over: Any
 ) -> dict[str, Any]:
+    """Return the content of one rank's file: passes val (from 10 s) and infer (from 30 s) of six
+    steps each.
+
+    A step of infer takes `step_s`, one of val twice that, of which the share `compute_s` is
+    compute; `hidden_s` of each pass are in no step. `overrides` replaces fields.
+    """
     samples: list[dict[str, Any]] = []
     windows = []
     for start_s, name in ((10.0, "val"), (30.0, "infer")):
@@ -119,6 +125,7 @@ def rank_file(
 
 
 def series(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
+    """Return five telemetry readings of a device; `columns` replaces columns."""
     base = {
         "t_s": [0.0, 31.0, 33.0, 35.0, 50.0],
         "memory_bytes": [1 * GIB, 5 * GIB, 7 * GIB, 6 * GIB, 90 * GIB],
@@ -131,7 +138,7 @@ def series(device: str = "cuda:0", **columns: Any) -> TelemetrySeries:
 
 
 def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> dict[str, Any]:
-    """What the parent knows of a run, as `assemble.draft` takes it."""
+    """Return what the parent process knows of a run, as keyword arguments of the draft of a record."""
     hardware = {"devices": [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB}], "peak": peak}
     base: dict[str, Any] = {
         "id": "0" * 32,
@@ -148,12 +155,17 @@ def facts(devices: int = 1, peak: dict[str, Any] | None = PEAK, **over: Any) -> 
 
 
 def outcome(*ranks: dict[str, Any], code: str | None = None) -> tuple[RankResults, Failure | None]:
+    """Return the ranks' results and the failure, which is None without a `code`."""
     files = [RankFile.model_validate(rank) for rank in ranks]
     results = RankResults({one.rank: one for one in files}, agent_output="tail")
     return results, None if code is None else Failure(code, "text")
 
 
 def made(*ranks: dict[str, Any], **options: Any) -> Record:
+    """Return the record of a run of these ranks, one good rank by default.
+
+    Options are `resolved` (the case), `facts` (of the parent) and `code` (of a failure).
+    """
     one = options.pop("resolved", None) or resolved()
     chosen = ranks or (rank_file(),)
     known = options.pop("facts", None) or facts(len(chosen))
@@ -163,6 +175,7 @@ def made(*ranks: dict[str, Any], **options: Any) -> Record:
 def assembled(
     one: resolve.ResolvedCase, known: dict[str, Any], ended: tuple[RankResults, Failure | None]
 ) -> Record:
+    """Assemble the record of a run that starts at second 1000 and ends at 1025.5 of the clock."""
     draft = assemble.make_draft(one, EngineFacts(name="torch", details=EngineDetails()), **known)
     times = assemble.RunTimes(
         origin_s=1000.0, agents_started_s=1000.25, workers_started_s=1000.5, ended_s=1025.0
@@ -171,6 +184,7 @@ def assembled(
 
 
 def value(found: Record, name: str) -> float | None:
+    """Return the value of the metric `name`, or None if it is unknown."""
     return found.metrics[name].value
 
 
@@ -241,7 +255,7 @@ def test_mfu_in_three_conventions():
     found = made()
     # A layer: 8·(2+4)·4 for QKV, 8·8 out, 3·8·16 feed-forward = 640 weights; two layers 1280.
     causal = 2 * 1280 * 600 + 2 * 32 * 8 * 12 + 4 * 2 * 8 * 2525 * 6
-    # Trained numbers without the input table: 1280 + 5 norms of 8 + output table 256.
+    # Parameters without the input embedding: 1280 + 5 norms of 8 + output embedding of 256.
     palm = 2 * (1280 + 40 + 256) * 600 + 4 * 2 * 8 * 5000 * 6
     assert value(found, "flops_causal") == causal
     assert value(found, "flops_palm") == palm
@@ -262,8 +276,8 @@ OWN = [
 
 
 def test_the_achievable_rate_is_that_of_the_cases_own_shapes():
-    """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms; a mean of the two rates, or the square
-    product, would be another.
+    """All FLOPs over all time: 400 in 0.3 ms and 0.2 ms. A mean of the two rates, or the rate of
+    the square matmul, would differ.
     """
     found = made(rank_file(matmuls=OWN))
     assert value(found, "matmul_rate") == pytest.approx(8e5, rel=1e-12)
@@ -338,7 +352,11 @@ def test_quality_is_worked_out_from_the_answers():
 
 
 def real(**answers: Any) -> Record:
-    """A run that the gate applies to: full scope, weights that are not random, the published data."""
+    """Return a record that the quality gate applies to: full scope, weights that are not random,
+    the published data.
+
+    `answers` replaces outputs of passes.
+    """
     rank = rank_file()
     rank["weights"] = {"source": "huggingface"}
     rank["data"]["published"] = True

@@ -1,4 +1,4 @@
-"""Metrics of training from hand-made samples: every number worked out by hand."""
+"""Metrics of training from made samples: every number worked out by hand."""
 
 import pytest
 
@@ -52,7 +52,7 @@ def test_evaluations_and_checkpoints_are_in_whole_and_in_the_window_only():
     assert value(found, "p_whole") == 400 / 11.0
     assert value(found, "p_train") == 400 / 5.0
     assert value(found, "p_core") == 300 / 2.25
-    assert value(found, "tokens_per_device_s") == 300 / 9.0  # less nothing
+    assert value(found, "tokens_per_device_s") == 300 / 9.0  # 3 s of steps, 2 s and 4 s aside
     assert found.status == "valid"
 
 
@@ -80,8 +80,8 @@ def test_ranks_that_hold_one_model_count_their_work_once(plan):
 
 
 def test_only_one_rank_writes_the_checkpoint():
-    """The other waits inside its next step. Steps are matched by their order, not by the number of
-    samples before them.
+    """The other rank waits inside its next step. Steps are matched by their order, not by the
+    number of samples before them.
     """
     samples = rank_samples(0, ONE[0], [9.0] * 4, {1: ("checkpoint", 4.0)}) + rank_samples(
         1, (2, 1, 5, 1), [9.0] * 4, {}
@@ -108,7 +108,7 @@ def test_flops_are_three_forwards_of_the_steady_window():
 
 
 def test_energy_is_that_of_the_steady_window():
-    found = training(ONE)  # 100 W
+    found = training(ONE)  # 100 W over a window of 3 s
     assert value(found, "energy") == pytest.approx(300.0)
     assert value(found, "energy_per_token") == pytest.approx(1.0)
     assert value(found, "energy_per_sample") == pytest.approx(50.0)
@@ -126,7 +126,8 @@ def test_mem_predicted_says_what_it_holds():
     predicted = training(ONE).metrics["mem_predicted"]
     assert predicted.unit == "GiB"
     assert predicted.value is not None
-    # One device: 1832 parameters of 18 bytes; two layers and the logits of a row of 50 tokens.
+    # One device: 1832 parameters of 18 bytes each; activations of two layers and the logits of a
+    # row of 50 tokens.
     state = 18 * (1280 + 40 + 2 * 256)
     layer = 2 * (4 * 8 + 24 + 16 + 8 + 3 * 16) + 4 * (1 + 2 + 1)
     assert predicted.value * GIB == pytest.approx(
@@ -151,7 +152,7 @@ def test_warm_up_is_found_and_left_out():
 
 
 def test_older_records_keep_their_window_and_interval():
-    """The same steps by version 1 of the formulas: a window of whole groups of five, and batch
+    """Formulas 1 give the same steps a window of whole groups of five, and an interval by batch
     means.
     """
     found = training(([3.0] * 13 + [1.0] * 87,))

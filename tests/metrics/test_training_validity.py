@@ -1,4 +1,4 @@
-"""When a run of training is valid: losses, coverage, its gate, and records that are none."""
+"""Validity of training runs: losses, coverage, the gate, and records that are malformed."""
 
 import copy
 from pathlib import Path
@@ -17,6 +17,9 @@ OTHER_DATA = {"source": "made", "rows": 1, "fingerprint": "f", "published": Fals
 
 
 def outputs(**tables: Any) -> dict[str, Any]:
+    """Return the outputs of a run with a held-out loss of 9 before and 6 after training; `tables`
+    replaces those of passes.
+    """
     base = {
         "before": {"nll": 360.0, "targets": 40},
         "after": {"nll": 240.0, "targets": 40},
@@ -77,7 +80,7 @@ def test_every_rank_takes_every_step_in_scope():
     assert [(r.code, r.text) for r in short.reasons] == [
         ("coverage", "train: rank 1 took 3 of 4 steps")
     ]
-    # steps 1 and 2, which both finished
+    # the steady window is steps 1 and 2, which both ranks finished
     assert value(short, "tokens_per_device_s") == 400 / 3.0 / 2
 
 
@@ -96,7 +99,7 @@ def test_time_and_device_are_judged_in_the_train_pass():
         {"pass": "before", "start_s": 1.0, "wall_s": 9.0, **window},
         {"pass": "train", "start_s": 20.0, "wall_s": 5.0, **window},
     ]
-    # nothing accounts for the time of `before`, and nothing asks
+    # no samples account for the 9 s of pass `before`, which is not checked
     assert training(ONE, passes=timed).status == "valid"
     timed[1]["wall_s"] = 6.0
     assert codes(training(ONE, passes=timed)) == ["unaccounted"]
@@ -198,7 +201,7 @@ ODD: list[tuple[tuple[str, ...], Any]] = [
 
 @pytest.mark.parametrize(("place", "odd"), ODD, ids=lambda x: str(x)[:40])
 def test_odd_tables_are_refused_in_one_line(place, odd, tmp_path: Path):
-    """What a stranger's record may hold: no formula sees it."""
+    """Records of unknown origin may hold anything; no formula is given such values."""
     table = copy.deepcopy(training(ONE).model_dump(mode="json", by_alias=True))
     node = table
     for part in place[:-1]:

@@ -1,4 +1,4 @@
-"""Where a step's time goes: a made stretch whose parts are summed by hand."""
+"""The waterfall of a step's time: a made profile whose parts are summed by hand."""
 
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,24 @@ from steelyard.metrics.time_waterfall import make_waterfalls
 from steelyard.record.profile_facts import KernelFacts, Profile
 from steelyard.record.record import Record
 
-PEAK = 4e6  # of the made chip
-# Layers of 640 weights each, twice; the vocabulary of 32 x 8; attention over pairs; forward and
-# backward.
+PEAK = 4e6  # of the chip in `fixtures.report`
+# FLOPs of one training step (3 forwards): two layers of 640 weights each, the vocabulary matrix of
+# 32 x 8, and attention over pairs.
 MATMULS = 3 * (2 * 1280 * COUNTS["tokens"] + 2 * 32 * 8 * COUNTS["logits"])
 ATTENTION = 3 * 4 * 2 * 8 * COUNTS["pairs"]
 
 
 def kernel(name: str, kind: str, time_s: float, size_bytes: int | None = None) -> dict[str, Any]:
+    """Return the table of one kernel that was called four times and took `time_s` in all."""
     return KernelFacts(
         name=name, kind=kind, calls=4, time_s=time_s, size_bytes=size_bytes
     ).model_dump()
 
 
 def stretch(wall_s: float = 2.0, rank: int = 0, **changes: Any) -> dict[str, Any]:
-    """Two steps: 1.75 s of kernels, 0.25 of nothing, of which 0.125 wait for data."""
+    """Return a profile of two steps: 1.75 s of kernels and 0.25 s without one, of which 0.125 s
+    wait for data.
+    """
     kernels = [
         kernel("gemm", "matmul", 1.0),
         kernel("flash", "attention", 0.25),
@@ -51,11 +54,12 @@ def stretch(wall_s: float = 2.0, rank: int = 0, **changes: Any) -> dict[str, Any
 
 
 def explained(*profiles: dict[str, Any], **changes: Any) -> Record:
+    """Return a training record with these profiles."""
     return training(profile=list(profiles), **changes)
 
 
 def test_rows_are_the_hand_sum() -> None:
-    """Steps of one second were measured; the profiled ones take as long."""
+    """Measured steps take one second each, and the profiled ones as long."""
     [found] = make_waterfalls(explained(stretch()))
     ideal_matmul_s, ideal_attention_s = 2 * MATMULS / PEAK, 2 * ATTENTION / PEAK
     assert (found.measured_s, found.steps, found.is_close) == (2.0, 2, True)
@@ -68,7 +72,7 @@ def test_rows_are_the_hand_sum() -> None:
             "copy": 0.0625,
             "communication": 0.125,
             "bubble": 0.0625,
-            "data": 0.125,  # 0.1875 of waiting and copying, less the copies
+            "data": 0.125,  # 0.1875 s of data phase less 0.0625 s of copies
             "host": 0.125,
         }
     )
@@ -97,7 +101,7 @@ def test_a_faster_stretch_leaves_a_part_of_the_pass() -> None:
 
 @pytest.mark.parametrize(("wall_s", "whole_s"), [(2.01, 2.0), (2.03, 2.03), (3.14, 3.14)])
 def test_a_slower_stretch_has_no_negative_part(wall_s: float, whole_s: float) -> None:
-    """Up to 1 % more is put up with; beyond it the shares are those of the stretch."""
+    """Up to 1 % more than the pass is tolerated; beyond it the shares are of the profile."""
     [found] = make_waterfalls(explained(stretch(wall_s)))
     assert found.whole_s == whole_s
     assert min(row.share for row in found.rows) > 0
@@ -120,8 +124,9 @@ def test_a_page_says_what_its_shares_are_of() -> None:
 
 
 def test_attention_in_matmul_kernels_is_one_part_with_them() -> None:
-    """Attention of plain matmuls: its FLOPs at the peak take longer than kernels that are named
-    attention."""
+    """Attention is computed by plain matmuls: its FLOPs at the peak take longer than the kernels
+    named attention, of which there are none.
+    """
     kernels = [kernel("gemm", "matmul", 1.25), kernel("norm", "other", 0.25)]
     [found] = make_waterfalls(explained(stretch(kernels=kernels)))
     rows = {row.name: row.time_s for row in found.rows}
@@ -164,8 +169,8 @@ def test_without_a_datasheet_all_time_of_matmuls_is_theirs() -> None:
 
 
 def test_replicas_and_stages_have_their_parts() -> None:
-    """Two replicas of two stages: a replica's stretch is half of the measured work, a stage's
-    products half of a replica's.
+    """Two replicas of two stages: a replica's profile holds half of the measured work, a stage half
+    of a replica's FLOPs.
     """
     times = ((2.0, 1.0, 1.0, 1.0),) * 4
     one = training(times, plan=(1, 2, 2), profile=[stretch(rank=0), stretch(rank=1)])
@@ -192,8 +197,9 @@ def test_without_a_stretch_the_samples_tell_what_they_can() -> None:
 
 
 def test_a_matmul_rate_below_the_runs_own_separates_nothing() -> None:
-    """Timed while another program had the cores, say: at that rate the products alone would take
-    longer than the pass."""
+    """The rate was timed while another program used the cores, say: at that rate the matmuls alone
+    would take longer than the pass.
+    """
     ranks = [one.model_copy(update={"matmul_flops_per_s": 1.0}) for one in training().ranks]
     record = training().model_copy(update={"ranks": ranks})
     [found] = make_waterfalls(record)
@@ -227,7 +233,7 @@ def test_bytes_are_set_beside_the_datasheets_bandwidth() -> None:
         report.build_waterfall_page([explained(stretch(), environment__hardware=hardware)], "en")
     )
     [line] = [line for line in page.splitlines() if line.startswith("norm ")]
-    assert "50.0%" in line  # 1000 bytes in 0.25 s
+    assert "50.0%" in line  # 1000 bytes in 0.25 s: half of 8000 bytes/s
 
 
 def test_a_failed_run_has_none() -> None:
@@ -235,7 +241,9 @@ def test_a_failed_run_has_none() -> None:
 
 
 def test_after_a_run_its_waterfall_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without kernels, which `report --explain` lists; a line where no run was profiled."""
+    """Kernels are left out, as `report --explain` lists them; where no run was profiled, one line
+    says so.
+    """
     print_waterfall([training()], Path("records"), OutputOptions())
     assert capsys.readouterr() == ("", golden("no-waterfall-no-run-got-to"))
     print_waterfall([explained(stretch()), training()], Path("my records"), OutputOptions())

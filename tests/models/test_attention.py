@@ -1,4 +1,4 @@
-"""Which kernels of attention may be asked for, and what a window is."""
+"""Which attention kernels may be chosen, and what a sliding window means."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_a_window_no_shorter_than_the_longest_row_is_none() -> None:
 
 @pytest.mark.parametrize("kernel", sorted(ATTENTION_KERNELS))
 def test_kernels_without_a_window(kernel: str) -> None:
-    """Where one is needed they are refused, and `auto` takes the plain one."""
+    """Where a window is needed they are refused, and `auto` takes the plain kernel instead."""
     if kernel in WINDOW_KERNELS:
         assert (
             choose_windowed_kernel(kernel, 4096, 4097, "auto")
@@ -90,8 +90,8 @@ def test_kernels_without_a_window(kernel: str) -> None:
 
 @pytest.mark.parametrize("window", [1, 4, 9, 10])
 def test_a_query_sees_its_window_and_nothing_else(window: int) -> None:
-    """Keys that it does not see may be anything, and each that it sees counts; rows with a shared
-    prefix among them.
+    """Changing a visible key's value changes the output, changing another does not; also in rows
+    with a shared prefix.
     """
     device, own, seen = torch.device("cpu"), [6, 2], [9, 7]
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""Rows of families: counts against the modules, and references that lead somewhere."""
+"""Rows of model families: parameter counts against the modules, and references that can be
+imported.
+"""
 
 import subprocess
 import sys
@@ -63,7 +65,9 @@ def test_a_counted_model_costs_what_was_counted() -> None:
     ],
 )
 def test_a_counted_model_has_no_key_that_names_code(key: str) -> None:
-    """A case may come from a stranger, and the library fetches and runs what some keys name."""
+    """A case may come from a stranger, and transformers fetches and runs what some config keys
+    name.
+    """
     for config in ({key: "x"}, {"text_config": {key: {"a": 1}}}):
         with pytest.raises(ValidationError, match=f"{key} does not belong in a case"):
             AutoModel.model_validate(COUNTED.model_dump() | {"config": config})

@@ -1,4 +1,6 @@
-"""Gate and up as two halves, as a CPU has them: the same weights, and the same answers."""
+"""Gate and up stored as two halves, as on a CPU: the same weights and the same logits as
+interleaved.
+"""
 
 from dataclasses import asdict
 

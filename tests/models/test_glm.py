@@ -1,5 +1,6 @@
-"""GLM's model and attention against a literal, dense, per-candidate implementation; closed against
-open; masks; the merge.
+"""GLM's model and attention against a literal, dense implementation of one candidate at a time.
+
+Also: closed against open division, masks, merging of partial attention, and random weights.
 """
 
 import hashlib
@@ -31,6 +32,7 @@ LENGTHS = {
 
 
 def scores(model: glm.Glm, micro: ClozeMicroBatch) -> Tensor:
+    """Return the scores [samples, candidates] of a micro-batch by padded attention."""
     logits = model(micro.tokens, micro.positions, micro.blocks, micro.layout, "padded")
     return compute_scores(logits.log_softmax(-1).gather(1, micro.targets[:, None])[:, 0], micro)
 
@@ -47,7 +49,7 @@ def test_scores_are_those_of_the_literal_implementation(division: str) -> None:
         )
         assert row[len(wanted) :] == [-math.inf] * (4 - len(wanted))
     flat = [float(one.detach()) for row in expected for one in row]
-    # one taken for another would show
+    # all scores differ, so a mix-up would show
     assert len({round(one, 3) for one in flat}) == len(flat) == 2 + 3 + 4 + 2
 
 
@@ -60,13 +62,13 @@ def test_closed_equals_open(dtype: torch.dtype, most: float) -> None:
         (torch.logsumexp(got, 1) - got[:, 0]).sum().backward()
         found[division] = got.detach(), {name: p.grad for name, p in model.named_parameters()}
     both = found["closed"][0].isfinite()
-    # scores of about 20
+    # absolute error; scores are about 20
     assert float((found["closed"][0] - found["open"][0])[both].abs().max()) <= most
     for name, grad in found["closed"][1].items():
         assert float((grad - found["open"][1][name]).abs().max()) <= most * max(
             1, float(grad.abs().max())
         ), name
-        assert float(grad.abs().max()) > 1e-6, name  # each is used
+        assert float(grad.abs().max()) > 1e-6, name  # every parameter is used
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
@@ -93,7 +95,7 @@ def test_a_candidate_is_seen_by_nobody_else(division: str) -> None:
         ]
     moved = (streams[0] - streams[1]).abs().amax(1) > 1e-12
     changed = (before.tokens != after.tokens).nonzero().tolist()
-    # the last of its span: no context, no other span, not its own past
+    # only the changed token moves: it is the last of its span, and no other token sees it
     assert moved.nonzero().tolist() == changed
     n = len(some[0].context)
     alone = literal(dict(model.named_parameters()), some[0], some[0].candidates[0])[1]
@@ -112,6 +114,7 @@ def test_a_span_sees_its_past() -> None:
 
 
 def made_qkv(division: str) -> Tensor:
+    """Return random queries, keys and values [tokens, 3, heads, dim] in float64."""
     contexts, spans, _ = LENGTHS[division]
     generator = torch.Generator().manual_seed(1)
     return torch.randn(
@@ -126,6 +129,7 @@ def made_qkv(division: str) -> Tensor:
 
 
 def seen_and_grad(run, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an attention's output, and the gradient of a fixed weighted sum of it."""
     out = run(qkv)
     weight = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
     (grad,) = torch.autograd.grad((out * weight).sum(), qkv)
@@ -143,22 +147,29 @@ def test_padded_attention_is_the_dense_one(division: str) -> None:
 
 
 class Plain:
-    """What stands in for flash attention's two calls: it takes what they take, and drops what
-    `keep` [T, T] says. Rows of q and k are found in it by their place in the pack, as `offsets`
-    gives them call by call."""
+    """A plain replacement of flash attention's forward and backward, with a fixed dropout mask.
+
+    `keep` [T, T] scales each probability; None drops nothing. `offsets` gives, call by call, where
+    rows of q and k start in the pack.
+    """
 
     def __init__(self, keep: Tensor | None, n: int) -> None:
         self.keep, self.offsets = keep, [(0, 0), (n, 0), (n, n)]
         self.calls = 0
 
     def blocks(self) -> AttentionCalls:
+        """Return forward and backward as the model takes them."""
         return AttentionCalls(self.forward, self.backward)
 
     def rows(self, queries: RowOffsets, keys: RowOffsets):
+        """Return the slices of queries and keys of each row."""
         q, k = queries.cu_lengths.tolist(), keys.cu_lengths.tolist()
         return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
 
     def probabilities(self, q, k, lse, rows, causal, state):
+        """Return a row's probabilities, its part of the dropout mask and the log-sum-exp, computed
+        if `lse` is None.
+        """
         scores = q[rows[0]].transpose(0, 1) @ k[rows[1]].permute(1, 2, 0) / math.sqrt(q.shape[-1])
         if causal:
             scores = scores.masked_fill(
@@ -172,6 +183,7 @@ class Plain:
         return (scores - lse[..., None]).exp(), keep, lse
 
     def forward(self, q, k, v, queries, keys, dropout, causal):
+        """Return the output, the log-sum-exp and this call's offsets as the state for backward."""
         out, lse = (
             torch.full_like(q, torch.nan).contiguous(),
             torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=q.dtype),
@@ -184,6 +196,7 @@ class Plain:
         return out, lse, state
 
     def backward(self, grad, q, k, v, out, lse, state, queries, keys, dropout, causal):
+        """Return the gradients of q, k and v."""
         assert out.is_contiguous()
         assert lse.is_contiguous()
         dq, dk, dv = (torch.full_like(t, torch.nan) for t in (q, k, v))
@@ -201,8 +214,8 @@ class Plain:
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_the_merge_of_halves_is_the_whole_softmax(division: str, dropped: bool) -> None:
-    """Value and gradients, with what flash attention computes written out: in the second case a
-    fixed quarter is dropped.
+    """Values and gradients, with flash attention written out plainly; with dropout, a fixed quarter
+    is dropped.
     """
     qkv, rows = made_qkv(division), make_cloze_layout(*LENGTHS[division], CPU)
     total = len(qkv)
@@ -301,8 +314,8 @@ def test_random_weights_depend_on_seed_and_name() -> None:
 def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(
     layers: int, deviation: float
 ) -> None:
-    """std / sqrt(2 layers), as GLM's own program has it, of the two output projections and of
-    nothing else.
+    """Their deviation is std / sqrt(2 layers), as in GLM's own program; all other matrices have
+    std.
     """
     shape = SHAPE.model_copy(update={"layers": layers})
     model = glm.build_glm(shape, CPU, torch.float32)
@@ -319,9 +332,7 @@ def test_what_goes_into_the_residual_stream_begins_smaller_the_deeper_the_model(
 
 
 def test_random_weights_are_these_numbers() -> None:
-    """A seed's: the draw of each parameter is its own, and a scaled one is the same draw with
-    another deviation.
-    """
+    """A scaled parameter is the same draw with another deviation."""
     model = glm.build_glm(SHAPE, CPU, torch.float32)
     glm.fill_random_glm_weights(model, 1)
     name = "transformer.layers.1.mlp.dense_4h_to_h.weight"

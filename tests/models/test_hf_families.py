@@ -1,5 +1,5 @@
-"""Every model type against transformers' own class of it: the same weights, saved by it, loaded by
-us, and written back.
+"""Every model type against transformers' own class: equal weights, saved by transformers, loaded by
+us, and converted back.
 """
 
 import json
@@ -43,6 +43,7 @@ PLAIN: dict[str, Any] = {
 def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Any]:
+    """Each test model's name, its folder as transformers saves it, and the model."""
     folder = tmp_path_factory.mktemp("family")
     model = theirs(request.param)
     model.save_pretrained(folder)
@@ -50,17 +51,20 @@ def saved(
 
 
 def rows_of(lengths: list[int], vocab: int) -> list[Tensor]:
+    """Return rows of random tokens."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
 
 
 def loaded(name: str, folder: Path) -> Llama:
+    """Load our model of this name from a folder."""
     made = llama_weights.build_llama(ours(name), CPU, torch.float32)
     llama_weights.load_llama(made, folder, llama_weights.get_llama_shape(ours(name)))
     return made
 
 
 def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
+    """Return the logits of all tokens of rows packed end to end, by plain or fused blocks."""
     tokens, positions = torch.cat(rows), torch.cat([torch.arange(len(row)) for row in rows])
     blocks = (
         [FusedBlock(block, ScoringLinears(), BlockKernels(False)) for block in model.layers]
@@ -81,16 +85,18 @@ def packed(model: Llama, rows: list[Tensor], fused: bool = False) -> Tensor:
 
 
 def answered(model: Any, rows: list[Tensor]) -> Tensor:
+    """Return transformers' logits of the rows, one row at a time, concatenated."""
     with torch.no_grad():
         return torch.cat([model(row[None]).logits[0] for row in rows])
 
 
 def gap(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference."""
     return float((one - other).abs().max())
 
 
 def test_every_type_is_tried() -> None:
-    # the same as llama, by name
+    # aquila is llama under another name
     assert {like.model_type for like in MODELS.values()} == set(hf_families.HF_FAMILIES) - {
         "aquila"
     }
@@ -104,7 +110,7 @@ def test_its_configuration_tells_the_model(saved: tuple[str, Path, Any]) -> None
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_logits_equal_the_librarys(saved: tuple[str, Path, Any], fused: bool) -> None:
-    """Rows of different lengths end to end, some longer than the window, some shorter."""
+    """Packed rows of several lengths, some longer than the window and some shorter."""
     name, folder, model = saved
     rows = rows_of(LENGTHS, 131)
     assert gap(packed(loaded(name, folder), rows, fused), answered(model, rows)) <= 1e-5
@@ -112,7 +118,7 @@ def test_logits_equal_the_librarys(saved: tuple[str, Path, Any], fused: bool) ->
 
 @pytest.mark.parametrize("field", ["rope_scaling", "window", "qk_norm", "qkv_bias"])
 def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> None:
-    """A model without the field, and else the same weights, is another one."""
+    """A model without the field gives other logits from otherwise equal weights."""
     name = {
         "rope_scaling": "llama-3.1",
         "window": "mistral",
@@ -131,7 +137,7 @@ def test_the_comparison_sees_what_is_left_out(field: str, tmp_path: Path) -> Non
 
 
 def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_path: Path) -> None:
-    """Of every tensor the name and the bits; the library answers the same from it, and so do we."""
+    """Names and bits of all tensors are equal, and config.json gives the same model."""
     name, folder, _ = saved
     convert.convert_checkpoint(folder, tmp_path / "again", "hf", 1)
     before, after = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "again"))
@@ -140,12 +146,12 @@ def test_written_back_it_is_the_same_folder(saved: tuple[str, Path, Any], tmp_pa
     path = tmp_path / "again" / "config.json"
     config = json.loads(path.read_text())
     assert hf_config.parse_hf_model(path, config) == ours(name)
-    # the same without a window
+    # Mistral v0.3 has no window, so it is written as a Llama
     assert config["model_type"] == ("llama" if name == "mistral-v0.3" else MODELS[name].model_type)
 
 
 def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
-    """In the convention that counts the whole square of attention, forward, and forward with
+    """In the convention that counts the whole square of attention; forward alone, and forward with
     backward.
     """
     name, folder, _ = saved
@@ -173,7 +179,7 @@ def test_flops_are_the_profilers(saved: tuple[str, Path, Any]) -> None:
 
 
 def test_a_shared_prefix_changes_no_answer(saved: tuple[str, Path, Any]) -> None:
-    """Longer than a window, and shorter than rows: the prefix is computed once, then read."""
+    """The prefix is longer than a window; it is computed once, then read from the cache."""
     name, folder, model = saved
     made = loaded(name, folder)
     prefix, *tails = rows_of([23, 5, 1, 9, 14], 131)
@@ -299,7 +305,7 @@ def test_what_is_not_told_is_what_transformers_takes(
 
 @pytest.mark.parametrize("window", [1, 2, 5, 39, 40, 41, None])
 def test_pairs_of_a_window_are_those_of_its_mask(window: int | None) -> None:
-    """Counted one by one: of whole rows, and of rows behind a shared prefix."""
+    """Pairs are counted one by one, for whole rows and for rows behind a shared prefix."""
     for queries, keys in ((40, 40), (1, 1), (3, 40), (40, 52), (12, 12)):
         mask = torch.ones(queries, keys).tril(keys - queries)
         mask = mask if window is None else mask.triu(keys - queries - window + 1)

@@ -1,4 +1,4 @@
-"""What a worker imports to score: the time of its start-up is mostly that of imports."""
+"""What a worker imports before it scores; imports are most of its start-up time."""
 
 import json
 import subprocess
@@ -33,6 +33,7 @@ llama_init.fill_random_llama_weights(llama_init.build_llama(shape, torch.device(
 
 
 def loaded(code: str) -> list[str]:
+    """Run code in a new interpreter and return which of the heavy modules it imported."""
     whole = f"import json, sys\n{code}\n{LOADED.format(names=repr(HEAVY))}"
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout)

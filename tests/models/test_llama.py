@@ -1,5 +1,5 @@
-"""The model against transformers' LlamaForCausalLM, with the same weights, saved by it and loaded
-by us.
+"""Llama against transformers' LlamaForCausalLM, with equal weights, saved by transformers and
+loaded by us.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ LENGTHS = [7, 1, 19, 12]
 
 
 def reference(shape: LlamaShape) -> Any:
-    """A Hugging Face model of this shape, with weights large enough that every part of it moves the
-    logits.
+    """Return a Hugging Face model of this shape, with weights so large that each part of it changes
+    the logits.
     """
     torch.manual_seed(7)
     config = LlamaConfig(
@@ -64,6 +64,7 @@ def reference(shape: LlamaShape) -> Any:
 
 
 def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
+    """Save transformers' model and return our Llama loaded from the folder."""
     model.save_pretrained(folder)
     ours = llama_weights.build_llama(shape, CPU, torch.float32)
     llama_weights.load_llama(ours, folder, ours.shape)
@@ -71,7 +72,7 @@ def loaded(shape: LlamaShape, folder: Path, model: Any) -> Llama:
 
 
 def rows_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
-    """Rows of random tokens, every row different from the start."""
+    """Return rows of random tokens whose first tokens differ."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(0, vocab, (n,), generator=generator) for n in lengths]
     for i, row in enumerate(rows):
@@ -80,6 +81,7 @@ def rows_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Tensor]:
 
 
 def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tensor:
+    """Return the logits of rows packed end to end: of all tokens, or of those at `pick`."""
     tokens = torch.cat(rows)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     every = torch.arange(len(tokens)) if pick is None else pick
@@ -95,12 +97,14 @@ def packed(model: Llama, rows: list[Tensor], pick: Tensor | None = None) -> Tens
 
 
 def alone(model: Any, row: Tensor) -> Tensor:
+    """Return transformers' logits of one row."""
     with torch.no_grad():
         out: Tensor = model(row[None]).logits[0]
     return out
 
 
 def gap(a: Tensor, b: Tensor) -> float:
+    """Return the largest absolute difference of two tensors of one shape."""
     assert a.shape == b.shape
     return float((a - b).abs().max())
 
@@ -121,7 +125,9 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 
 
 def one_more_rounding(norm: torch.nn.RMSNorm, inputs: tuple[Tensor], out: Tensor) -> Tensor:
-    """Return a norm as transformers computes it: rounded before the weight and after."""
+    """Return a norm as transformers computes it: rounded before the weight is applied and after. A
+    forward hook.
+    """
     x = inputs[0].float()
     normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
     return norm.weight * normed.to(out.dtype)
@@ -129,15 +135,16 @@ def one_more_rounding(norm: torch.nn.RMSNorm, inputs: tuple[Tensor], out: Tensor
 
 @pytest.mark.parametrize("name", ["gqa", "all"])
 def test_bf16_differs_from_transformers_only_in_norms(name: str, tmp_path: Path) -> None:
-    """Our norms round once, those of the library twice (docs/notebook.md). The error against
-    fp32 is at most 1.1 times the library's. With the library's norms, less than half of the
-    distance to it is left: none on most CPUs, but matmuls may add in another order."""
+    """Our norms round once, those of transformers twice (docs/notebook.md). The error against fp32
+    is at most 1.1 times that of transformers. With norms that round twice, less than half of the
+    distance to transformers is left: none on most CPUs, but matmuls may add in another order.
+    """
     shape = SHAPES[name]
     theirs = reference(shape)
     ours = loaded(shape, tmp_path, theirs).bfloat16()
     rows = rows_of(LENGTHS, shape.vocab)
     exact = torch.cat([alone(theirs, row) for row in rows])
-    # Its method bfloat16() would also round the frequencies of its rotary positions.
+    # The method bfloat16() of transformers' model would also round its rotary frequencies.
     rounded: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     library = torch.cat([alone(rounded.eval(), row) for row in rows]).float()
     once = packed(ours, rows).float()
@@ -201,13 +208,13 @@ def test_a_token_does_not_see_the_ones_after_it() -> None:
 def shared_batch(
     model: Llama, room: list[PrefixCache], prefix: Tensor, tails: list[Tensor], with_prefix: bool
 ) -> list[Tensor]:
-    """Logits of the tails' tokens. The prefix is computed in this batch and kept, or read from what
-    was kept.
+    """Return the logits of each tail. The prefix is computed in this batch and written to the
+    cache, or read from the cache.
     """
     size, head = len(prefix), [prefix] if with_prefix else []
     rows = [*head, *tails]
     starts = [0] * len(head) + [size] * len(tails)
-    offset = len(room[0][0])  # keys of this batch come after the room for the cached ones
+    offset = len(room[0][0])  # keys of this batch follow the cache
     where = torch.arange(size) + (offset if with_prefix else 0)
     gather, at = [where] if with_prefix else [], offset + (size if with_prefix else 0)
     for tail in tails:
@@ -230,7 +237,7 @@ def test_shared_prefix_equals_closed(name: str, tmp_path: Path) -> None:
     theirs = reference(shape)
     model = loaded(shape, tmp_path, theirs)
     prefix, *tails = rows_of([23, 5, 1, 9, 14, 3], shape.vocab)
-    room = model.make_empty_prefix(len(prefix) + 2)  # more room than is used
+    room = model.make_empty_prefix(len(prefix) + 2)  # larger than needed
     first = shared_batch(model, room, prefix, tails[:3], with_prefix=True)
     second = shared_batch(model, room, prefix, tails[3:], with_prefix=False)
     for tail, found in zip(tails, first + second, strict=True):

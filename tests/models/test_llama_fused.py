@@ -1,5 +1,5 @@
-"""The block that adds its weight gradients itself: the same outputs and gradients as the plain one,
-in every arrangement.
+"""The block that accumulates its own weight gradients: outputs and gradients equal those of the
+plain block.
 """
 
 from dataclasses import replace
@@ -39,6 +39,7 @@ LENGTHS = [7, 1, 19, 12]
 
 
 def block_of(shape: LlamaShape, dtype: torch.dtype) -> LlamaBlock:
+    """Return a transformer block with seeded random weights."""
     torch.manual_seed(3)
     block = LlamaBlock(shape).to(dtype)
     with torch.no_grad():
@@ -48,6 +49,7 @@ def block_of(shape: LlamaShape, dtype: torch.dtype) -> LlamaBlock:
 
 
 def streams(shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the inputs of a block: residual stream, delta, and cosines and sines of the positions."""
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     x, delta = (
         torch.randn(len(positions), shape.hidden, dtype=dtype, requires_grad=True) for _ in range(2)
@@ -56,7 +58,9 @@ def streams(shape: LlamaShape, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def gradients(run, given: tuple[Tensor, ...], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a fixed sum over both streams, for both inputs and all weights."""
+    """Run a block forward and backward; return the gradients of both streams and of the given
+    weights, for a fixed weighted sum of both outputs.
+    """
     x, delta, cos, sin = given
     out = run(
         x, delta, cos, sin, make_packed_layout(LENGTHS, None, torch.device("cpu")), "rows", None
@@ -71,7 +75,12 @@ def gradients(run, given: tuple[Tensor, ...], weights: dict[str, Tensor]) -> dic
 def both(
     shape: LlamaShape, dtype: torch.dtype, recompute: str, compiled: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of the plain block, and of the fused one on a second micro-batch as well: sums are added to."""
+    """Return the gradients of the fused block and those of the plain block, for equal weights and
+    inputs.
+
+    Asserts that autograd computes only gradients of vectors, and that the buffer of each matrix is
+    requested once.
+    """
     plain, own = block_of(shape, dtype), block_of(shape, dtype)
     given = streams(shape, dtype)
     expected = gradients(plain, given, dict(plain.named_parameters()))
@@ -91,7 +100,7 @@ def both(
         by_autograd = parameter.grad is not None
         found[name] = parameter.grad if by_autograd else kept[id(parameter)]
         assert by_autograd == (parameter.dim() == 1), name
-        # in the backward pass alone
+        # the buffer is requested once, by backward
         assert asked.count(id(parameter)) == int(not by_autograd), name
     return found, expected
 
@@ -127,7 +136,7 @@ def test_sums_are_added_to_in_their_own_precision():
 
 
 def test_less_is_kept_than_by_the_plain_block():
-    """Neither the input of down, nor queries and keys twice."""
+    """It saves neither the input of `down` nor queries and keys a second time."""
     shape, dtype = BASE, torch.bfloat16
     block = block_of(shape, dtype)
     x, delta, cos, sin = streams(shape, dtype)
@@ -154,7 +163,7 @@ def test_less_is_kept_than_by_the_plain_block():
         )
     assert shape.ffn not in widths.values()
     assert 2 * shape.ffn in widths.values()
-    assert 3 * shape.hidden not in widths.values()  # the output of qkv
+    assert 3 * shape.hidden not in widths.values()  # the output of qkv is not saved
 
 
 def test_the_written_gradients_are_those_of_autograd():
@@ -187,7 +196,7 @@ def test_the_written_gradients_are_those_of_autograd():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_scoring_answers_as_the_plain_block(name):
-    """Hooks of modules run too: they are how a tensor-parallel group sums."""
+    """Hooks of modules run too; tensor-parallel groups sum by them."""
     block, given = block_of(SHAPES[name], torch.float64), streams(SHAPES[name], torch.float64)
     for module in (block.out, block.down):
         module.register_forward_hook(lambda module, inputs, out: 2 * out)

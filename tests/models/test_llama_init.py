@@ -1,5 +1,5 @@
-"""A Llama on a device, and its random weights: those of a seed, whatever the order, the storage or
-the names around them.
+"""Building a Llama on a device, and its random weights: they depend on the seed and the name, not
+on order or storage.
 """
 
 from dataclasses import asdict, replace
@@ -51,7 +51,7 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
     llama_init.fill_random_llama_weights(model, 1)
     a, b = model.get_parameter("layers.0.qkv.weight"), model.get_parameter("layers.1.qkv.weight")
     assert not torch.equal(a, b)
-    # Built in another order, with other parameters before it and without some: each is what it was.
+    # Built in another order, with other parameters and without some: each keeps its values.
     part = torch.nn.ModuleDict(
         {"other": torch.nn.Linear(3, 3), "output": torch.nn.Linear(32, 61, bias=False)}
     )
@@ -70,8 +70,8 @@ def test_random_weights_depend_on_the_name_not_the_order() -> None:
 def test_random_weights_do_not_depend_on_how_they_are_stored(
     given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate and up stand in alternating blocks of rows; their values are those of all of gate, then
-    all of up.
+    """Rows of gate and up alternate in memory; the values drawn are those of all of gate, then all
+    of up.
     """
     model, made, normal = (
         llama_init.build_llama(SHAPE, CPU, torch.float32),
@@ -96,7 +96,7 @@ def test_random_weights_do_not_depend_on_how_they_are_stored(
     found = unfused(model)
     assert torch.equal(found["model.layers.1.mlp.gate_proj.weight"], flat[:48])
     assert torch.equal(found["model.layers.1.mlp.up_proj.weight"], flat[48:])
-    # Others are made where they are, without a second copy.
+    # All other parameters are drawn in place, without a second copy.
     places = {tensor.data_ptr() for tensor in made}
     matrices = {name: p for name, p in model.named_parameters() if p.dim() > 1}
     copied = {name for name, p in matrices.items() if p.data_ptr() not in places}

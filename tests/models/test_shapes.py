@@ -1,5 +1,5 @@
-"""Dimensions of a Llama and of those that differ from it: one model has one spelling, and what
-cannot be is refused.
+"""Dimensions of a Llama and its variants: one model has one spelling, and impossible shapes are
+refused.
 """
 
 import re
@@ -24,6 +24,7 @@ LLAMA3 = {"kind": "llama3", "factor": 8.0, "low": 1.0, "high": 4.0, "original_po
 
 
 def made(**changes: Any) -> LlamaModel:
+    """Return the base model with changed fields."""
     return LlamaModel.model_validate(BASE | changes)
 
 

@@ -1,4 +1,6 @@
-"""Sizes that devices choose: the largest that has room, and what is tried after one that had none."""
+"""Sizes that are auto: the largest that fits the devices' memory, and the next smaller one after a
+failure for lack of memory.
+"""
 
 import json
 import re
@@ -15,7 +17,7 @@ from steelyard.engine import engine_rows as engine_rows
 from steelyard.plan import auto_sizes, degrees, memory
 from steelyard.plan.auto_sizes import DeviceLimits
 
-H200 = 150754820096  # bytes, as its driver tells
+H200 = 150754820096  # bytes of memory, as its driver reports
 GIB = 1 << 30
 MMLU, LAMBADA, LLAMA, GLM = (
     "llama2-7b-mmlu",
@@ -26,13 +28,18 @@ MMLU, LAMBADA, LLAMA, GLM = (
 
 
 def chosen(found: ResolvedCase) -> dict[str, int]:
+    """Return the sizes that were auto, by name, with the numbers chosen."""
     return {name: getattr(found.case.tune, name) for name in found.auto}
 
 
 def on(
     name: str, memory_bytes: int | None, count: int = 1, **told: object
 ) -> tuple[ResolvedCase, DeviceLimits]:
-    """A case as asked for, and so many devices; fused blocks on one, as engine torch has them."""
+    """Return a resolved case and `count` devices with this memory.
+
+    `options` are precision, division, settings, sample, factor and even. Fused blocks are used on
+    one device, as engine torch does.
+    """
     asked = {
         "precision": None,
         "division": None,
@@ -87,7 +94,7 @@ def test_a_size_more_would_have_no_room() -> None:
         (20, MMLU, {}, {"batch_tokens": 16384}),
         (24, MMLU, {"division": "open"}, {"batch_tokens": 4096}),
         (80, LAMBADA, {}, {"batch_tokens": 16384}),
-        # nothing fits: what is refused elsewhere is at least the smallest
+        # nothing fits: the smallest size is chosen, and the check of memory refuses it later
         (24, LLAMA, {}, {"micro_batch": 1}),
         (24, GLM, {}, {"micro_batch": 4, "batch_tokens": 65536}),
     ],
@@ -107,8 +114,9 @@ def test_unknown_memory_has_the_documented_sizes() -> None:
 
 
 def test_micro_batches_are_equal_where_that_costs_nothing() -> None:
-    """11 rows fit; 2,048 do not divide by 9 to 11, and 8 cost 0.1 % more. 47 divide by
-    nothing: six micro-batches of 8 compute one row in vain, five of 10 three."""
+    """11 rows fit. 2,048 rows do not divide by 9 to 11, and micro-batches of 8 cost 0.1 % more. 47
+    rows divide by nothing: six micro-batches of 8 compute one padded row, five of 10 compute three.
+    """
     vast = 126 * GIB / auto_sizes.MAX_MEMORY_SHARE + GIB
     assert chosen(auto_sizes.choose_sizes(*on(LLAMA, int(vast), precision="bf16-pure"))) == {
         "micro_batch": 8
@@ -130,8 +138,8 @@ def test_plans_have_their_own_sizes() -> None:
     piped = {"settings": ["tune.parallel=PP8DP"], "precision": "bf16", "sample": 64}
     found, devices = on(LLAMA, H200, 8, **piped)
     rows = chosen(auto_sizes.choose_sizes(found, devices))["micro_batch"]
-    assert 64 // rows >= 8  # as many micro-batches as stages, at least
-    assert rows == 1  # and of those that fit, the one with the smallest bubble
+    assert 64 // rows >= 8  # at least as many micro-batches as stages
+    assert rows == 1  # the size with the smallest bubble
 
 
 def test_engines_that_need_more_get_less() -> None:

@@ -1,4 +1,4 @@
-"""Constants and shapes of `steelyard spec`."""
+"""Bus factors and matmul and attention shapes that `steelyard spec` measures."""
 
 import pytest
 

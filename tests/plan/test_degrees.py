@@ -1,4 +1,6 @@
-"""Plans from texts as published pages write them, and what cannot be."""
+"""Plans from texts such as TP2PP4DP1, which plans are refused, and whether a plan fits the devices'
+memory.
+"""
 
 import re
 
@@ -49,6 +51,7 @@ def test_degrees_that_do_not_fit(text, world, says):
 
 
 def lambada(parallel: str):
+    """Return the LAMBADA case with these degrees of parallelism."""
     return resolve_case("aquila2-34b-lambada", settings=[f"tune.parallel={parallel}"]).case
 
 
@@ -204,6 +207,7 @@ def test_what_is_close_is_warned_of_and_not_refused():
 def training(
     parallel: str, *settings: str, size: str = "full", name: str = "llama1-7b-openwebtext"
 ):
+    """Return a training case with these degrees of parallelism and settings."""
     return resolve_case(name, size, settings=[f"tune.parallel={parallel}", *settings]).case
 
 
@@ -272,13 +276,13 @@ def test_a_sample_makes_fewer_micro_batches():
     with pytest.raises(RequestError, match="6 rows over DP1 in micro-batches of 2 make 3"):
         plan.make_plan(case, 1, 4, sample_size=6)
     conversations = training("PP4", "question.train.batch=1", name="aquila2-7b-alpaca")
-    assert plan.make_plan(conversations, 1, 4).pp == 4  # how many rows they fill, the data tell
+    assert plan.make_plan(conversations, 1, 4).pp == 4  # rows are known after packing
 
 
 def test_what_does_nothing_is_allowed():
     assert plan.make_plan(training("DP1", "tune.sharding=3"), 1, 1).dp == 1
     assert plan.get_shard_degree(training("DP1", "tune.sharding=3"), 1) == 1
-    assert plan.make_plan(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # of nothing
+    assert plan.make_plan(training("DP8", "tune.sharding_degree=3"), 1, 8).dp == 8  # no sharding
     scoring = resolve_case(
         "llama2-7b-mmlu", settings=["tune.sharding=3", "tune.sharding_degree=3"]
     ).case
@@ -307,7 +311,7 @@ def test_engines_that_hold_a_whole_model_train_on_replicas():
 @pytest.mark.parametrize(
     "parallel, settings, bytes_each",
     [
-        # weights, two states, gradients, and the copy that is computed with
+        # fp32 weights, two fp32 states, fp32 gradients, and the 16-bit compute copy
         ("DP1", [], 4 + 8 + 4 + 2),
         ("DP8", ["tune.sharding=1"], (4 + 8) / 8 + 4 + 2),
         ("DP8", ["tune.sharding=2"], (4 + 8 + 4) / 8 + 2),
@@ -327,6 +331,7 @@ def test_what_training_holds(parallel, settings, bytes_each):
 
 
 def state(parts):
+    """Return the bytes of parameters, copies, gradients and optimizer states."""
     return parts.parameters + parts.copies + parts.gradients + parts.states
 
 
@@ -342,7 +347,7 @@ def test_what_the_fullest_stage_holds():
         == max(stages, key=lambda stage: stage.total)
         == stages[0]
     )
-    norms = 65 * 4096  # every rank of a team has them whole
+    norms = 65 * 4096  # replicated on every tensor-parallel rank
     assert 2 * sum(map(state, stages)) == 18 * (6_738_415_616 + norms)
 
 

@@ -1,4 +1,4 @@
-"""FLOPs against torch's own counter, to the unit, and the published conventions on Llama-2-7B by
+"""FLOPs equal those of torch's own counter exactly, and the published conventions on Llama-2-7B by
 hand.
 """
 
@@ -38,18 +38,21 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def build(model: Model) -> Llama:
+    """Return a model on the CPU with random fp32 weights."""
     made = llama_weights.build_llama(llama_weights.get_llama_shape(model), CPU, torch.float32)
     llama_weights.fill_random_llama_weights(made, 1)
     return made
 
 
 def rows_of(lengths: list[int], vocab: int) -> list[list[int]]:
+    """Return rows of token ids with these lengths."""
     return [[(3 * i + 5 * j) % vocab for j in range(n)] for i, n in enumerate(lengths)]
 
 
 def seen(model: Llama, batch: PromptBatch, backward: bool = False) -> int:
-    """What torch counts. Its fused CPU attention counts as nothing, so attention goes through plain
-    matmuls.
+    """Return the FLOPs that torch counts for a forward, and for the backward too if `backward`.
+
+    Torch counts its fused CPU attention as nothing, so attention is computed by plain matmuls.
     """
     gather = None if batch.gather is None else torch.from_numpy(batch.gather)
     rows = make_packed_layout(batch.q_lens, batch.k_lens, CPU, gather)
@@ -104,8 +107,8 @@ def test_logits_are_counted_where_they_are_needed() -> None:
 
 
 def test_on_the_meta_device_the_count_is_the_same() -> None:
-    """Where a model is too large to run. One row: the kernel that goes row by row reads the rows'
-    borders.
+    """A model that is too large to run is counted on the meta device. It gets one row, as the
+    kernel that goes row by row reads the ranges of the rows.
     """
     model = resolve.resolve_case("llama2-7b-mmlu").case.question.model
     shape = replace(llama_weights.get_llama_shape(model), layers=2)
@@ -193,6 +196,7 @@ TABLE_7B = 32_000 * 4096
 
 @pytest.fixture(scope="module")
 def llama_7b() -> Model:
+    """Return the shape of Llama-2-7B."""
     return resolve.resolve_case("llama2-7b-mmlu").case.question.model
 
 

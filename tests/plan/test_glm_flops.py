@@ -1,8 +1,8 @@
-"""FLOPs of a GLM against torch's own counter, to the unit, and GLM-large by hand.
+"""FLOPs of a GLM equal those of torch's own counter exactly, and GLM-large by hand.
 
-Torch counts attention by the kernel that computes it: "padded" computes squares that a pack does
-not have. So the counter is shown a model whose attention is a loop over contexts and spans with
-plain matmuls, which are the pack's `square` and no more; all other matmuls are the model's own.
+Torch counts attention by the kernel that computes it, and "padded" computes squares that a pack
+does not have. So the counted model has attention that loops over contexts and spans with plain
+matmuls, which are exactly the pack's `square`; all other matmuls are the model's.
 """
 
 import pytest
@@ -38,8 +38,10 @@ MODELS = {
 
 
 def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Tensor:
-    """Every context and every span alone, halves of one softmax apart: [c, c], [s, c] and [s, s]
-    products.
+    """Compute attention of each context and each span alone, with products of shapes [c, c], [s, c]
+    and [s, s].
+
+    A span attends to its context and causally to itself under one softmax.
     """
     contexts, spans, groups = rows.lengths
     q, k, v = qkv.permute(1, 2, 0, 3)
@@ -59,6 +61,9 @@ def looped(qkv: Tensor, rows: ClozeLayout, dropout: float, merged: object) -> Te
 
 
 def seen(shape: GlmModel, pack: ClozePack, backward: bool, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the FLOPs that torch counts for a forward of the pack, and for the backward too if
+    `backward`.
+    """
     monkeypatch.setitem(cloze_attention.CLOZE_KERNELS, "looped", looped)
     model, micro = build(torch.float32, shape), send_cloze_batch(pack, CPU)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
@@ -118,5 +123,7 @@ def test_glm_large() -> None:
 
 
 def test_the_seeds_mfu() -> None:
-    """Published: 42.4 samples/s on eight A100 as 0.035 of TF32's 156e12, by 6·N·512 FLOPs a sample."""
+    """FlagPerf published 42.4 samples/s on eight A100 as 0.035 of TF32's 156e12, by 6·N·512 FLOPs a
+    sample.
+    """
     assert round(6 * flops.count_model_parameters(LARGE) * 512 * 42.4 / (8 * 156e12), 3) == 0.035

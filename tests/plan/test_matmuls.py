@@ -1,5 +1,5 @@
-"""The matmuls of a batch: the FLOPs of the model, to the unit, and the shapes that engines really
-multiply.
+"""The matmuls of a batch: their FLOPs equal the model's exactly, and their shapes are those that
+engines multiply.
 """
 
 import pytest
@@ -44,7 +44,9 @@ def test_flops_of_every_case_are_those_of_the_model(name, size):
 
 
 def test_a_group_divides_them():
-    """Vocabulary 256 is four times 64: nothing is padded, and two devices have half of everything."""
+    """A vocabulary of 256 is four times 64, so nothing is padded and each of two devices has half
+    of everything.
+    """
     whole, half = (
         matmuls.list_model_matmuls(LLAMA, 500, 20, kinds.TRAIN.products, tp) for tp in (1, 2)
     )
@@ -59,7 +61,7 @@ def test_a_group_divides_them():
     padded = matmuls.list_model_matmuls(
         LLAMA.model_copy(update={"vocab": 130}), 500, 20, kinds.SCORE.products, 2
     )
-    # 130 rows, padded to twice 128
+    # 130 rows of the vocabulary are padded to 2 · 128
     assert (padded[-1].n, matmuls.count_total_flops(padded[-1:])) == (128, 2 * 20 * 128 * 64)
 
 
@@ -78,7 +80,7 @@ def test_a_backward_has_both_products():
 def test_large_products_are_taken_in_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(matmuls, "MAX_NUMBERS", 1000)
     every = matmuls.list_model_matmuls(GLM, 26, 0, kinds.SCORE.products)
-    # 12 · (48 + 32) is at most 1000
+    # 26 rows are split by 12: 12 · (48 + 32) numbers are at most 1000
     assert [(one.m, one.count) for one in every if one.name == "up"] == [(12, 4), (2, 2)]
     assert matmuls.count_total_flops(every) == flops.count_weight_flops(
         GLM, {"tokens": 26, "logits": 0}

@@ -1,5 +1,5 @@
-"""Memory of training: the published figures by hand, parameters against the modules, activations
-against what torch saves.
+"""Predicted memory of training: the published figures by hand, parameters against the modules,
+activations against what torch saves.
 """
 
 from dataclasses import replace
@@ -54,18 +54,21 @@ TRAINED = Train.model_validate(
 
 
 def plan(tp: int = 1, pp: int = 1, dp: int = 1) -> Plan:
+    """Return a plan on one node with these degrees."""
     return Plan(nodes=1, devices=tp * pp * dp, tp=tp, pp=pp, dp=dp, launcher="local")
 
 
 def predict(
     model: Model, precision: str = "bf16", over: Plan | None = None, **tune: object
 ) -> list[memory.MemoryParts]:
+    """Return the predicted parts of each pipeline stage, on one device by default."""
     return memory.predict_stages(
         model, TRAINING_PRESETS[precision], Tune.model_validate(tune), over or plan(), TRAINED
     )
 
 
 def state(parts: memory.MemoryParts) -> int:
+    """Return the bytes of parameters, copies, gradients and optimizer states."""
     return parts.parameters + parts.copies + parts.gradients + parts.states
 
 
@@ -80,7 +83,7 @@ def state(parts: memory.MemoryParts) -> int:
         (LLAMA_7B, "bf16-pure", 8, 50),
         (LLAMA_13B, "bf16-pure", 2 + 2 + 4, 97),
         (LLAMA_13B, "bf16", 18, 218),
-        # two fp8 copies of the layers' matrices, a 16-bit one of the rest
+        # two fp8 copies of the layers' matrices, a 16-bit copy of all other parameters
         (LLAMA_7B, "fp8", 4 + 2 + 4 + 8, 113),
     ],
 )
@@ -92,7 +95,7 @@ def test_state_on_one_device(model, precision, each, gib):
 
 
 def test_state_of_fp8_pure():
-    """Two fp8 copies of the layers' matrices stand beside what bf16-pure holds."""
+    """fp8-pure holds two fp8 copies of the layers' matrices more than bf16-pure."""
     [parts], [bf16] = predict(LLAMA_7B, "fp8-pure"), predict(LLAMA_7B, "bf16-pure")
     assert parts.copies == 2 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008)
     assert state(parts) == state(bf16) + parts.copies
@@ -113,12 +116,14 @@ def test_scoring_in_fp8_keeps_half_of_what_is_loaded():
     wide, narrow = parts("bf16", 1 << 20), parts("fp8", 1 << 20)
     assert wide.parameters - narrow.parameters == matrices
     assert wide.activations == narrow.activations
-    assert parts("fp8", 256).total == parts("bf16", 256).parameters  # while it is loaded
+    assert parts("fp8", 256).total == parts("bf16", 256).parameters  # at its peak, while loading
 
 
 def test_activations_of_7b_by_hand():
-    """A token and layer in 16 bit: 4 of 4096 around the norms, 3 for qkv, 2 rotated, 1 attended, 3
-    of 11008, and in fp32 a log-sum-exp a head and a scale a norm."""
+    """A token of a layer saves in 16 bits 4 · 4096 around the norms, 3 · 4096 for qkv, 2 · 4096
+    rotated, 1 · 4096 attended and 3 · 11008, and in fp32 a log-sum-exp per head and a scale per
+    norm.
+    """
     each = 2 * (10 * 4096 + 3 * 11008) + 4 * (32 + 2)
     [parts] = predict(LLAMA_7B, micro_batch=4)
     assert parts.activations == 4 * 2048 * 32 * each
@@ -193,7 +198,9 @@ def test_a_team_divides_all_but_the_norms():
 def whole(
     precision: str, over: Plan, **tune: object
 ) -> tuple[list[memory.MemoryParts], list[memory.MemoryParts]]:
-    """Without what is whole for a while, and with it."""
+    """Return the predicted parts of each stage, without and with the units that are gathered for a
+    while.
+    """
     given = LLAMA_7B, TRAINING_PRESETS[precision], Tune.model_validate(tune), over, TRAINED
     return memory.predict_stages(*given), memory.predict_stages(*given, with_gathered=True)
 
@@ -218,7 +225,7 @@ def test_units_of_a_stage():
     ("precision", "sharding", "more"),
     [
         ("bf16", 0, {}),
-        ("bf16", 1, {}),  # in place
+        ("bf16", 1, {}),  # gradients stay whole
         ("bf16", 2, {"gradients": 4}),
         ("bf16", 3, {"gradients": 4, "copies": 2}),
         ("bf16-pure", 2, {"gradients": 2}),
@@ -230,7 +237,7 @@ def test_two_units_are_whole_at_a_time(precision, sharding, more):
     for name in ("parameters", "copies", "gradients", "states", "activations", "logits"):
         assert getattr(found, name) == getattr(without, name) + more.get(name, 0) * 2 * LAYER
     [without], [alone] = whole(precision, plan(), sharding=sharding)
-    assert alone == without  # nothing is divided
+    assert alone == without  # one device: nothing is sharded
     [without], [forced] = whole(precision, plan(), sharding=sharding, distributed=True)
     assert forced.total == without.total + sum(more.values()) * 2 * LAYER
 
@@ -255,7 +262,7 @@ def test_parameters_are_the_modules(changes, tp):
         p.numel() for p in made.parameters()
     )
     stages = [memory.count_stage_parameters(model, plan(tp=tp, pp=3), stage) for stage in range(3)]
-    # the first and the last stage have a table each
+    # with tied embeddings the first and the last stage each hold the table
     again = memory.count_vocab_rows(71, tp) * 64 if model.tied else 0
     assert sum(stages) == sum(p.numel() for p in made.parameters()) + again
 
@@ -282,7 +289,7 @@ def test_a_plan_that_cannot_be_has_no_prediction(pp):
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, rows: PackedLayout, kernel: str, prefix: object, window: object
 ) -> Tensor:
-    """Attention whose output is what it saved, as that of fused kernels on packed rows is."""
+    """Return attention that saves its output, as fused kernels on packed rows do."""
     q, k, v = (one.transpose(0, 1)[None] for one in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(
         0, 1
@@ -290,7 +297,9 @@ def _attend(
 
 
 class _Norm(torch.autograd.Function):
-    """RMSNorm as a fused kernel does it: only its input and a scale a token are kept."""
+    """RMSNorm as a fused kernel does it: only its input, its weight and a scale for each token are
+    saved.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -311,8 +320,10 @@ def saved_bytes(
     lean: bool = False,
     fp8: bool = False,
 ) -> int:
-    """What torch keeps for the backward of a layer: storages, each once, without weights and rotary
-    tables.
+    """Return the bytes that torch saves for the backward of a layer: each storage once, without
+    weights and rotary tables.
+
+    The layer is compiled if `compiled`, a fused block if `lean`, an fp8 block if `fp8`.
     """
     monkeypatch.setattr(llama, "attend_packed_rows", _attend)
     monkeypatch.setattr(llama_fused, "attend_packed_rows", _attend)
@@ -343,6 +354,7 @@ def saved_bytes(
     seen: dict[int, Tensor] = {}
 
     def keep(one: Tensor) -> Tensor:
+        """Record the storage of a saved tensor and return the tensor."""
         seen.setdefault(one.untyped_storage().data_ptr(), one)
         return one
 
@@ -382,12 +394,12 @@ def test_activations_are_what_torch_saves(changes, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.usefixtures("one_thread")
 def test_activations_of_a_fused_block_are_what_torch_saves(changes, compiled, monkeypatch):
-    """Whether its pieces are compiled or not: they are functions of what they are given."""
+    """Whether its parts are compiled changes nothing: they are functions of their arguments alone."""
     model = SMALL.model_copy(update=changes)
     found = saved_bytes(model, False, monkeypatch, lean=True)
     assert found == 32 * memory.count_layer_bytes(model, 2, "none", compiled, fused_blocks=True)
-    # Norms of queries and keys: their input is kept too, and is the output of qkv that else is not
-    # there twice.
+    # With norms of queries and keys a fused block saves their input (the output of qkv) too, so it
+    # need not save less.
     assert model.qk_norm or found < saved_bytes(model, False, monkeypatch)
 
 
@@ -404,7 +416,7 @@ def test_activations_of_an_fp8_block_are_what_torch_saves(changes, monkeypatch):
 
 @pytest.mark.usefixtures("one_thread")
 def test_activations_are_what_a_compiler_saves(monkeypatch):
-    """What the compiler chooses to keep, which is settled before any code is made."""
+    """The compiler decides what to save before it generates any code."""
     assert saved_bytes(SMALL, True, monkeypatch) == 32 * memory.count_layer_bytes(
         SMALL, 2, "none", compiled=True
     )

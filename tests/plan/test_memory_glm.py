@@ -1,5 +1,5 @@
-"""What a GLM keeps for its backward: the table against what autograd saves, and against runs on a
-GPU.
+"""What a GLM saves for its backward: the predicted bytes against what autograd saves, and against a
+run on an H200.
 """
 
 import pytest
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Functions that give what the kernels give, where Triton does not run: their values do not
+    """Replace the Triton kernels by functions with outputs of the same shapes; their values do not
     matter here.
     """
 
@@ -52,7 +52,7 @@ def shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("shapes_alone")
 @pytest.mark.parametrize("kernel", ["flash", "packed"])
 def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
-    """Each storage once, weights and borders of rows left out."""
+    """Each storage counts once; weights and row layouts are left out."""
     model = build(torch.float32)
     micro = send_cloze_batch(packed("open", samples(5)), CPU)
     tokens = len(micro.tokens)
@@ -66,6 +66,7 @@ def test_a_layer_keeps_what_the_table_says(kernel: str) -> None:
     kept: dict[int, int] = {}
 
     def keep(one: Tensor) -> Tensor:
+        """Record the size of a saved tensor's storage and return the tensor."""
         storage = one.untyped_storage()
         if storage.data_ptr() not in known:
             kept[storage.data_ptr()] = storage.nbytes()

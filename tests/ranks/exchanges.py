@@ -1,4 +1,8 @@
-"""One rank of two: every row of exchanges of `steelyard spec`, small; prints what came of each."""
+"""One rank of two: measure every exchange ceiling of `steelyard spec` at a small size and print the
+results as JSON.
+
+test_exchanges.py starts it with the rank and the path of the rendezvous store.
+"""
 
 import json
 import sys
@@ -17,6 +21,7 @@ LIMITS = BenchLimits(stretch_s=0.001, limit_s=0.01, total_s=300.0, within=0.05, 
 
 
 def main() -> None:
+    """Join the other rank, measure the rows and print them on one line."""
     rank, store = int(sys.argv[1]), Path(sys.argv[2])
     exchange_ceilings.QUICK_COLLECTIVE_BYTES = (1 << 20,)
     framework = TorchFramework("steelyard.accelerators.cpu_torch:CpuTorchDevice", 0, now)

@@ -1,4 +1,4 @@
-"""Two real processes over gloo: a GLM trained on both, and on each alone. Run by torchrun from
+"""Two processes over gloo train a GLM together, and each trains it alone. torchrun starts it for
 engines/test_torch_glm.py.
 """
 
@@ -13,10 +13,13 @@ from fixtures.glm import CPU, job, packed, samples, trainer
 from steelyard.models import tensors
 from steelyard.training.glm_trainer import send_cloze_batch
 
-DEALT = (((0, 3), (4,)), ((1, 2),))  # samples of each replica, in micro-batches
+DEALT = (((0, 3), (4,)), ((1, 2),))  # sample indices: replica, micro-batch
 
 
 def train(dp: int, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[dict, float]:
+    """Train three steps on one micro-batch per group of sample indices; return losses, norms and
+    sums of squared weights, and the number of samples of all replicas.
+    """
     some = samples(5)
     made = trainer(job(dp=dp, rank=rank))
     micros = [send_cloze_batch(packed("closed", [some[i] for i in group]), CPU) for group in groups]
@@ -31,6 +34,7 @@ def train(dp: int, rank: int, groups: tuple[tuple[int, ...], ...]) -> tuple[dict
 
 
 def main() -> None:
+    """Train in float64 and write this rank's results as JSON."""
     torch.set_num_threads(1)
     tensors.DTYPES["fp32"] = torch.float64
     dist.init_process_group("gloo")

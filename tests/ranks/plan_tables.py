@@ -1,13 +1,13 @@
-"""The plans that training is tried under, over eight processes."""
+"""The plans under which training is tested, over eight processes."""
 
 from pathlib import Path
 
-HUGE = 2.0**21  # the first steps of fp16 overflow with it, and are not taken
+HUGE = 2.0**21  # the first fp16 steps overflow and are skipped
 
 
 def plans(text: str) -> list[dict]:
-    """Lines of: plan, sharding, degree, recompute, rows of a micro-batch, precision. A dash is the
-    default.
+    """Parse lines of plan, sharding, sharding degree, recompute, rows of a micro-batch and
+    precision, where a dash is the default. Return one run per line for train_plans.py.
     """
     out = []
     for line in text.split("\n"):
@@ -57,11 +57,11 @@ ROUNDED = plans("""
     DP8       3 - none      2 fp8
     TP2PP2DP2 1 - full      4 fp8-pure
 """)
-FEW_STEPS = {"question.train.steps": 4}  # of what a CPU multiplies many times more slowly
+FEW_STEPS = {"question.train.steps": 4}  # for dtypes whose matmuls are slow on a CPU
 for one in ROUNDED:
     one["settings"] |= {} if one["precision"] == "fp16" else FEW_STEPS
 LOADED = plans("PP2DP4 3 - none 2 -")
-# Conversations, in micro-batches of as many sizes as there are: a row's padding is left out.
+# Conversations without the padding of rows: micro-batches have many sizes, multiples of 8 tokens.
 SMALL_GRAIN = 8
 UNPADDED = plans("""
     DP8       1 - none      2 -
@@ -72,7 +72,7 @@ UNPADDED = plans("""
 for one in UNPADDED:
     one |= {"name": f"{one['name']} unpadded", "case": "aquila2-7b-alpaca", "grain": SMALL_GRAIN}
 
-# What makes a model another than a plain Llama; each is tried under some plans.
+# Settings that make variants of a plain Llama; each is tested under three plans.
 LLAMA3 = '{kind = "llama3", factor = 8.0, low = 1.0, high = 4.0, original_positions = 24}'
 VARIANTS = {
     "qwen2": {"qkv_bias": "true", "rope_scaling": LLAMA3},
@@ -82,6 +82,7 @@ VARIANTS = {
 
 
 def of_variant(name: str) -> dict[str, object]:
+    """Return the settings that make the case's model this variant."""
     return {f"question.model.{key}": value for key, value in VARIANTS[name].items()}
 
 
@@ -99,7 +100,7 @@ VARIED = [
 """)
 ]
 
-# Runs that keep a checkpoint, and runs that go on from it under another plan.
+# Runs that save a checkpoint, and runs that resume from it under another plan.
 KEPT = (
     "TP2PP2DP2 2 - none      2 -",
     "DP8       3 - none      4 -",
@@ -114,12 +115,13 @@ RESUMED = {
 
 
 def spelled(line: str) -> str:
+    """Return a plan's line with single spaces, as runs are named."""
     return " ".join(line.split())
 
 
 def keeping(folder: Path) -> list[dict]:
-    """All plans, those of KEPT with a place for their checkpoints, and the ones that go on from
-    there.
+    """Return all fp64 and low-precision plans, those of CHECKPOINTED with a checkpoint folder, then
+    the runs that resume from there.
     """
     kept = {spelled(line): str(folder / f"kept-{i}") for i, line in enumerate(KEPT)}
     begun = [

@@ -1,5 +1,5 @@
-"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from
-test_tensor_parallel.py.
+"""Score in eight processes over gloo, one plan after the other in one launch. torchrun starts it
+for test_tensor_parallel.py.
 """
 
 import json
@@ -22,6 +22,7 @@ from steelyard.tasks.task import Sources
 
 
 def main() -> None:
+    """Score all runs of the JSON file and write this rank's answers, rows and number of parameters."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

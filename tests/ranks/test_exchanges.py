@@ -1,4 +1,6 @@
-"""What ranks exchange, over gloo: right results; for `steelyard spec`, as many calls on both."""
+"""Collectives over gloo: their results are correct, and both ranks of `steelyard spec` make as many
+calls.
+"""
 
 import json
 import os
@@ -48,7 +50,9 @@ def test_collectives_are_right_and_called_equally_often(tmp_path: Path):
 
 @pytest.mark.full
 def test_collectives_on_their_way_do_not_disturb_each_other():
-    """Without their turns, gloo corrupts the heap within some fifty of these rounds."""
+    """Unless collectives are issued in turn, gloo corrupts the heap within about fifty of these
+    rounds.
+    """
     command = [
         sys.executable,
         "-m",

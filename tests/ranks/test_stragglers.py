@@ -1,6 +1,4 @@
-"""A rank that is really slow, in a run of real processes: it is named, and what it costs is what it
-is.
-"""
+"""A rank that is really slow, in a run of real processes, is named with what it costs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +27,12 @@ SMALL = (
     "--set=question.train.batch=2",
     "--set=question.train.length=16",
 )
-COST_S, STEP_S = 0.2, 1.2  # of the sleeps in slow_engine.py: 1.2 s on rank 1, 1.0 s on rank 0
+COST_S, STEP_S = 0.2, 1.2  # slow_engine.py sleeps 1.2 s on rank 1, 1.0 s on rank 0
 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell with an engine that sleeps for a different time on each rank."""
     one = Shell(tmp_path, (PACKAGE,))
     yield one
     one.clean()
@@ -53,7 +52,7 @@ def test_a_slow_rank_is_named_with_its_cost(shell: Shell) -> None:
     slow, other = found.rows
     assert other.wait_s is not None
     assert slow.wait_s is not None
-    # what one is late the other waits
+    # the fast rank waits as long as the slow one is late
     assert other.wait_s - slow.wait_s == pytest.approx(COST_S, rel=0.25)
     [note] = [one for one in record.notes if isinstance(one, Message) and one.code == "note.slow"]
     assert note.values["who"] == Message("slow.rank_at", {"rank": 1, "host": "localhost"})

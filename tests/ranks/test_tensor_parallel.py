@@ -1,5 +1,5 @@
-"""Tensor parallelism over real processes: whatever the degree, the answers are those of one process
-and of transformers.
+"""Tensor parallelism over real processes: at every degree the answers are those of one process and
+of transformers.
 """
 
 import json
@@ -31,29 +31,33 @@ DEGREES = ("TP1", "TP2", "TP4", "TP8")
 OF_VARIANTS = [f"{name} {p}" for name in VARIANTS for p in ("TP8", "TP2")]
 
 
-VARIED = "aquila2-34b-lambada"  # the case that other models than plain Llamas are tried with
+VARIED = "aquila2-34b-lambada"  # the case for variants of Llama
 
 
 def changes(variant: str | None) -> list[str]:
+    """Return the settings of a variant as KEY=VALUE options; none for None."""
     return (
         [] if variant is None else [f"{key}={value}" for key, value in of_variant(variant).items()]
     )
 
 
 def question(name: str, variant: str | None = None):
+    """Return a case's question at size smoke, for a plain Llama or a variant of it."""
     return resolve.resolve_case(
         name, "smoke", settings=[*CASES[name], *changes(variant)]
     ).case.question
 
 
 def texts(name: str):
+    """Return the inputs that a case generates."""
     asked = question(name)
     return asked.row.prepare(asked.asked(Sources(None, None, None), None, True, {})).inputs
 
 
 def transformers_model(folder: Path | None = None, variant: str | None = None):
-    """The library's model with the weights that the case makes from its seed, norms and biases
-    moved where it is no plain Llama; written to a folder where one is named."""
+    """Return transformers' model with the random weights of the case's seed; norms and biases of a
+    variant are changed. Save it if a folder is given.
+    """
     asked = question(VARIED, variant)
     shape = llama_weights.get_llama_shape(asked.model)
     ours = llama_weights.build_llama(shape, torch.device("cpu"), DTYPES["fp32"])
@@ -71,6 +75,7 @@ def transformers_model(folder: Path | None = None, variant: str | None = None):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The results of all runs, one dict per rank, executed once by eight processes."""
     folder = tmp_path_factory.mktemp("ranks")
     transformers_model(folder / "hf")
     runs = [
@@ -109,7 +114,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 def merged(ranks: list[dict], name: str) -> dict[int, tuple]:
-    """Answers by item, of the first rank of every team."""
+    """Return a run's answers by item, from the first rank of each tensor-parallel group."""
     out: dict[int, tuple] = {}
     for rank in ranks:
         one = rank[name]
@@ -142,7 +147,7 @@ def test_losses_are_those_of_transformers_at_every_degree(ranks, name):
         assert nll / (len(row) - 1) == pytest.approx(mean, abs=1e-5), (name, i)
         assert 0 < last < nll
         losses.add(round(mean, 5))
-    assert len(losses) == len(passages.rows)  # rows that differ: one taken for another would show
+    assert len(losses) == len(passages.rows)  # all rows differ, so a mix-up would show
 
 
 @pytest.mark.full
@@ -171,7 +176,7 @@ def test_a_share_holds_its_part_of_the_weights(ranks):
     whole = ranks[0]["aquila2-34b-lambada TP1"]["parameters"]
     share = ranks[0]["aquila2-34b-lambada TP8"]["parameters"]
     norms = 5 * 64
-    padded = 2 * (512 - 251) * 64  # both tables, padded to 8 x 64 rows
+    padded = 2 * (512 - 251) * 64  # both embedding tables, padded to 8 x 64 rows
     assert share == (whole - norms + padded) // 8 + norms
 
 

@@ -1,5 +1,5 @@
-"""Training over real processes in float64: whatever the plan, its losses, norms and weights are
-those of one process.
+"""Training over real processes in float64: under every plan losses, norms and weights are those of
+one process.
 """
 
 import json
@@ -46,17 +46,19 @@ from steelyard.weights import hf_checkpoint, llama_weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-8
-# phases of a step where ranks meet at its ends alone
+# phases of a step whose ranks exchange only before and after computing
 APART = ["data", "meet", "compute", "exchange", "compute"]
 
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute in float64 wherever a precision says fp32."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[dict, dict[str, torch.Tensor]]:
+    """The results and final weights of one process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float64)
         engine = build({"settings": {}}, 0, 1)
@@ -65,7 +67,7 @@ def alone() -> tuple[dict, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What eight processes left of all plans."""
+    """The folder with the results and weights of all plans, executed once by eight processes."""
     folder = tmp_path_factory.mktemp("ranks")
     LlamaForCausalLM(
         make_transformers_config(build({"settings": {}}, 0, 1).job.case.question.model)
@@ -99,20 +101,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_ranks(folder: Path, name: str) -> list[dict]:
+    """Return the results of a plan, one dict per rank."""
     return [json.loads((folder / f"rank-{i}.json").read_text())[name] for i in range(8)]
 
 
 def gathered(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Return the final weights of a plan, merged from the files of its pipeline stages."""
     number = [one["name"] for one in json.loads((folder / "asked.json").read_text())].index(name)
     out: dict[str, torch.Tensor] = {}
     for path in folder.glob(f"weights-{number}-*.pt"):
         found = torch.load(path)
-        assert not out.keys() & found.keys()  # a stage has its own
+        assert not out.keys() & found.keys()  # stages share no parameter
         out |= found
     return out
 
 
 def furthest(one: list[float], other: list[float]) -> float:
+    """Return the largest absolute difference."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
@@ -122,7 +127,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
     expected, weights_alone = alone
     ranks = of_ranks(folder, name)
     assert len(expected["losses"]) == STEPS
-    for rank in ranks:  # all of them know
+    for rank in ranks:  # every rank reports them
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
         assert rank["block"] == "fused"
@@ -144,7 +149,7 @@ def test_every_plan_learns_what_one_process_learns(folder, alone, name):
 
 
 def issued(name: str, place: list[int]) -> dict[str, int]:
-    """What a rank issues in a step, counted by hand."""
+    """Return how often a rank at (tp, pp, dp) issues each collective in a step, counted by hand."""
     parallel, sharding, asked, recompute, micro, _ = name.split()
     tp, pp, dp = (
         int(n)
@@ -154,19 +159,19 @@ def issued(name: str, place: list[int]) -> dict[str, int]:
     degree = (dp if asked == "-" else int(asked)) if sharding else 1
     first, last, layers, m = stage == 0, stage == pp - 1, 4 // pp, -(-16 // (dp * int(micro)))
     units = first + layers + last
-    # the input of qkv and gate_up is gathered again, and the sum of out summed
+    # recomputation repeats the all-gathers before qkv and gate_up and the reduce-scatter after out
     again = recompute != "none"
     out = {
-        # Of a step: the count of targets, the loss; of each unit: gradients.
+        # Per step: number of targets, loss; per unit: gradients.
         "copies all_reduce": (2 + units) * (dp > degree),
-        "shards all_reduce": 3 * (degree > 1),  # the norm too
+        "shards all_reduce": 3 * (degree > 1),  # targets, loss and norm
         "shards reduce_scatter": units * {0: 0, 1: 1, 2: m, 3: m}[sharding],
-        # After the update, or for every forward and backward; the last unit's stay for its
-        # backward, an embedding's has none.
+        # After the update (1, 2), or for every forward and backward (3); the last unit keeps its
+        # weights for backward, and an embedding's backward reads none.
         "shards all_gather": {0: 0, 1: units, 2: units, 3: m * (2 * units - 1 - first)}[sharding],
-        "stages all_reduce": 2 * (pp > 1),  # the loss, the norm
+        "stages all_reduce": 2 * (pp > 1),  # loss, norm
         "stages sent or received": 2 * m * (2 - first - last),
-        "tensor all_reduce": 2 + 2 * m * last,  # gradients of norms, their norm, two for each loss
+        "tensor all_reduce": 2 + 2 * m * last,  # norms' gradients, norm; 2 per loss
         "tensor all_gather": m * ((6 + 2 * again) * layers + first + last),
         "tensor reduce_scatter": m * ((4 + again) * layers + first + last),
     }
@@ -194,9 +199,9 @@ def test_rows_without_padding_under_every_plan(folder, name):
     replicas = {rank["place"][2]: rank["counts"] for rank in ranks}
     for step, counts in enumerate(expected["counts"]):
         assert sum(one[step]["tokens"] for one in replicas.values()) == counts["tokens"]
-        micros = 16  # at most, of all replicas
+        micros = 16  # at most, over all replicas
         assert sum(one[step]["padded"] for one in replicas.values()) <= micros * SMALL_GRAIN
-    assert len({one[0]["tokens"] for one in replicas.values()}) > 1  # so their sizes differ
+    assert len({one[0]["tokens"] for one in replicas.values()}) > 1  # replicas have different sizes
     for rank in ranks:
         assert furthest(rank["losses"], expected["losses"]) <= EXACT
         assert furthest(rank["norms"], expected["norms"]) <= EXACT
@@ -204,7 +209,7 @@ def test_rows_without_padding_under_every_plan(folder, name):
 
 @cache
 def alone_as(variant: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """What one process learns with another model than a plain Llama."""
+    """Return the results and weights of one process that trains a variant of the model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float64)
         engine = build({"settings": of_variant(variant) | FEW_STEPS}, 0, 1)
@@ -221,13 +226,11 @@ def test_every_variant_learns_what_one_process_learns(folder, alone, name):
     found = gathered(folder, name)
     assert found.keys() == weights_alone.keys()
     assert max(float((found[key] - weights_alone[key]).abs().max()) for key in found) <= EXACT
-    assert furthest(expected["losses"], alone[0]["losses"][:4]) > 1e-3  # it is another model
+    assert furthest(expected["losses"], alone[0]["losses"][:4]) > 1e-3  # another model
 
 
 def test_norms_of_heads_are_learned_by_one_rank_as_by_several():
-    """With divided weights and the collectives of several, in a group of one; under recomputation
-    as without.
-    """
+    """One rank with sharded weights and the collectives of several, in a group of one."""
     expected, weights = alone_as("qwen3")
     more = {"tune.distributed": "true", "tune.sharding": 3, "tune.recompute": "full"}
     engine = build({"settings": of_variant("qwen3") | FEW_STEPS | more}, 0, 1)
@@ -239,7 +242,7 @@ def test_norms_of_heads_are_learned_by_one_rank_as_by_several():
 
 @pytest.mark.parametrize("sharding", range(4))
 def test_one_rank_runs_the_code_of_several(alone, sharding):
-    """Its collectives are really issued, in a group of one."""
+    """They are really issued, in a group of one."""
     expected, weights = alone
     engine = build(
         {
@@ -287,7 +290,7 @@ def test_the_run_that_plans_are_compared_with_learns(alone):
 
 @cache
 def alone_in(precision: str) -> dict:
-    """What one process learns in a rounded precision."""
+    """Return the results of one process in a precision of fewer bits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensors.DTYPES, "fp32", torch.float32)
         patch.setattr(adamw, "FIRST_SCALE", HUGE)
@@ -313,8 +316,8 @@ def test_rounded_precisions_stay_near_one_process(folder, name):
 @pytest.mark.full
 @pytest.mark.parametrize(("new", "old"), RESUMED.items(), ids=map(spelled, RESUMED))
 def test_another_plan_goes_on_from_a_checkpoint(folder, alone, new, old):
-    """Weights, moments, counters and scale: whatever was lost or mixed up, the next losses would
-    tell.
+    """If weights, moments, counters or the loss scale were lost or mixed up, the next losses would
+    differ.
     """
     ranks = of_ranks(folder, spelled(new))
     expected = of_ranks(folder, spelled(old))[0]["losses"] if "fp16" in new else alone[0]["losses"]
@@ -337,7 +340,7 @@ def test_a_checkpoint_is_loaded_in_shards(folder):
 @pytest.mark.full
 def test_a_rank_holds_its_share(folder, alone):
     whole = alone[0]["states"]
-    norms = 9 * 64  # the same in every share
+    norms = 9 * 64  # replicated: 9 norms of 64 numbers
 
     def states(name: str) -> list[int]:
         return [rank["states"] for rank in of_ranks(folder, name)]
@@ -357,7 +360,7 @@ def test_a_rank_holds_its_share(folder, alone):
 
 
 def test_a_planted_bug_shows(alone, monkeypatch):
-    """All rows of a micro-batch are its first."""
+    """The bug: all rows of a micro-batch are its first row."""
     good = RowBatches.pack
     monkeypatch.setattr(RowBatches, "pack", lambda self, keys: good(self, [keys[0]] * len(keys)))
     found = train(build({"settings": {"tune.micro_batch": 4}}, 0, 1))
@@ -374,15 +377,15 @@ def test_rows_have_segments_of_many_lengths():
 
 @pytest.mark.parametrize("variant", [None, *VARIANTS])
 def test_gradients_are_those_of_transformers(monkeypatch, variant):
-    """One step in fp32 on rows without borders, which transformers has no name for."""
+    """One step in fp32 on rows of one segment, since transformers knows no segments."""
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float32)
-    # its biases make scores larger, and what rounding leaves of them
+    # biases make the scores of attention larger, and with them the rounding errors
     more = 2 if variant == "qwen2" else 1
     engine = build({"settings": {} if variant is None else of_variant(variant)}, 0, 1)
     engine.prepare("before", lambda part: nullcontext())
     model, train_length = engine.trainer.model.module, engine.train.length
     with torch.no_grad():
-        for parameter in model.parameters():  # norms and biases away from where they begin
+        for parameter in model.parameters():  # move norms and biases off 1 and 0
             if parameter.dim() == 1:
                 parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
     rng = np.random.default_rng(5)
@@ -420,7 +423,7 @@ def test_gradients_are_those_of_transformers(monkeypatch, variant):
         ours = plain[tuple(slice(*span) for span in part.box)].reshape(parameter.shape)
         apart.append((ours - parameter.grad).norm())
         size.append(parameter.grad.norm())
-        assert apart[-1] <= more * 2e-6 * size[-1], name  # what fp32 leaves of the deepest
+        assert apart[-1] <= more * 2e-6 * size[-1], name  # rounding
     assert torch.stack(apart).norm() <= more * 1e-6 * torch.stack(size).norm()
 
 
@@ -434,7 +437,7 @@ def test_documents_of_a_row_do_not_see_each_other():
     tokens[first] = (tokens[first] + 1) % 251
 
     def losses(row: TrainingRow) -> list[float]:
-        """Of each segment's targets."""
+        """Return the loss over the targets of each segment."""
         out, at = [], 0
         for n in row.lens:
             only = np.full_like(row.targets, -100)

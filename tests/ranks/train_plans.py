@@ -1,5 +1,5 @@
-"""Eight real processes over gloo: every plan after the other, in one launch. Run by torchrun from
-test_train_parallel.py.
+"""Train in eight processes over gloo, one plan after the other in one launch. torchrun starts it
+for test_train_parallel.py.
 """
 
 import gc
@@ -28,7 +28,7 @@ from steelyard.training import adamw, checkpoint_folders
 from steelyard.training.packing import TOKEN_MULTIPLE
 
 STEPS = 5
-KEEP_EVERY = 3  # one checkpoint a run
+KEEP_EVERY = 3  # one checkpoint in five steps
 SETTINGS = [
     "question.model.vocab=251",
     "question.model.layers=4",
@@ -44,11 +44,12 @@ OF_CASE = {
         f"question.train.steps={STEPS}",
         "question.data.made.documents=900",
     ],
-    "aquila2-7b-alpaca": ["question.train.steps=3"],  # rows that end in padding
+    "aquila2-7b-alpaca": ["question.train.steps=3"],  # its rows end in padding
 }
 
 
 def build(one: dict, rank: int, world: int) -> TorchTrain:
+    """Resolve a run's case and plan, prepare its inputs and return engine torch for this rank."""
     name = one.get("case", "llama1-7b-openwebtext")
     settings = [
         *SETTINGS,
@@ -87,8 +88,8 @@ def build(one: dict, rank: int, world: int) -> TorchTrain:
 
 @contextmanager
 def counting(groups: collectives.PlanGroups) -> Iterator[Counter]:
-    """How often each kind of collective is issued in each dimension of a plan, and how many tensors
-    neighbours exchange.
+    """Count collectives while the block runs: yields a counter by dimension of the plan and kind,
+    and of tensors exchanged with neighbouring stages.
     """
     found: Counter = Counter()
     names = {id(getattr(groups, name)): name for name in collectives.DIMS}
@@ -121,7 +122,9 @@ def counting(groups: collectives.PlanGroups) -> Iterator[Counter]:
 
 
 def train(engine: TorchTrain) -> dict:
-    """Losses and norms of every step, and the held-out loss before and after."""
+    """Run all passes and return losses, norms, counts and collectives per step, the held-out losses
+    before and after, and what this rank holds.
+    """
     out: dict = {"place": [engine.job.place.tp, engine.job.place.pp, engine.job.place.dp]}
     for name in ("before", "train", "after") if engine.job.resume is None else ("train", "after"):
         engine.prepare(name, lambda part: nullcontext())
@@ -149,7 +152,9 @@ def train(engine: TorchTrain) -> dict:
 
 
 def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
-    """Of this rank's stage, put together from what all ranks hold."""
+    """Return the weights of this rank's pipeline stage by name, assembled from the shards of all
+    ranks. All ranks must call it.
+    """
     model = engine.trainer.model
     held = model.as_model_parts(
         {f"weights.{name}": shard for name, shard in model.named_parameters()}
@@ -175,6 +180,9 @@ def whole_weights(engine: TorchTrain) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
+    """Train all runs of the JSON file; write this rank's results as JSON, and weights from the
+    first rank of each stage.
+    """
     torch.set_num_threads(1)
     store, rank, world = next(dist.rendezvous("env://"))
     asked = json.loads(Path(sys.argv[1]).read_text())
@@ -185,8 +193,8 @@ def main() -> None:
         adamw.FIRST_SCALE = one.get("scale", 65536.0)
         tensors.DTYPES["fp32"] = torch.float32 if one.get("precision") else torch.float64
         began = monotonic()
-        # Every group of gloo has a thread that wakes a hundred times a second, so the groups of a
-        # plan end with it.
+        # Each gloo group has a thread that wakes 100 times a second, so the groups of a plan are
+        # destroyed with it.
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(str(number), store), rank=rank, world_size=world
         )
@@ -197,10 +205,10 @@ def main() -> None:
             torch.save(found, folder / f"weights-{number}-{rank}.pt")
         engine.executor.shutdown()
         for held in engine.trainer.model.exchange.parameters:
-            # they hold the groups in a circle that is never collected
+            # hooks refer to the groups in a cycle that is never collected
             held.parameter._post_accumulate_grad_hooks.clear()
         del engine, found, held
-        gc.collect()  # here, and not in the middle of the next plan
+        gc.collect()  # now, not during the next plan
         dist.destroy_process_group()
         (folder / f"rank-{rank}.json").write_text(json.dumps(out))
 

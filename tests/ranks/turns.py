@@ -1,4 +1,4 @@
-"""One rank of four: what a step leaves on its way, with a sum that is waited for, again and again."""
+"""One rank of four: leave all-gathers pending while an all-reduce is waited for, many times."""
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ ROUNDS = 150
 
 
 def main() -> None:
+    """Check the result of every round and print that all are right."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -1,4 +1,4 @@
-"""The real alpaca rows with the real Aquila vocabulary: their numbers, to the unit."""
+"""Test the real alpaca data with the real Aquila tokenizer: the known counts, exactly."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,12 +11,13 @@ from steelyard.tasks.alpaca import data
 from steelyard.tasks.alpaca.data import Conversation, ConversationRows, ConversationSample
 
 pytestmark = pytest.mark.full
-UNIFORM = 9229  # rows of the file's beginning that are a fair sample of the whole published set
+UNIFORM = 9229  # first rows of the file, which are a fair sample of the published set
 FINGERPRINT = "2288acadd413c9ade221122180c9844641efb992f66b4acf523a30b012fa6f17"
 
 
 @pytest.fixture(scope="module")
 def conversations(data_dir: Path) -> list[Conversation]:
+    """Return the real conversations of the shared alpaca subset."""
     found, name = data.read_conversations(data_dir / "alpaca")
     assert name == "alpaca_subset.json.gz"
     return found
@@ -24,11 +25,13 @@ def conversations(data_dir: Path) -> list[Conversation]:
 
 @pytest.fixture(scope="module")
 def aquila(data_dir: Path) -> Tokenizer:
+    """Return the Aquila tokenizer."""
     return tokenizer.load_tokenizer([data_dir / "tokenizers" / "aquila"])
 
 
 @pytest.fixture(scope="module")
 def samples(conversations: list[Conversation], aquila: Tokenizer) -> list[ConversationSample]:
+    """Return the real conversations as samples of at most 2048 tokens; none is shortened."""
     found, shortened = data.encode_conversations(conversations, aquila, 2048)
     assert shortened == 0
     return found
@@ -66,11 +69,12 @@ def test_real_totals(samples: list[ConversationSample]) -> None:
 def test_real_samples_are_those_of_the_reference(
     conversations: list[Conversation], samples: list[ConversationSample], aquila: Tokenizer
 ) -> None:
-    """The reference encodes the assistant's line with its tag in one piece; no token differs for
-    our two.
+    """The reference encodes the assistant's tag and text at once, and this package encodes them
+    apart; every token is the same.
     """
 
     def bare(texts: list[str]) -> list[list[int]]:
+        """Return the tokens of texts without the begin token."""
         return [ids[1:] for ids in aquila.encode(texts)]
 
     (header,) = bare([data.HEADER])
@@ -79,7 +83,7 @@ def test_real_samples_are_those_of_the_reference(
     told = bare([f"### Assistant: {one.turns[1][1]}\n" for one in conversations])
     for sample, human, assistant in zip(samples, asked, told, strict=True):
         assert sample.tokens == (100006, *header, *human, *assistant, 100007)
-        learned = len(assistant) - 3  # without ###, " Assistant" and the colon
+        learned = len(assistant) - 3  # without the tag's tokens "###", " Assistant" and ":"
         assert sample.learned == (False,) * (len(sample.tokens) - learned - 1) + (True,) * (
             learned + 1
         )

@@ -1,5 +1,5 @@
-"""The first 1,000 documents of the real OpenWebText with the real Llama vocabulary: their known
-numbers, to the unit.
+"""Test the first 1,000 documents of the real OpenWebText with the real Llama tokenizer: the known
+counts, exactly.
 """
 
 from pathlib import Path
@@ -13,16 +13,18 @@ from steelyard.data.token_files import CorpusSplit, TokenFiles, inspect_corpus, 
 from steelyard.data.training_rows import IGNORED
 
 FINGERPRINT = "568c3e691b2f6b14107a014674a667aa953e57bc42c330fc24875b7f316dd612"
-TOKENS = 1_189_962 + 2 * 1000  # as counted without what begins and ends a document
+TOKENS = 1_189_962 + 2 * 1000  # the published count, plus a begin and an end token per document
 
 
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the token files are written."""
     return tmp_path_factory.mktemp("packed") / "openwebtext"
 
 
 @pytest.fixture(scope="module")
 def packed(data_dir: Path, prefix: Path) -> TokenFiles:
+    """Write the token files and return what is reported of them."""
     llama = tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama" / "tokenizer.model"])
     return write_token_files(
         [data_dir / "openwebtext" / "openwebtext-1000.jsonl.gz"], llama, prefix
@@ -53,7 +55,7 @@ def test_an_epoch_of_rows(packed: TokenFiles, prefix: Path) -> None:
     epoch = [rows.row(k) for k in range(580)]
     ignored = sum(int((row.targets == IGNORED).sum()) for row in epoch)
     ends = sum(int((row.tokens == 2).sum()) for row in epoch)
-    assert ignored == ends  # nothing is learned from the end of a document, and from nothing else
+    assert ignored == ends  # only the end of a document has no target
     assert 990 < ends <= 998
     assert all(sum(row.lens) == row.real == 2048 for row in epoch)
     assert rows.held_out() == [("valid", 0)]

@@ -1,5 +1,6 @@
-"""A real small model in fp8 beside bf16, emulated: how far its losses and letters are apart.
-docs/results.md has the figures of larger samples."""
+"""Test a small real model in emulated fp8 beside bf16: how far losses and chosen letters differ.
+docs/results.md has the figures of larger samples.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ LOOSE = ["tune.compile=false", "tune.warmup=0", "tune.batch_tokens=2048", "max_i
 def both(
     folder: Path, model: Path, data: Path, case: str, sample: int, settings: list[str]
 ) -> list[dict[str, Any]]:
-    """The records of bf16 and of fp8."""
+    """Run a case in bf16 and in fp8 and return both records."""
     places = [
         "--weights",
         str(model),
@@ -38,7 +39,7 @@ def test_losses_of_passages(smollm2: Path, data_dir: Path, tmp_path: Path) -> No
     data = data_dir / "lambada" / "lambada_test.jsonl"
     wide, narrow = both(tmp_path, smollm2, data, "aquila2-34b-lambada", 40, ["question.seed=33"])
     loss = [one["metrics"]["loss"]["value"] for one in (wide, narrow)]
-    assert 0.005 < abs(loss[1] - loss[0]) < 0.1  # another arithmetic, and no other model
+    assert 0.005 < abs(loss[1] - loss[0]) < 0.1  # fp8 rounds differently, the model is the same
     each = [
         abs(a - b) / targets
         for a, b, targets in zip(
@@ -52,7 +53,7 @@ def test_losses_of_passages(smollm2: Path, data_dir: Path, tmp_path: Path) -> No
 
 
 def test_letters_of_questions(smollm2: Path, data_dir: Path, tmp_path: Path) -> None:
-    """Few change: a model of this size often has two letters near to each other."""
+    """A model of this size often has two letters with nearly equal logits, so some choices change."""
     data = data_dir / "mmlu" / "mmlu_data.tar.gz"
     settings = ["question.seed=33", "question.data.context=320"]
     wide, narrow = (

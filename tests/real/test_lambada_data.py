@@ -1,4 +1,4 @@
-"""The real LAMBADA with the real Aquila vocabulary: its known numbers, to the unit."""
+"""Test the real LAMBADA set with the real Aquila tokenizer: the known counts, exactly."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,16 +17,19 @@ FINGERPRINT = "e7363f374fec84ff13be3f278af0eecbd07ec37953e630f08a64e3c1f61accee"
 
 @pytest.fixture(scope="module")
 def texts(data_dir: Path) -> list[str]:
+    """Return the 5153 real passages."""
     return data.load_passages(LambadaData(kind="lambada"), data_dir / "lambada")[0]
 
 
 @pytest.fixture(scope="module")
 def aquila(data_dir: Path) -> Tokenizer:
+    """Return the Aquila tokenizer."""
     return tokenizer.load_tokenizer([data_dir / "tokenizers" / "aquila"])
 
 
 @pytest.fixture(scope="module")
 def passages(texts: list[str], aquila: Tokenizer) -> LambadaTexts:
+    """Return the real passages as tokens."""
     return data.encode_passages(texts, aquila, 4096, None, 0)
 
 
@@ -63,11 +66,11 @@ def test_real_set_has_the_known_tokens(passages: LambadaTexts) -> None:
 def test_real_last_words(texts: list[str], passages: LambadaTexts, aquila: Tokenizer) -> None:
     assert sum(passages.last) == 7153
     assert Counter(passages.last) == {1: 3520, 2: 1309, 3: 296, 4: 22, 6: 4, 7: 1, 8: 1}
-    # … care about signs, end
+    # "… care about signs" and the end token
     assert passages.rows[0][-6:] == [2164, 1184, 3140, 1314, 14446, 100007]
     assert passages.last[0] == 1
-    # What stands before the last word is read alike with and without it, so that nothing of it
-    # counts as the word.
+    # The context has the same tokens with and without the last word, so that no token of the
+    # context counts as one of the word.
     before = aquila.encode([text.rpartition(" ")[0] for text in texts])
     assert all(
         row[: -1 - last] == ids

@@ -1,5 +1,5 @@
-"""A real model on LAMBADA's first passages, from the command line, against a loop a user would
-write.
+"""Test a real model on LAMBADA's first passages, from the command line, against a plain loop over
+transformers.
 """
 
 import json
@@ -20,14 +20,16 @@ Expected = tuple[float, float, int, list[int], int]
 
 
 def first_passages(data_dir: Path) -> list[str]:
+    """Return the texts of the first PASSAGE_COUNT passages."""
     lines = (data_dir / "lambada" / "lambada_test.jsonl").read_text().splitlines()
     return [json.loads(line)["text"] for line in lines[:PASSAGES]]
 
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Path, data_dir: Path) -> list[Expected]:
-    """Of every passage: mean loss, loss of the last word, whether greedy decoding finds it, its
-    likeliest tokens, how many tokens; one passage at a time."""
+    """Return for each passage, computed one at a time with transformers: mean loss, loss of the
+    last word, whether greedy decoding finds it, its likeliest tokens, and the number of tokens.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
     out = []
@@ -47,6 +49,7 @@ def expected(smollm2: Path, data_dir: Path) -> list[Expected]:
 
 @pytest.fixture(scope="module")
 def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the options of a run over the first passages."""
     data = tmp_path_factory.mktemp("lambada") / "lambada_test.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in first_passages(data_dir)))
     settings = [
@@ -70,6 +73,7 @@ def arguments(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def test_the_loop_tells_passages_apart(expected: list[Expected]) -> None:
+    """Otherwise comparing a run with these values would show nothing."""
     assert len({round(loss, 4) for loss, *_ in expected}) > 0.95 * PASSAGES
     assert 4 < sum(hit for _, _, hit, *_ in expected) < 20
 

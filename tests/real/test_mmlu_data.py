@@ -1,4 +1,4 @@
-"""The real MMLU with the real Llama vocabulary: the published numbers, to the unit."""
+"""Test the real MMLU set with the real Llama tokenizer: the published counts, exactly."""
 
 import tarfile
 from collections import Counter
@@ -19,16 +19,19 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def real(data_dir: Path) -> list[Subject]:
+    """Return the 57 real subjects."""
     return data.read_subjects(data_dir / "mmlu" / "mmlu_data.tar.gz")
 
 
 @pytest.fixture(scope="module")
 def llama(data_dir: Path) -> Tokenizer:
+    """Return the Llama tokenizer."""
     return tokenizer.load_tokenizer([data_dir / "tokenizers" / "llama"])
 
 
 @pytest.fixture(scope="module")
 def real_prompts(real: list[Subject], llama: Tokenizer) -> Prompts:
+    """Return the prompts of llama2-7b-mmlu over the full set."""
     return questions.encode_questions(
         real, resolve.resolve_case("llama2-7b-mmlu").case.question.data, llama, None, 0
     )
@@ -144,5 +147,4 @@ def test_real_fingerprint_is_the_cases(real: list[Subject], llama: Tokenizer) ->
     )
 
 
-# Scores, worked out by hand: six questions, two subjects, the letters' tokens 10 to 13, 99 another
-# token.
+# Scores worked out by hand are in tests/tasks/test_mmlu_score.py.

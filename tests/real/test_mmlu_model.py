@@ -1,5 +1,5 @@
-"""The program from its command line, with a real model and the real questions, against a loop a
-user would write.
+"""Test a real model on real MMLU questions, from the command line, against a plain loop over
+transformers.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,17 @@ from steelyard.tasks.questions import Subject
 pytestmark = pytest.mark.long
 
 SAMPLE = 16
-SEED = 33  # of a sample in which every question alone fits the context
-CONTEXT = 320  # short, for a CPU: most prompts lose some of their examples
+SEED = 33  # draws a sample in which every question fits the context
+CONTEXT = 320  # tokens; short for a CPU, so most prompts lose examples
 
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a function that runs the case with further options on the sampled questions, selected
+    by --rows or --sample, and returns the record.
+    """
     settings = [
         *model_settings(smollm2),
         f"question.data.context={CONTEXT}",
@@ -35,7 +38,7 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
         "tune.warmup=0",
     ]
     settings += ["tune.batch_tokens=2048", f"question.seed={SEED}"]
-    # a shared CPU is not steady, and speed is not what is asked here
+    # a shared CPU is not steady, and this test is about answers, not speed
     settings += ["max_interval=100"]
     places = ["--weights", str(smollm2), "--data", str(data_dir / "mmlu" / "mmlu_data.tar.gz")]
     scope = ["--precision", "fp32", "--passes", "infer"]
@@ -53,16 +56,20 @@ def real_run(smollm2: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True)
 class Answers:
+    """The answers of the plain loop, and the tokens and shortened prompts it counted."""
+
     choices: str
     hits: str
     argmax: list[int]
     tokens: int
     shortened: int
-    margin: float  # how much the chosen letter's logit is above the next, at least
+    margin: float  # smallest distance between the highest and the second letter logit
 
 
 def text(subject: Subject, question: int, dropped: int) -> str:
-    """The prompt, written down again."""
+    """Return the prompt of a question, written independently of the package, without the first
+    `dropped` examples.
+    """
 
     def asked(row: tuple[str, ...]) -> str:
         return f"{row[0]}\nA. {row[1]}\nB. {row[2]}\nC. {row[3]}\nD. {row[4]}\nAnswer:"
@@ -74,8 +81,8 @@ def text(subject: Subject, question: int, dropped: int) -> str:
 
 
 def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answers:
-    """One prompt at a time through transformers, the likeliest token and the likeliest letter taken
-    from its last logits.
+    """Return the likeliest token and letter of each question, computed one prompt at a time with
+    transformers; examples are dropped until a prompt fits CONTEXT.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -105,13 +112,15 @@ def plain_loop(folder: Path, subjects: list[Subject], index: list[int]) -> Answe
 
 @pytest.fixture(scope="module")
 def expected(smollm2: Path, data_dir: Path) -> Answers:
+    """Return the plain loop's answers to the sampled questions."""
     index = choose_items(14_042, SAMPLE, SEED)
     return plain_loop(smollm2, data.read_subjects(data_dir / "mmlu" / "mmlu_data.tar.gz"), index)
 
 
 def test_the_loop_tells_answers_apart(expected: Answers) -> None:
-    """What the others are compared with: more than one letter, right and wrong ones, none so near
-    to another that rounding could choose."""
+    """The expected answers have several letters, right and wrong, and no two letters so near that
+    rounding could decide.
+    """
     assert min(expected.choices.count(letter) for letter in set(expected.choices)) >= 3
     assert len(set(expected.choices)) >= 2
     assert set(expected.hits) == {"0", "1"}
@@ -144,8 +153,8 @@ def test_real_answers_equal_a_plain_loop(
 
 
 def test_compiled_answers_equal_eager_ones(tmp_path: Path) -> None:
-    """Smoke, in both divisions: val is never compiled, infer is; their answers are the same, and
-    those of a run without.
+    """With the smoke size, in both divisions: the pass val is never compiled and infer is; their
+    answers equal each other and those of an eager run.
     """
     for division in ("closed", "open"):
         arguments = ("--size", "smoke", "--division", division)

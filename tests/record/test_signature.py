@@ -1,5 +1,5 @@
-"""Signatures with the real ssh-keygen: changed, sealed again, signed by another, and never waiting
-for anybody.
+"""Tests of signatures with the real ssh-keygen: changed records, resealed records, other signers,
+and keys with passphrases.
 """
 
 import json
@@ -24,10 +24,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Shell:
+    """Return a shell in the test's folder."""
     return Shell(tmp_path)
 
 
 def key(folder: Path, name: str, passphrase: str = "") -> Path:
+    """Make an ed25519 key pair and return the path of its private key."""
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-C", name, "-f", folder / name],
         check=True,
@@ -36,6 +38,7 @@ def key(folder: Path, name: str, passphrase: str = "") -> Path:
 
 
 def fingerprint(path: Path) -> str:
+    """Return the SHA256 fingerprint of a key."""
     done = subprocess.run(
         ["ssh-keygen", "-l", "-f", f"{path}.pub"], capture_output=True, text=True, check=True
     )
@@ -43,6 +46,7 @@ def fingerprint(path: Path) -> str:
 
 
 def signers(folder: Path, **names: Path) -> Path:
+    """Write a file of allowed signers, with the public key of each name, and return its path."""
     path = folder / "signers"
     path.write_text(
         "".join(f"{name} {Path(f'{one}.pub').read_text()}" for name, one in names.items())
@@ -52,11 +56,13 @@ def signers(folder: Path, **names: Path) -> Path:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
+    """Return a copy of a published record."""
     return published("mmlu-smoke-closed", tmp_path / "records")
 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
+    """Return a private key without a passphrase."""
     return key(tmp_path, "ours")
 
 
@@ -129,7 +135,7 @@ def test_damaged_resealed_and_signed_by_another_are_told_apart(
         table["created"] = "2031-01-01T00:00:00.000+00:00"
 
     changed(record, faster)
-    assert verify.verify_record(record) == []  # the hashes were made again, and show nothing
+    assert verify.verify_record(record) == []  # resealed: hashes are right
     done = shell.ask("verify", record)
     said = "the signature does not fit the record: incorrect signature"
     assert (done.code, said in done.out) == (1, True)
@@ -209,7 +215,7 @@ def test_a_passphrase_is_never_waited_for(record: Path, tmp_path: Path, shell: S
 def test_an_agent_signs_for_a_key_with_a_passphrase(
     record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent is given the key before it has a passphrase, as a user would by typing it."""
+    """The ssh-agent gets the key before a passphrase is set, as if a user had typed it."""
     locked = key(tmp_path, "locked")
     socket = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Spec records of strangers: one line each, and no traceback."""
+"""Tests of hostile spec records: each gets one line and no traceback."""
 
 import json
 import os
@@ -16,6 +16,8 @@ HUGE = 10**400
 
 
 def changed(path: tuple, value):
+    """Return a function that sets the value at this path of keys in a record's JSON document."""
+
     def change(table):
         at = table
         for key in path[:-1]:
@@ -71,7 +73,7 @@ def test_what_is_no_record_gets_one_line(text: str, tmp_path: Path):
 @pytest.mark.parametrize("time_s", [1e-300, 5e-324, 1e9])
 @pytest.mark.parametrize("peak", [1e-300, 1e30])
 def test_no_number_overflows(time_s: float, peak: float):
-    """A stranger may claim anything that the schema lets through."""
+    """A hostile record may claim any number that the schema allows."""
     made = record(bench(amount=1e30, stretches=stretches(*[time_s] * 5, calls=10**12)))
     hardware = made.environment.hardware
     hardware = hardware.model_copy(
@@ -92,7 +94,7 @@ def test_kinds_are_told_apart_by_their_first_bytes(tmp_path: Path):
     assert record_file.read_record_kind(path) == "run"
     assert record_file.read_record_kind(tmp_path / "absent.json") == "run"
     os.mkfifo(tmp_path / "pipe.json")
-    assert record_file.read_record_kind(tmp_path / "pipe.json") == "run"  # and nobody waits for it
+    assert record_file.read_record_kind(tmp_path / "pipe.json") == "run"  # without waiting
 
 
 def test_every_field_is_documented():

@@ -1,5 +1,5 @@
-"""Records of strangers: whatever stands in one, verify answers with a list or one line, and a page
-is made of what is read.
+"""Tests of hostile records: verification answers with a list of problems or one line, and a report
+shows what could be read.
 """
 
 import copy
@@ -16,10 +16,10 @@ from steelyard.errors import RequestError
 from steelyard.metrics import verify
 from steelyard.record import record, record_file
 
-pytestmark = pytest.mark.process  # for the seconds that it takes
+pytestmark = pytest.mark.process  # these tests take seconds
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
-QUICK = "mmlu-smoke-open"  # of which the fast tests are content
+QUICK = "mmlu-smoke-open"  # the only record of the fast tests
 NAMES = (
     "mmlu-smoke-open",
     "mmlu-full-closed",
@@ -37,16 +37,20 @@ Table = dict[str, Any]
 
 
 def smallest(name: str) -> Path:
+    """Return the smallest published record whose file name holds this text."""
     return min(RESULTS.rglob(f"*{name}*.json"), key=lambda path: path.stat().st_size)
 
 
 def read(name: str) -> Table:
+    """Return the JSON document of the smallest published record of this name."""
     table: Table = json.loads(smallest(name).read_bytes())
     return table
 
 
 def places(value: Any, at: Place = ()) -> Iterator[Place]:
-    """Every value inside a table; of a list its first, second and last."""
+    """Yield the path of every value inside a JSON document; of a list its first, second and last
+    element.
+    """
     items: list[tuple[str | int, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -58,6 +62,7 @@ def places(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def changed(table: Table, place: Place, odd: Any) -> Table:
+    """Return a copy of the document with the value at this path replaced, removed or shortened."""
     out = copy.deepcopy(table)
     node: Any = out
     for part in place[:-1]:
@@ -72,14 +77,18 @@ def changed(table: Table, place: Place, odd: Any) -> Table:
 
 
 def resealed(table: Table) -> Table:
-    """By someone who makes the hashes right again, where there is something to hash."""
+    """Return the document with correct hashes; without samples there is nothing to hash and it is
+    returned as it is.
+    """
     if "samples" not in table:
         return table
     return {**table, "hashes": record_file.compute_hashes(table, record.RAW_KEY)}
 
 
 def judged(path: Path, table: Table) -> bool:
-    """Whether the record could be read; anything but a list of lines or one line is a defect."""
+    """Write and verify the record; return whether it could be read. Anything but a list of lines or
+    one line is a failed test.
+    """
     path.write_bytes(record.to_canonical_bytes(table))
     try:
         found = verify.verify_record(path)
@@ -93,6 +102,7 @@ def judged(path: Path, table: Table) -> bool:
 
 
 def shown(path: Path) -> None:
+    """Check that an HTML report can be made of the record."""
     assert report.render([record.read_record(path)], "html", "en").startswith("<!doctype html>")
 
 
@@ -114,6 +124,8 @@ def test_one_odd_value(name: str, tmp_path: Path) -> None:
 
 
 def every_sample(**values: Any) -> Any:
+    """Return a change that sets these fields of every sample."""
+
     def change(table: Table) -> None:
         for sample in table["samples"]:
             sample.update(values)
@@ -122,6 +134,8 @@ def every_sample(**values: Any) -> Any:
 
 
 def every_window(**values: Any) -> Any:
+    """Return a change that sets these fields of every pass window."""
+
     def change(table: Table) -> None:
         for window in table["passes"]:
             window.update(values)
@@ -130,6 +144,8 @@ def every_window(**values: Any) -> Any:
 
 
 def model(**values: Any) -> Any:
+    """Return a change that sets these fields of the question's model."""
+
     def change(table: Table) -> None:
         table["case"]["question"]["model"].update(values)
 
@@ -137,6 +153,8 @@ def model(**values: Any) -> Any:
 
 
 def question(**values: Any) -> Any:
+    """Return a change that sets these fields of the question."""
+
     def change(table: Table) -> None:
         table["case"]["question"].update(values)
 
@@ -144,6 +162,8 @@ def question(**values: Any) -> Any:
 
 
 def part(of: str, /, **values: Any) -> Any:
+    """Return a change that sets these fields of one top-level section."""
+
     def change(table: Table) -> None:
         table[of].update(values)
 
@@ -151,6 +171,8 @@ def part(of: str, /, **values: Any) -> Any:
 
 
 def whole(**values: Any) -> Any:
+    """Return a change that sets these top-level values."""
+
     def change(table: Table) -> None:
         table.update(values)
 
@@ -158,7 +180,7 @@ def whole(**values: Any) -> Any:
 
 
 def counts(of: Any) -> Any:
-    """Every count of every working step, as `of` makes it of the old one."""
+    """Return a change that replaces every count of every step by what `transform` makes of it."""
 
     def change(table: Table) -> None:
         for sample in table["samples"]:
@@ -168,11 +190,13 @@ def counts(of: Any) -> Any:
 
 
 def without_pairs(table: Table) -> None:
+    """Remove the count of attention pairs from every step."""
     for sample in table["samples"]:
         sample["counts"].pop("pairs", None)
 
 
 def tiny_steps(table: Table) -> None:
+    """Give every step and window the smallest positive duration."""
     for number, sample in enumerate(table["samples"]):
         sample["start_s"], sample["end_s"] = 0.0, 5e-324 * (number % 2 + 1)
         sample["phases"] = dict.fromkeys(sample["phases"], 5e-324)
@@ -180,11 +204,13 @@ def tiny_steps(table: Table) -> None:
 
 
 def backwards(table: Table) -> None:
+    """Swap start and end of every step."""
     for sample in table["samples"]:
         sample["start_s"], sample["end_s"] = sample["end_s"], sample["start_s"]
 
 
 def huge_model(table: Table) -> None:
+    """Give the model a billion of everything."""
     shape = table["case"]["question"]["model"]
     shape |= dict.fromkeys(("hidden", "ffn", "vocab", "positions", "layers"), 10**9)
     shape |= {name: 1 for name in ("heads", "kv_heads") if name in shape} | {
@@ -193,6 +219,7 @@ def huge_model(table: Table) -> None:
 
 
 def odd_readings(table: Table) -> None:
+    """Give every device telemetry with unordered times, huge and missing values."""
     columns: Table = {"t_s": [3.0, 1.0, 1.0, 2.0, 1e30], "energy_j": [1e30, -1e30, None, 1e30, 0.0]}
     columns |= {
         "memory_bytes": [10**18, None, 0, 1, 2],
@@ -204,7 +231,7 @@ def odd_readings(table: Table) -> None:
     ]
 
 
-READ = {  # what is odd and has every type: it is judged, and shown
+READ = {  # absurd values of the right types
     "ranks that no plan has": every_sample(rank=10**400),
     "ranks below zero": every_sample(rank=-7),
     "no windows": whole(passes=[]),

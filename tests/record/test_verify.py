@@ -1,4 +1,6 @@
-"""The verb verify: remarks on sound records, folders of records, and a defect that is ours."""
+"""Tests of the command `verify`: remarks on valid records, folders of records, and bugs of this
+program.
+"""
 
 import json
 import shutil
@@ -19,16 +21,22 @@ RESULTS = Path(__file__).resolve().parents[2] / "results"
 
 
 def published(name: str) -> Path:
+    """Return the smallest published record whose file name holds this text."""
     return min(RESULTS.rglob(f"*{name}*.json"), key=lambda path: path.stat().st_size)
 
 
 def copied(name: str, folder: Path) -> Path:
+    """Copy a published record into a folder and return the copy's path."""
     folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copy(published(name), folder))
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs a command in this process and returns exit code, stdout and
+    stderr.
+    """
+
     def one(*arguments: object) -> tuple[int, str, str]:
         before = signal.getsignal(signal.SIGTERM)
         monkeypatch.setattr(sys, "argv", ["steelyard", *map(str, arguments)])
@@ -43,7 +51,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def other(path: Path, **case: Any) -> Path:
-    """The same record, sealed, with another table `case`."""
+    """Replace these fields of the record's `case` section, seal the record again and return its
+    path.
+    """
     found = record.read_record(path)
     path.write_bytes(
         record.to_canonical_bytes(
@@ -58,7 +68,9 @@ def other(path: Path, **case: Any) -> Path:
 
 
 def reseeded(path: Path) -> tuple[Path, str, str]:
-    """A sound record of another seed than its case's: its path, its key and that of the case."""
+    """Change the seed of a record's question; return its path, its new key and that of the shipped
+    case.
+    """
     found = record.read_record(path)
     question = {**found.case.question, "seed": 7}
     key = verify.compute_question_key(question, found.fingerprint)
@@ -116,7 +128,7 @@ def test_folders_are_searched_without_checkpoints(tmp_path: Path, run: Any) -> N
         [f"ok  {near}", f"ok  {far}"],
         "",
     )
-    code, out, err = run("verify", tables.parent.parent)  # named itself, it is looked into
+    code, out, err = run("verify", tables.parent.parent)  # searched if named
     assert (code, out, err.splitlines()) == (
         2,
         "",

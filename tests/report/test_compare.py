@@ -1,4 +1,4 @@
-"""Comparisons and histories as pages."""
+"""Pages of comparisons and of histories."""
 
 from pathlib import Path
 
@@ -14,6 +14,9 @@ from steelyard.record.record import Record
 
 
 def runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
+    """Return one scored record for each rate; `letter` begins their ids and `changes` replaces
+    fields.
+    """
     return [
         scored("torch", "ABCDABCD", rate, id=f"{letter}{i:011d}", **changes)
         for i, rate in enumerate(rates)
@@ -21,6 +24,7 @@ def runs(*rates: float, letter: str = "a", **changes: object) -> list[Record]:
 
 
 def between(base: list[Record], new: list[Record], threshold: float = 0.01) -> Comparison:
+    """Compare two lists of records, named old and new, across cases."""
     return side_comparison.compare_sides(
         side_comparison.make_side("old", base),
         side_comparison.make_side("new", new),
@@ -105,6 +109,7 @@ def test_values_of_strangers_are_escaped() -> None:
 
 
 def entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
+    """Return an index entry of a run on a day of January 2026, with an interval of its rate ± 1."""
     base: dict[str, object] = {
         "id": f"{day}" * 12,
         "created": f"2026-01-0{day}T00:00:00.000",
@@ -125,6 +130,7 @@ def entry(day: int, rate: float | None, **changes: object) -> RecordSummary:
 
 
 def past(*entries: RecordSummary) -> rate_history.RateHistory:
+    """Return the history of the entries with a threshold of 1 %."""
     return rate_history.build_history({Path(f"{one.id[:2]}.json"): one for one in entries}, 0.01)
 
 
@@ -138,7 +144,7 @@ def test_a_history_names_the_first_bad_record() -> None:
     )
     assert said in " ".join(text.split())
     assert "aaaaaaaaaaaa " in text
-    assert "0.8889" in text  # the third of the second
+    assert "0.8889" in text  # the third run's rate over the second's
     invalid = past(entry(1, 100.0), entry(2, None, status="invalid", codes=("clock",)))
     assert "First bad record: 22222222 (22.json): invalid: clock" in report.render_text(
         report.build_history_page(invalid)

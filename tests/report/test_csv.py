@@ -1,5 +1,5 @@
-"""Records as CSV: one row each, exact numbers, units in the heads, and nothing that a spreadsheet
-runs.
+"""Records as CSV: one row each, exact numbers, units in the heads, and no cell that a spreadsheet
+takes for a formula.
 """
 
 import csv
@@ -46,6 +46,7 @@ IDENTITY = (
 
 
 def rows(*records: Record) -> list[dict[str, str]]:
+    """Return the rows of the records' CSV, by column."""
     return list(csv.DictReader(io.StringIO(as_csv.render_csv(list(records)), newline="")))
 
 
@@ -89,8 +90,8 @@ def test_a_row_is_a_record() -> None:
         "e2e_time_low (s)": "",
         "mem (GiB)": "31.26",
         "harness_overhead (fraction)": "",  # unknown
-        "p_core": "",  # of training
-        "novel_metric (widgets)": "12.5",  # of a later version
+        "p_core": "",  # a metric of training
+        "novel_metric (widgets)": "12.5",  # a metric of a later version
     }
     assert {name: row[name] for name in metrics} == metrics
 

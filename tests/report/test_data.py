@@ -1,5 +1,5 @@
-"""A report as data: the shape that its schema says, numbers as numbers, and the groups that `run`
-tells too.
+"""A report as JSON: valid by its schema, numbers as numbers, and the groups of runs (repeats,
+engines, scaling).
 """
 
 import json
@@ -16,7 +16,7 @@ from steelyard.report import report_data
 
 
 def told(*records: Record, **options: Any) -> dict[str, Any]:
-    """As a reader of the JSON has it, checked against the schema."""
+    """Return the report of the records as its JSON reads, after checking it against the schema."""
     found: dict[str, Any] = json.loads(
         report_data.build_report(list(records), **options).model_dump_json(by_alias=True)
     )
@@ -144,7 +144,7 @@ def test_explained_where_asked() -> None:
 
 
 def test_no_number_is_text() -> None:
-    """Of what a reader computes with, nothing is formatted."""
+    """No value that a reader computes with is a formatted text."""
     [case] = told(*made.everything(), explain=True)["cases"]
     for run in case["runs"]:
         for value in run["metrics"].values():

@@ -1,4 +1,4 @@
-"""The section of a page that sets engines side by side."""
+"""The section of a page that compares engines."""
 
 from typing import Any
 
@@ -24,6 +24,7 @@ HEADS = [
 
 
 def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
+    """Return the page of engines of the records, and its only table."""
     page = report.build_engines_page(records, lang)
     assert page is not None
     [table] = [block for block in page.elements if isinstance(block, Table)]
@@ -31,6 +32,7 @@ def shown(records: list[Record], lang: Any = "en") -> tuple[Page, Table]:
 
 
 def cells(table: Table) -> list[list[tuple[str, str]]]:
+    """Return the text of each cell and the text below it, by row."""
     return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]
 
 
@@ -79,7 +81,7 @@ def test_differences_of_the_answers_come_first() -> None:
 
 
 def rate_of(records: list[Record], lang: Any = "en") -> tuple[str, str, str]:
-    """The rate of the second engine, what is below it, and its tone."""
+    """Return the second engine's rate, the text below it, and the tone of its cell."""
     _, table = shown(records, lang)
     place = next(number for number, column in enumerate(table.columns) if column.strong)
     cell = table.rows[1].cells[place]

@@ -1,5 +1,5 @@
-"""Pages in the form of FlagPerf's published ones: the same headings, labels, lists and columns, and
-cells from records.
+"""Pages in the form of FlagPerf's published ones: the same headings, labels, lists and columns,
+with cells from records.
 """
 
 import re
@@ -19,7 +19,7 @@ from steelyard.report import flagperf, flagperf_pages
 from steelyard.report.flagperf.form import FormLines, LinePerValue, MetricList, ValueTable
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the five published pages are of, by the beginning of their files' names.
+# Cases of the five published pages, by the numbers that their file names begin with.
 PUBLISHED = {
     "000": "aquila2-34b-lambada",
     "001": "llama2-7b-mmlu",
@@ -60,7 +60,7 @@ DEVICES = [
 
 
 def run(name: str, **changes: Any) -> Record:
-    """A valid full run of a case on eight devices."""
+    """Return a valid full run of a case on eight devices; `changes` replaces fields of the record."""
     resolved = fixed(name)
     case = resolved.case
     kind = case.question.kind
@@ -93,13 +93,18 @@ def run(name: str, **changes: Any) -> Record:
 
 
 def page(*records: Record, lang: str = "zh") -> str:
+    """Return the text of the only FlagPerf page of the records."""
     [found] = flagperf_pages(list(records), lang)
     return found.text
 
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What two pages of one form have in common, whatever their values are."""
+    """The structure of a page without its values, equal for two pages of one form.
+
+    `names` are the first cells of the rows of metric lists; `indices` are their second cells where
+    these name a column.
+    """
 
     headings: list[str]
     labels: list[str]
@@ -109,6 +114,9 @@ class Skeleton:
 
 
 def skeleton(text: str, device: str, case: str) -> Skeleton:
+    """Parse the structure of a Markdown page, with the names of device and case replaced by
+    placeholders.
+    """
     plain = text.replace(device, "DEVICE").replace(case, "CASE").replace("\\*", "*")
     lines = [line.rstrip() for line in plain.partition("\n> 注")[0].splitlines()]
     rows = [
@@ -134,8 +142,9 @@ def skeleton(text: str, device: str, case: str) -> Skeleton:
 
 
 def _label(line: str) -> str:
-    """A bullet's own words: what is before its colon, or all of it at the top level. A sentence is
-    no label.
+    """Return the label of a bullet: the text before its colon, or all of it at the top level.
+
+    Return "" for a line that is no bullet or whose text is a sentence.
     """
     if found := re.match(r"\s*\d\. ((?:[a-z]+_[a-z_]+|seqlength)(?:\([a-z_]+\))?)", line):
         return found[1]
@@ -149,7 +158,9 @@ def _label(line: str) -> str:
 
 
 def published(number: str) -> str:
-    """One of FlagPerf's pages, from a folder `shared` beside the checkout."""
+    """Return the text of one of FlagPerf's pages from a folder `shared` beside the checkout; skip
+    the test where there is none.
+    """
     found = [path for parent in ROOT.parents for path in parent.glob(f"shared/*/{number}_*.txt")]
     if not found:
         pytest.skip("FlagPerf's published pages are not in a folder `shared` beside the checkout")
@@ -163,9 +174,9 @@ NAMES = {
     "003": "Nvidia GPU",
     "004": "Nvidia GPU",
 }
-# Labels that stand for values of that page alone: what it reads, and what it had to say.
+# Labels that only Steelyard's page has: the data, tokenizer and checkpoint that a run read.
 OTHERS = {"data", "tokenizer", "ckpts", "Llama-2-7b-hf"}
-# Second cells of lists that are values: names of models and data sets.
+# Second cells of metric lists that are values: names of models, data sets and devices.
 VALUES = {
     "aquila2_7b",
     "llama1",
@@ -229,7 +240,7 @@ CELLS = {
 
 
 def table(text: str) -> list[str]:
-    """The lines of its last table."""
+    """Return the lines of the last table of a Markdown text."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     return rows[
         max(

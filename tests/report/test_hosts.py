@@ -13,11 +13,17 @@ EN = PageWords("en")
 
 
 def host(name: str, *numbers: int, **clock: float) -> dict[str, Any]:
+    """Return the facts of a host that runs the ranks `numbers`, with a device for each; `clock`
+    gives its clock offset.
+    """
     devices = [{"name": "chip", "uuid": None, "memory_bytes": 80 * GIB} for _ in numbers]
     return {"name": name, "ranks": list(numbers), "devices": devices, "cpu": "a CPU", **clock}
 
 
 def readings(where: str, device: str, used_gib: int, joules: float) -> dict[str, Any]:
+    """Return a reading a second for 1000 s of a device that uses constant memory and `joules` in
+    all.
+    """
     times = [float(second) for second in range(1001)]
     columns = {
         "t_s": times,
@@ -28,7 +34,7 @@ def readings(where: str, device: str, used_gib: int, joules: float) -> dict[str,
 
 
 def run(**changes: Any) -> Record:
-    """Two hosts of two ranks, devices of the same names."""
+    """Return a training record of two hosts with two ranks each, whose devices have the same names."""
     places = [("north", "cuda:0"), ("north", "cuda:1"), ("south", "cuda:0"), ("south", "cuda:1")]
     told = [
         {"rank": r, "host": where, "device": name, "all_reduce_bytes_per_s": 1e9 * (r + 1)}
@@ -51,6 +57,7 @@ def run(**changes: Any) -> Record:
 
 
 def texts(blocks: list[Any]) -> list[list[str]]:
+    """Return the texts of the cells of the only block, a table, by row."""
     (found,) = blocks
     assert isinstance(found, Table)
     return [[cell.text for cell in row.cells] for row in found.rows]
@@ -76,7 +83,7 @@ def test_devices_of_the_same_name_are_told_apart() -> None:
         "3.000",
         "4.000",
     ]
-    # Each rank's own device: 1000 to 4000 J over 1000 s.
+    # The devices of the four ranks use 1000, 2000, 3000 and 4000 J: 3 of 10 parts on host north.
     a, b = (float(row[6].replace(",", "")) for row in texts(build_hosts_table(found, EN)))
     assert (round(a / (a + b), 6), round(b / (a + b), 6)) == (0.3, 0.7)
     energy = found.metrics["energy"].value

@@ -1,4 +1,4 @@
-"""The section of a page on repeated runs, and what the command line prints of them."""
+"""The section of a page on repeated runs, and what the command line prints of it."""
 
 from typing import Any
 
@@ -15,6 +15,7 @@ WIDE = {"status": "invalid", "reasons": [{"code": "interval", "text": "too wide"
 
 
 def run(number: int, rate: float, **changes: Any) -> Record:
+    """Return a run with this number as id and this rate; `changes` replaces fields."""
     metrics = {
         "tokens_per_device_s": {
             "value": rate,
@@ -31,6 +32,7 @@ RUNS = [run(1, 98.0), run(2, 100.0), run(3, 50.0, **WIDE), run(4, 102.0)]
 
 
 def shown(page: Page | None) -> list[list[tuple[str, str]]]:
+    """Return the text of each cell and the text below it, by row, of the page's only table."""
     assert page is not None
     [table] = [block for block in page.elements if isinstance(block, Table)]
     return [[(cell.text, cell.sub) for cell in row.cells] for row in table.rows]

@@ -1,4 +1,4 @@
-"""The page in three formats and two languages, from made-up records."""
+"""The page in three formats and two languages, from made records."""
 
 import base64
 import hashlib
@@ -35,18 +35,22 @@ from steelyard.report.plain_text import clean_line, clean_lines, display_width, 
 
 
 def line_with(text: str, start: str) -> str:
+    """Return the first line of the text that begins with `start`."""
     return next(line for line in text.splitlines() if line.startswith(start))
 
 
 def own(name: str) -> str:
+    """Return the text of a file in the report's folder of templates."""
     return (Path(as_html.__file__).parent / "templates" / name).read_text("utf-8")
 
 
 def scripts(text: str) -> list[str]:
+    """Return the bodies of the script elements of an HTML text."""
     return re.findall(r"<script>(.*?)</script>", text, re.S)
 
 
 def sha256(text: str) -> str:
+    """Return the hash of a text as a content security policy writes it."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -270,8 +274,8 @@ def test_numbers() -> None:
 
 
 def test_no_number_but_the_records() -> None:
-    """With every metric, part and reference replaced by one number, only that one and those of the
-    setting are left.
+    """With all metrics, parts of the budget and references replaced by one number, only that number
+    and those of the machine and the case are on the page.
     """
     other = make(
         metrics={name: {"value": 7.0, "unit": "u"} for name in METRICS},
@@ -340,7 +344,7 @@ def test_sizes_of_a_case_have_tables_of_their_own() -> None:
     assert text.count("- Driver: 999.1") == 1
     first, second = text.partition("## llama2-7b-mmlu · smoke")[::2]
     alone = "The published rows are of size full; runs of size smoke cannot be compared with them."
-    # below both tables of its values
+    # it stands below both tables of the smoke runs
     assert (first.count(alone), second.partition("## What")[0].count(alone)) == (0, 2)
     assert "| NVIDIA H200 × 1<br>#1 |" in first
     assert "| NVIDIA H200 × 1<br>#1, #2 |" in second

@@ -1,4 +1,4 @@
-"""Scaling over devices on the page: speed-up and efficiency, where there are two numbers of
+"""The section of a page on scaling: speed-up and efficiency, where runs have two numbers of
 devices.
 """
 
@@ -14,7 +14,7 @@ from steelyard.record.record import Record
 def scaled(
     devices: int, rate: float, ends: tuple[float, float] | None = None, **changes: Any
 ) -> Record:
-    """A run on so many devices of one node, each of which does so many tokens a second."""
+    """Return a run on `devices` devices of one node, each of which does `rate` tokens a second."""
     metrics = {"tokens_per_device_s": {"value": rate, "unit": "tokens/s/device", "interval": ends}}
     plan = {"nodes": 1, "devices": devices, "tp": 1, "pp": 1, "dp": devices, "launcher": "local"}
     return make(plan=plan, metrics=metrics, id=f"{devices:012}", **changes)

@@ -1,4 +1,4 @@
-"""The comparison of a page: its head, its summary, its charts and its table, from made-up records."""
+"""The comparison at the head of a page: machines, summary, charts and table, from made records."""
 
 from typing import Any
 
@@ -39,10 +39,12 @@ PUBLISHED = {
 
 
 def kinds(page: report.Page) -> list[str]:
+    """Return the class names of the page's top-level blocks."""
     return [type(block).__name__ for block in page.elements]
 
 
 def said(records: list[Record], lang: Any = "en") -> str:
+    """Return the text of the page's only summary paragraph."""
     [text] = [
         one.text
         for one in report.build_report_page(records, lang).elements
@@ -52,15 +54,18 @@ def said(records: list[Record], lang: Any = "en") -> str:
 
 
 def shown(found: Table) -> list[list[str]]:
+    """Return the text of each cell with the text below it, by row."""
     return [[f"{cell.text} {cell.sub}".strip() for cell in row.cells] for row in found.rows]
 
 
 def only_table(records: list[Record]) -> Table:
+    """Return the comparison table of the records' only case."""
     [runs] = group_by_case(records).values()
     return build_comparison_table(runs, EN)
 
 
 def only_chart(records: list[Record]) -> BarChart:
+    """Return the only bar chart of the records' only case."""
     [runs] = group_by_case(records).values()
     [chart] = charts.build_case_charts(runs, "c", EN)
     assert isinstance(chart, BarChart)
@@ -171,7 +176,7 @@ def test_rows_of_the_table() -> None:
         "valid",
     ]
     assert (torch[0], torch[4], torch[-1]) == (
-        "NVIDIA H200 × 1 #1, #3",  # asked the same: one row, of which only the valid run counts
+        "NVIDIA H200 × 1 #1, #3",  # equal settings: one row; only the valid run counts
         "40,000 39,000 – 41,000",
         "valid 1 of 2 valid, interval",
     )
@@ -260,8 +265,8 @@ def test_units_of_rates_have_charts_of_their_own() -> None:
 
 
 def test_a_chart_keeps_the_best_of_every_engine_and_precision() -> None:
-    """The slowest of 14 are alone in their engine and in their precision: others like the best give
-    way.
+    """The slowest two of 14 runs are the only ones of their engine and precision: runs like the
+    best one are left out instead.
     """
     many = [
         rated(number, 50000.0 - 100 * number, tune__batch_tokens=1024 * number)

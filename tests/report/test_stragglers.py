@@ -1,4 +1,4 @@
-"""The section of a page that says which rank is slow."""
+"""The section of a page that names slow ranks."""
 
 from typing import Any
 
@@ -14,7 +14,11 @@ from steelyard.words import PageWords
 
 
 def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: int = 100) -> Record:
-    """Three equal steps; two ranks a host."""
+    """Return a training record of three equal steps, one rank for each own time in seconds, two
+    ranks a host.
+
+    `host` is the pattern of host names; `tokens` are those of each step of every rank but rank 0.
+    """
     samples = []
     for rank, time_s in enumerate(own_s):
         for step in range(3):
@@ -44,6 +48,7 @@ def run(*own_s: float, step_s: float = 2.0, host: str | None = "fh{}", tokens: i
 
 
 def shown(record: Record, lang: Any = "en") -> tuple[str, Table]:
+    """Return the sentence and the table of the section on stragglers."""
     sentence, found = build_straggler_section(record, PageWords(lang))
     assert isinstance(sentence, Paragraph)
     assert isinstance(found, Table)
@@ -51,6 +56,7 @@ def shown(record: Record, lang: Any = "en") -> tuple[str, Table]:
 
 
 def texts(found: Table) -> list[list[str]]:
+    """Return the texts of the table's cells, by row."""
     return [[cell.text for cell in row.cells] for row in found.rows]
 
 
@@ -113,6 +119,7 @@ def test_why_nothing_can_be_told():
 
 
 def headings(blocks: tuple[PageElement, ...]) -> list[str]:
+    """Return the texts of all headings."""
     return [block.text for block in walk_elements(blocks) if isinstance(block, Heading)]
 
 

@@ -1,4 +1,4 @@
-"""Runs on a terminal: the table after a run, a screen a case, and which columns fit."""
+"""Runs on a terminal: the table after a run, one screen for each case, and which columns fit."""
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_points_of_a_sweep_begin_their_rows() -> None:
 
 
 def table(*columns: tuple[str, Priority, str]) -> Table:
-    """A row of these cells; a priority of 3 and more."""
+    """Return a table of one row; each column is given as title, priority and cell text."""
     heads = tuple(TableColumn(title, priority=priority) for title, priority, _ in columns)
     return Table(heads, (TableRow(tuple(Cell(text) for _, _, text in columns)),))
 

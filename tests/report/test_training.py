@@ -1,4 +1,4 @@
-"""Runs of training on the page: their columns, published rows and charts, in every format and
+"""Training runs on the page: their columns, published rows and charts, in every format and
 language.
 """
 
@@ -63,7 +63,9 @@ PADDED = PUBLISHED | {
 
 
 def trained(**changes: Any) -> Record:
-    """A pipeline of two stages that warms up for a step; the second stage is slower."""
+    """Return a training record of two pipeline stages with one step of warm-up; the second stage is
+    slower.
+    """
     return training(((2.0, 1.0, 1.0, 1.0), (2.0, 1.5, 1.0, 2.0)), plan=(1, 2, 1), **changes)
 
 

@@ -1,4 +1,4 @@
-"""How kernels are shown."""
+"""The table of kernels below a waterfall."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The process boundary: what a worker is told and what it leaves, as files and as JSON Schemas."""
+"""Tests of the files between parent and workers: the worker spec and the rank file, as JSON and as
+JSON Schemas.
+"""
 
 import json
 import subprocess
@@ -27,6 +29,9 @@ COUNTS = {"tokens": 3, "samples": 1, "logits": 1, "pairs": 6, "square": 9}
 
 @pytest.fixture
 def spec(tmp_path: Path) -> WorkerSpec:
+    """Return the spec of one worker on the CPU for 4 questions of pass val; its folder is the
+    test's own.
+    """
     case = resolve_case(CASE, "smoke").case
     run = RunSpec(
         case=case,
@@ -44,11 +49,13 @@ def spec(tmp_path: Path) -> WorkerSpec:
 
 @pytest.fixture
 def left(spec: WorkerSpec, shell: Shell) -> dict[str, Any]:
-    """What a real worker leaves that is started with the spec, by hand."""
+    """Start a real worker with the spec, as an agent would, and return the rank file that it
+    writes.
+    """
     path = spec.host.folder / "spec.json"
     path.write_text(spec.model_dump_json())
     command = [sys.executable, "-m", "steelyard.run.worker", str(path)]
-    # Its stdin stays open, as long as its agent is there.
+    # A worker ends when its stdin closes, so it stays open as it would under an agent.
     with subprocess.Popen(
         command, env=shell.env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -116,6 +123,9 @@ def test_a_spec_with_something_else_is_refused(spec: WorkerSpec, change: dict[st
 
 
 def schema(shell: Shell, of: str) -> Any:
+    """Return a validator for the JSON Schema that `steelyard schema KIND` prints, after checking
+    the schema itself.
+    """
     done = shell("schema", of)
     assert (done.code, done.err) == (0, "")
     jsonschema.Draft202012Validator.check_schema(done.json())

@@ -1,4 +1,4 @@
-"""What a device multiplies at, under an injected clock: every rate is exact."""
+"""Tests of the matmul calibration of a device, with a fake clock, so that every rate is exact."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,12 @@ SQUARE_FLOPS = 1280
 
 
 class Abacus:
-    """Multiplies at 128 FLOP/s, and at 64 where the result has few rows."""
+    """A fake device that multiplies at 128 FLOP/s, and at 64 FLOP/s where the result has fewer than
+    4 rows.
+
+    It cannot multiply the shape named `unsupported`, and has no square matmul at all if `square` is
+    false.
+    """
 
     def __init__(self, cannot: str = "", square: bool = True) -> None:
         self.now, self.used, self.cannot, self.square = 0.0, 0.0, cannot, square
@@ -41,6 +46,8 @@ class Abacus:
 
 
 class Mark:
+    """A fake device event that holds the time at which it was recorded, in seconds."""
+
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
 
@@ -49,6 +56,7 @@ class Mark:
 
 
 def shapes(smaller: int) -> tuple[Matmul, ...]:
+    """Return two matmul shapes, of which the second has few rows; `smaller` is ignored."""
     return (
         Matmul(name="up", m=4, n=2, k=1, count=3),
         Matmul(name="down", layout="tn", m=2, n=1, k=1),
@@ -76,7 +84,8 @@ def test_a_batch_too_large_for_the_time_is_halved():
         return (Matmul(name="up", m=max(1, 64 // smaller), n=1, k=1),)
 
     (one,) = calibrate_matmuls(device, "bf16", of, lambda: device.now)["matmuls"]  # type: ignore[arg-type]
-    # seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s; of 2·16, 1.75 s
+    # Seven calls of 2·8 FLOPs at 128 FLOP/s take 0.875 s, which is within the time limit; seven of
+    # 2·16 FLOPs would take 1.75 s.
     assert (asked, one.m) == ([1, 2, 4, 8], 8)
 
 
@@ -102,8 +111,11 @@ def test_a_framework_that_multiplies_nothing_is_asked_for_no_shape():
 
 
 class Cores(Abacus):
-    """Works in CPU time: a call of the square matmul takes `call_s`. `slow` maps the number of a
-    call to the factor by which it uses more CPU time, as beside a neighbour on the same core."""
+    """A fake CPU device on which a call of the square matmul takes `call_s` seconds.
+
+    `slowdowns` maps the number of a call to the factor by which it uses more CPU time, as beside
+    another process on the same core.
+    """
 
     def __init__(self, slow: dict[int, float], call_s: float = 0.01) -> None:
         super().__init__()
@@ -122,19 +134,24 @@ class Cores(Abacus):
 
 
 def before(device: Any) -> dict[str, Any]:
+    """Return the facts of the calibration before a pass, without any shapes of a case."""
     return calibrate_matmuls(
         device, "bf16", lambda smaller: (), lambda: device.now, lambda: device.used
     )
 
 
 def after(device: Any, rate: float) -> list[float]:
+    """Return the rates of the calibration after a pass in FLOP/s, rounded to six decimals."""
     told = recalibrate_square_matmul(device, "bf16", rate, lambda: device.now, lambda: device.used)
     return [round(one, 6) for one in told]
 
 
 def test_cpu_time_is_read_several_times_before_the_pass() -> None:
-    """One call, three to warm up and 39 in 0.3 s: eight parts of 3 or 6 calls. All calls but three
-    are disturbed: the mean does not show the rate of a quiet host, one of the parts does."""
+    """One call, three warmup calls and 39 calls in 0.3 s are timed as eight parts of 3 or 6 calls.
+
+    All calls but three are slowed down: the mean does not show the rate of a quiet host, but one of
+    the parts does.
+    """
     cores = Cores({call: 2.0 for call in range(43) if call not in (22, 23, 24)}, call_s=1 / 128)
     told = before(cores)
     assert cores.calls == 43
@@ -156,12 +173,12 @@ def test_a_device_with_its_own_clock_has_no_rates_of_cpu_time() -> None:
 
 
 def test_timings_after_the_pass_take_some_tens_of_milliseconds() -> None:
-    """A call to warm up and three that count take 0.04 s; three more would not end in 0.05 s."""
+    """A warmup call and three timed calls take 0.04 s; three more would not end within 0.05 s."""
     cores = Cores({0: 5.0})
     assert after(cores, 128_000.0) == [128_000.0]
     assert cores.calls == 4
     quick = Cores({1: 2.0, 2: 2.0, 3: 2.0}, call_s=0.001)
-    # 16 timings of three calls, joined to eight.
+    # 49 calls: one to warm up, then 16 timings of three calls, which are joined to eight rates.
     assert after(quick, 1_280_000.0) == [853_333.333333, *[1_280_000.0] * 7]
     assert quick.calls == 49
 

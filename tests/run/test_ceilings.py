@@ -1,5 +1,5 @@
-"""Holding a row under an injected clock: how often it is called, when it ends, and what has no
-rate.
+"""Tests of how a ceiling is measured, with a fake clock: how often a row is called, when it ends,
+and which rows have no rate.
 """
 
 from collections.abc import Callable
@@ -24,6 +24,8 @@ LIMITS = BenchLimits(stretch_s=2.0, limit_s=64.0, total_s=1000.0, within=0.01, l
 
 
 class Clock:
+    """A clock that moves only when a test sets `now`, in seconds."""
+
     def __init__(self) -> None:
         self.now = 1024.0
 
@@ -32,7 +34,9 @@ class Clock:
 
 
 class Device:
-    """Works when it is told to; each call takes the next of these times, then the last for ever."""
+    """A fake device on which each call of `work` takes the next of the given times in seconds; the
+    last one repeats for ever.
+    """
 
     def __init__(self, *times_s: float) -> None:
         self.clock, self.times, self.calls = Clock(), list(times_s), 0
@@ -48,14 +52,15 @@ class Device:
 
 
 def held(device: Device, limits: BenchLimits = LIMITS) -> list[TimedCalls]:
+    """Measure one unit of work on the device until it settles, and return its stretches."""
     return time_until_settled(
         PreparedCeiling(device.work, 1.0), device, limits, device.clock, 1000.0
     )
 
 
 def test_stretches_are_as_long_as_asked():
-    """One call to warm up, one to know its time: 0.5 s, so that four fill a stretch of 2 s. Three
-    agree at once.
+    """One warmup call and one call to learn its time, 0.5 s, so that four calls fill a stretch of 2
+    s. Three stretches agree at once.
     """
     device = Device(5.0, 0.5)
     assert held(device) == [TimedCalls(start_s=29.5 + 2 * i, time_s=2.0, calls=4) for i in range(3)]
@@ -68,8 +73,8 @@ def test_it_is_held_until_the_last_agree():
 
 
 def test_it_ends_when_its_time_is_over():
-    """Calls that never agree: every other takes twice as long. 64 s are over after 22 stretches of
-    2 and 4 s.
+    """Every other call takes twice as long, so the stretches never agree. The limit of 64 s is over
+    after 22 stretches of 2 and 4 s.
     """
     device = Device(2.0, 2.0, *[2.0, 4.0] * 50)
     times = [one.time_s for one in held(device)]
@@ -87,6 +92,7 @@ def test_a_call_too_short_for_the_clock_is_called_once():
 
 
 def row(make: Callable[[CallBudget], PreparedCeiling], **over) -> CeilingRow:
+    """Return a row of the square bf16 matmul with the given fields changed."""
     told = {
         "group": "matmul",
         "name": "square",
@@ -98,11 +104,12 @@ def row(make: Callable[[CallBudget], PreparedCeiling], **over) -> CeilingRow:
 
 
 def holder(device: Device, limits: BenchLimits = LIMITS, **over) -> CeilingBenchmarker:
+    """Return a holder that measures rows on the fake device as rank 0."""
     return CeilingBenchmarker(device, 0, limits, device.clock, 1000.0, **over)
 
 
 def value(bench: BenchTimings) -> tuple[float | None, Message | str | None]:
-    """Its rate, as a record has it."""
+    """Return the rate and the note that a record derives from one measured row."""
     found = ceiling_rates.derive_ceilings(record(bench, limits=LIMITS))[0]
     return found.value, found.note
 
@@ -153,8 +160,8 @@ def test_what_a_device_lacks_says_why():
 
 
 def test_a_row_knows_how_fast_others_like_it_were():
-    """32 FLOP/s: a call of a fifth of 64 s may have 409.6 FLOPs. Of the first attention a tenth of
-    the matmuls is expected.
+    """At 32 FLOP/s a call of a fifth of 64 s may have 409.6 FLOPs. The first attention row is
+    expected at a tenth of the matmul rate.
     """
     device, seen = Device(2.0), []
 
@@ -192,11 +199,12 @@ def test_rows_that_begin_too_late_are_not_tried():
 
 
 def test_ranks_that_work_together_agree():
-    """Another rank finds a call slower, must go on once more than this one, and so both do the
-    same.
+    """Another rank measures a slower call and needs one more stretch than this rank; both then run
+    the same number of stretches and calls.
     """
     device, said = Device(0.5), []
-    # late, failed, wrong, a call's time, go on three times, enough
+    # what the other rank votes: not late, not failed, not wrong, 1 s a call, three times to go on,
+    # once to end
     others = iter((0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
 
     def agree(mine: float) -> float:

@@ -1,4 +1,4 @@
-"""Offset and drift of a host's clock, from pings: exact values."""
+"""Tests of the offset and drift of a host's clock, estimated from pings with exact times."""
 
 import pytest
 
@@ -7,6 +7,9 @@ from steelyard.run.clock import PINGS, HostClock, PingReading
 
 
 def clock(*readings: tuple[float, float, float]) -> HostClock:
+    """Return a host clock with these pings, each as time sent, time received and remote time in
+    seconds.
+    """
     made = HostClock()
     for sent_s, heard_s, there_s in readings:
         made.add(PingReading(sent_s, heard_s, there_s))

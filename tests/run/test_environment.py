@@ -1,4 +1,4 @@
-"""What a record says about its machine, and when it may name a revision."""
+"""Tests of what a record says about its machine, and of when it names a source revision."""
 
 import json
 import os
@@ -29,12 +29,12 @@ def of_host(
     found: list[DetectedDevice],
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """As a record has it."""
+    """Describe a host with these devices as the JSON values of a record."""
     return environment.describe_host(accelerator, found, variables or {}).model_dump(mode="json")
 
 
 def test_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_PROTO", "LL")  # what the workers do not get is not told
+    monkeypatch.setenv("NCCL_PROTO", "LL")  # workers do not get it: not recorded
     variables = {
         "NCCL_ALGO": "Ring",
         "TORCH_HOME": "/somewhere",
@@ -159,6 +159,9 @@ def test_container(tmp_path: Path, name: str, text: str, expected: str | None) -
 
 
 def git(folder: Path, *arguments: str) -> str:
+    """Run git in a folder without the GIT_ variables of the environment, and return its stripped
+    output.
+    """
     who = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     done = subprocess.run(
@@ -173,7 +176,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A work tree with a package in src/, committed."""
+    """Return a git work tree with a committed package in src/."""
     package = tmp_path / "tree/src/steelyard"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")

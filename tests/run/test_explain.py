@@ -1,5 +1,5 @@
-"""A stretch under the profiler: how it is taken, what it must not touch, and real runs of it on the
-CPU.
+"""Tests of profiled steps: how many there are, which requests are refused, and real profiled runs
+on the CPU.
 """
 
 import gzip
@@ -22,6 +22,7 @@ CORPUS = "llama1-7b-openwebtext"
 
 
 def steps(count: int) -> Iterator[Phase | Work]:
+    """Yield the phases and work of an engine with this many steps and a scoring step at the end."""
     for step in range(count):
         yield Phase("compute")
         yield Work(rows=[step])
@@ -62,6 +63,7 @@ def test_steps_of_a_stretch(
 
 
 def asked(engine: str, **options: Any) -> Request:
+    """Return a smoke request of the corpus case with `--explain` on the CPU."""
     return Request(
         resolve.resolve_case(CORPUS, "smoke"),
         engine=engine,

@@ -1,4 +1,6 @@
-"""Why a run failed, from what ranks left and how they ended."""
+"""Tests of how the cause of a failed run is found from rank files, exit codes and the tails of
+stderr.
+"""
 
 import signal
 
@@ -14,6 +16,9 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer
 
 
 def rank(number: int, status: RankStatus, ended_s: float, error: str | None = None) -> RankFile:
+    """Return a rank file on the CPU that ended at `ended_s`; an error text is made up unless one is
+    given or the rank is done.
+    """
     told = None if status == "done" else error or f"error {number}"
     return RankFile(
         rank=number, device=f"cpu:{number}", status=status, error=told, ended_s=ended_s, budget={}
@@ -21,6 +26,9 @@ def rank(number: int, status: RankStatus, ended_s: float, error: str | None = No
 
 
 def exits(*ended: tuple[int, int | None, float]) -> dict[int, WorkerEnded]:
+    """Return the exits of workers by rank, each given as rank, exit code (None for a suspended
+    worker) and time in seconds.
+    """
     return {
         who: WorkerEnded(token="t", rank=who, code=code, time_s=time_s, suspended=code is None)
         for who, code, time_s in ended
@@ -28,6 +36,7 @@ def exits(*ended: tuple[int, int | None, float]) -> dict[int, WorkerEnded]:
 
 
 def results(ranks: list[RankFile], ended: dict[int, WorkerEnded] | None = None) -> RankResults:
+    """Return the results of ranks with these rank files and exits."""
     return RankResults({one.rank: one for one in ranks}, ended or {})
 
 
@@ -64,7 +73,7 @@ DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
             exits((0, -40, 2.0), (1, 1, 1.0)),
             ("killed", "rank 1 left no result; exit code 1", 1),
         ),
-        # A rank that lost its peer is no cause: that is the one that says nothing.
+        # A rank that lost its peer is not the cause; the rank that ended without a result is.
         (
             [rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)],
             exits((0, 1, 1.0), (1, -9, 0.9)),
@@ -90,13 +99,13 @@ DONE = [rank(0, "done", 1.0), rank(1, "done", 2.0)]
             exits((0, 1, 1.0), (1, 0, 0.9)),
             ("killed", "rank 1 left no result; exit code 0", 1),
         ),
-        # But where that one did not end, the error is all there is to say.
+        # Where no other rank has ended, the lost connection is the only known error.
         (
             [rank(0, "raised", 1.0, GLOO), rank(1, "running", 0.5)],
             exits((0, 1, 1.0)),
             ("raised", f"rank 0: {GLOO}", 0),
         ),
-        # One that somebody else told to end is a cause.
+        # A rank that was ended by a signal from outside is a cause.
         (
             [rank(0, "raised", 1.2, GLOO), rank(1, "ended", 1.0)],
             exits((1, -15, 1.0), (0, 1, 1.2)),
@@ -201,7 +210,8 @@ def test_one_worker_speaks_for_all_ranks_of_its_program():
                 "rank 0 was ended by SIGABRT, and its stderr says: what(): std::bad_alloc",
             ),
         ),
-        # What was said earlier, and survived, is no cause; nor is it known who sends SIGKILL.
+        # Only the last line of stderr counts: the rank survived earlier errors. After SIGKILL the
+        # sender is unknown, so stderr is not used.
         (
             1,
             "torch.OutOfMemoryError: no more\nonce more with less\n",

@@ -1,5 +1,5 @@
-"""Workers in another Python: what is known of it before anything is started, and what a record
-keeps.
+"""Tests of workers in another Python: what is checked before a run starts, and what the record
+stores about it.
 """
 
 import json
@@ -26,6 +26,7 @@ CORPUS = "llama1-7b-openwebtext"
 
 
 def script(folder: Path, text: str) -> str:
+    """Write an executable shell script named `python` and return its path."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -33,7 +34,9 @@ def script(folder: Path, text: str) -> str:
 
 
 def answer(folder: Path, **other: Any) -> str:
-    """A Python that says this of itself."""
+    """Write a fake Python that describes itself as JSON, with these facts changed, and return its
+    path.
+    """
     told = {"python": "3.12.1", "packages": {"numpy": "2.0"}, "version": __version__, "lacking": []}
     return script(
         folder, f"echo '{json.dumps({**told, 'package': environment.hash_package(), **other})}'"
@@ -41,6 +44,7 @@ def answer(folder: Path, **other: Any) -> str:
 
 
 def refusal(path: str) -> str:
+    """Return the one-line error with which the Python at this path is refused."""
     with pytest.raises(RequestError) as caught:
         environment.inspect_interpreter(path, ["paddle"], os.environ)
     assert "\n" not in str(caught.value)
@@ -94,12 +98,13 @@ def test_those_that_do_not_fit(tmp_path: Path) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path of modules, which the names of a test are imported from."""
+    """Return a folder on the module search path; packages that a test writes there can be imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 def package(folder: Path, name: str, source: str) -> None:
+    """Write a package whose `__init__.py` holds this source, with an empty submodule `part`."""
     (folder / name).mkdir()
     (folder / name / "__init__.py").write_text(source)
     (folder / name / "part.py").write_text("")
@@ -236,8 +241,8 @@ def test_a_launchers_words_to_paddle_are_not_inherited() -> None:
 
 
 def test_a_run_in_another_python(shell: Shell, tmp_path: Path) -> None:
-    """A link is another Python as far as anyone knows; the record says which version it is, and not
-    where it lies.
+    """A script that starts this Python counts as another one. The record holds its version but not
+    its path.
     """
     words = ("run", CORPUS, "--size", "smoke", "--accelerator", "cpu", "--steps", "2")
     refused = shell(*words, "--set", f"engine.python={tmp_path / 'none'}", "--out", shell.out)

@@ -1,4 +1,4 @@
-"""Launchers as pure functions: a site in, command lines out; and the site file itself."""
+"""Tests of launchers, which turn a site and a host into a command line, and of the site file."""
 
 import errno
 import gzip
@@ -48,7 +48,9 @@ def test_ssh() -> None:
 
 
 def test_ssh_quotes_every_word() -> None:
-    """ssh hands one line to a shell: what a site file names stays one word there."""
+    """ssh passes one line to a shell on the remote host, so each name from a site file must stay
+    one word.
+    """
     odd = "/opt/a b/$(touch pwned)/py'thon"
     found = launch.make_ssh_command(Site(python=odd), "north")[-1]
     assert shlex.split(found) == [odd, *NODE]
@@ -230,8 +232,8 @@ def test_a_bad_site_file(tmp_path: Path, text: str, why: str) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's own site file, in a configuration folder for this test; the working directory is
-    another.
+    """Return the user's site file, in a configuration folder of this test; the working directory is
+    another folder.
     """
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -283,7 +285,7 @@ def test_a_site_file_that_others_can_write_is_refused(own: Path, mode: int) -> N
 
 
 def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> None:
-    """They could replace it."""
+    """Other users could replace the file."""
     own.parent.chmod(0o777)
     with pytest.raises(
         RequestError,
@@ -293,7 +295,7 @@ def test_a_site_file_in_a_folder_that_others_can_write_is_refused(own: Path) -> 
 
 
 def test_a_packed_site_file_is_not_unpacked(tmp_path: Path) -> None:
-    """The hash in a record is of the file as it lies there."""
+    """A record holds the hash of the file as it is stored."""
     (tmp_path / "site.toml").write_bytes(gzip.compress(b"devices = 2"))
     with pytest.raises(RequestError, match="is not a site file"):
         site.read_site(tmp_path / "site.toml")

@@ -1,5 +1,5 @@
-"""CPU time of a host from a made /proc and /sys, what is kept of it, and a real process that spins
-beside a real run.
+"""Tests of the CPU load of a host: reading fake /proc and /sys trees, thinning the readings, and a
+real process that spins beside a real run.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ TICKS = cpu_load.TICKS_PER_S
 
 
 def put(root: Path, **files: str) -> None:
-    """Files by their path, with slashes."""
+    """Write text files under a root; keys are paths with slashes."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,8 +26,8 @@ def put(root: Path, **files: str) -> None:
 
 
 def stat(root: Path, *cores: tuple[int, ...]) -> None:
-    """Of each core in seconds: user, nice, system, idle, iowait, irq, softirq, steal, guest,
-    guest_nice.
+    """Write /proc/stat with one line per core: seconds of user, nice, system, idle, iowait, irq,
+    softirq, steal, guest and guest_nice.
     """
     lines = [
         f"cpu{n} {' '.join(str(second * TICKS) for second in core)}" for n, core in enumerate(cores)
@@ -38,18 +38,22 @@ def stat(root: Path, *cores: tuple[int, ...]) -> None:
 def process(
     root: Path, pid: int, *seconds: int, name: str = "a (b) c", children: tuple[int, ...] = ()
 ) -> None:
+    """Write the stat file of a process with these CPU seconds (user, system, children's user,
+    children's system) and its child processes.
+    """
     times = " ".join(str(second * TICKS) for second in seconds)
     put(root, **{f"proc/{pid}/stat": f"{pid} ({name}) S 1 2 3 4 5 6 7 8 9 10 {times} 0 0\n"})
     put(root, **{f"proc/{pid}/task/{pid}/children": " ".join(map(str, children))})
 
 
 def reader(root: Path, cores: tuple[int, ...] = (0, 1)) -> CpuLoadReader:
+    """Return a load reader of these cores whose agent is process 10 with parent 9."""
     return CpuLoadReader("t", root, cores, agent_pids=(10, 9))
 
 
 def test_what_is_counted(tmp_path: Path) -> None:
-    """Not idle (100), waiting (50), guests (7, in user already), nor the core that the run may not
-    use.
+    """Idle time (100), waiting (50), guests (7, which are in user already) and the core that the
+    run may not use do not count.
     """
     stat(
         tmp_path, (1, 2, 3, 100, 50, 4, 5, 6, 7, 7), (10, 0, 0, 100, 50, 0, 0, 0, 0, 0), (99,) * 10
@@ -59,7 +63,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     process(tmp_path, 20, 5, 1, 2, 1, children=(21,))
     process(tmp_path, 21, 3, 0, 0, 0, children=(22,))
     process(tmp_path, 22, 1, 0, 0, 0)
-    process(tmp_path, 33, 70, 0, 0, 0)  # a stranger
+    process(tmp_path, 33, 70, 0, 0, 0)  # a process of somebody else
     one = reader(tmp_path)
     one.watch((20,))
     found = one.read(4.5)
@@ -77,7 +81,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
 
 def test_a_host_that_does_not_count(tmp_path: Path) -> None:
     assert reader(tmp_path).read(0.0).busy_s is None
-    stat(tmp_path, (1,) * 10)  # core 1 is not there
+    stat(tmp_path, (1,) * 10)  # core 1 is missing
     assert reader(tmp_path).read(0.0).busy_s is None
     put(tmp_path, **{"proc/stat": "cpu0 what\ncpu1 ever\n"})
     assert reader(tmp_path).read(0.0).busy_s is None
@@ -98,7 +102,9 @@ def test_descendants_are_looked_for_seldom_where_threads_are_many(tmp_path: Path
 
 
 def test_the_quota_of_control_groups_version_2(tmp_path: Path) -> None:
-    """The tightest on the way up holds; its group counts all that is in it."""
+    """The smallest quota from the process's group up to the root holds, and the usage is that of
+    the same group.
+    """
     top = "sys/fs/cgroup"
     put(tmp_path, **{"proc/self/cgroup": "0::/pod/box\n", f"{top}/pod/box/cpu.max": "max 100000\n"})
     assert cpu_load.find_tightest_cgroup(tmp_path) is None
@@ -168,6 +174,9 @@ def test_no_control_group_and_one_that_makes_no_sense(tmp_path: Path) -> None:
 def said(
     t_s: float, busy_s: float | None = 0.0, own_s: float = 0.0, quota: float | None = None
 ) -> LoadMessage:
+    """Return a load message of a host with four allowed cores; the agent's time is a tenth of the
+    run's.
+    """
     group = None if quota is None else 7.0 + t_s
     return LoadMessage(
         token="t",
@@ -219,6 +228,7 @@ SPIN = "import os\nprint(os.getpid(), flush=True)\nwhile True: pass"
 
 @pytest.fixture
 def spinning() -> "Iterator[subprocess.Popen[str]]":
+    """Start a process that uses a whole core, and kill it after the test."""
     with subprocess.Popen([sys.executable, "-c", SPIN], stdout=subprocess.PIPE, text=True) as one:
         try:
             assert one.stdout is not None
@@ -232,8 +242,8 @@ def spinning() -> "Iterator[subprocess.Popen[str]]":
 def test_a_process_that_spins_beside_a_run_is_seen(
     spinning: "subprocess.Popen[str]", shell: Shell
 ) -> None:
-    """Judged by counted CPU time: whatever else this machine does, the spinning process alone is
-    above the bound.
+    """The test compares counted CPU times: whatever else the machine does, the spinning process
+    alone exceeds the bound.
     """
     done = shell(*SMOKE, "--out", shell.out)
     assert done.code == 0, done.err

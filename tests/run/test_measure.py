@@ -1,4 +1,4 @@
-"""The measured loop under an injected clock: every number is exact."""
+"""Tests of the measured loop with a fake clock, so that every number is exact."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,8 @@ COUNTS = {"tokens": 0, "samples": 1, "logits": 1, "pairs": 1, "square": 1}
 
 
 class Clock:
+    """A clock that moves only when a test or a fake device sets `now`, in seconds."""
+
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -20,6 +22,8 @@ class Clock:
 
 
 class Event:
+    """A fake device event that holds the time at which the device reaches it, in seconds."""
+
     def __init__(self, at_s: float) -> None:
         self.at_s = at_s
 
@@ -28,7 +32,9 @@ class Event:
 
 
 class Device:
-    """A device behind its host: work is queued at once and done later, one after the other."""
+    """A fake asynchronous device: work is queued at once and done later, in order. It counts its
+    synchronizations.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -49,8 +55,10 @@ class Device:
 def engine(
     clock: Clock, device: Device, steps: int = 3, hidden_s: float = 0.0
 ) -> Iterator[Phase | Work]:
-    """Each step: the host takes 0.25 s to make inputs, which the device copies in 0.5 s, then
-    computes for 2 s.
+    """Yield the phases and work of `steps` steps: the host takes 0.25 s to make inputs, the device
+    copies them in 0.5 s and computes for 2 s.
+
+    `hidden_s` seconds of device work follow after the last step.
     """
     for step in range(steps):
         yield Phase("data")
@@ -231,8 +239,8 @@ def test_work_that_counts_too_little_is_refused():
     [("device", 2.5, 3.0), ("host", None, 3.0), ("reported", None, None)],
 )
 def test_whose_clock_it_was(kind: str, device_s: float | None, cpu_s: float | None):
-    """Of a program that reports its times, neither this process's CPU time nor a device's clock is
-    known.
+    """For a program that reports its own times, neither the CPU time of this process nor a device
+    clock is known.
     """
     clock = Clock()
     events = {"device": Event, "reported": ReportedEvent, "host": lambda at_s: HostEvent(clock)}

@@ -1,4 +1,6 @@
-"""The protocol: one line a message, and none without the run's token."""
+"""Tests of the protocol between parent and agents: one line per message, and none is accepted
+without the run's token.
+"""
 
 import json
 from typing import Any
@@ -19,6 +21,7 @@ TOKEN = "a" * 32
 
 
 def line(**table: Any) -> bytes:
+    """Return the fields as one line of JSON."""
     return json.dumps(table).encode() + b"\n"
 
 
@@ -27,7 +30,7 @@ def test_a_message_survives_its_line() -> None:
     raw = messages.encode_message(sent)
     assert raw.count(b"\n") == 1
     assert messages.decode_message(raw, TO_AGENT, TOKEN) == sent
-    assert messages.decode_message(raw, TO_AGENT, None) == sent  # the first one brings the token
+    assert messages.decode_message(raw, TO_AGENT, None) == sent  # before a token is known
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A real agent, with the test as its parent."""
+"""Tests of a real node agent, with the test as its parent."""
 
 import json
 import os
@@ -33,6 +33,8 @@ TOKEN = "c" * 32
 
 
 class Agent:
+    """A real node agent in a process of its own, to which a test sends messages as its parent."""
+
     def __init__(self, shell: Shell, **variables: str) -> None:
         self.shell = shell
         self.process = subprocess.Popen(
@@ -51,7 +53,9 @@ class Agent:
         self.process.stdin.flush()
 
     def hear(self, kind: str) -> dict[str, Any]:
-        """The next message of a kind."""
+        """Return the next message of this kind and drop those before it; fail with the agent's
+        stderr if there is none.
+        """
         assert self.process.stdout is not None
         while line := self.process.stdout.readline():
             table: dict[str, Any] = json.loads(line)
@@ -63,15 +67,18 @@ class Agent:
         )
 
     def open(self, **over: Any) -> dict[str, Any]:
+        """Send the open message with these fields changed and return the agent's hello."""
         self.send(opening(**over))
         return self.hear("hello")
 
 
 def failure(code: str, text: str) -> dict[str, Any]:
+    """Return a failure without a rank, as a message holds it."""
     return {"code": code, "text": text, "rank": None}
 
 
 def opening(**over: Any) -> OpenMessage:
+    """Return the open message of a run on one CPU device, with these fields changed."""
     base: dict[str, Any] = {
         "token": TOKEN,
         "mark": "m" * 16,
@@ -92,6 +99,7 @@ def opening(**over: Any) -> OpenMessage:
 
 @pytest.fixture
 def agent(shell: Shell) -> Iterator[Agent]:
+    """Start a node agent, and kill it and all its processes after the test."""
     one = Agent(shell)
     yield one
     one.process.kill()
@@ -153,7 +161,7 @@ def test_pings_are_answered_with_the_clock(agent: Agent) -> None:
     ],
 )
 def test_what_is_no_message_of_this_run_ends_it(agent: Agent, line: bytes, why: bytes) -> None:
-    """Whoever writes into this pipe without the token is not the parent."""
+    """Only the parent knows the token; whoever writes into the pipe without it is not the parent."""
     agent.open()
     agent.send(line)
     _, err = agent.process.communicate(timeout=300)
@@ -176,8 +184,8 @@ def test_a_silent_parent_is_gone(agent: Agent) -> None:
 
 @pytest.mark.full
 def test_a_parent_that_takes_nothing_holds_up_nobody(agent: Agent) -> None:
-    """A pipe has room for 64 KiB, and each answer has more than 80 bytes: the agent cannot say all
-    it has to say.
+    """A pipe holds 64 KiB and each of the 5000 answers more than 80 bytes, so the agent cannot
+    write all of them.
     """
     agent.open(silence_s=0.5)
     agent.send(messages.encode_message(PingMessage(token=TOKEN, sent_s=0.0)) * 5000)
@@ -205,13 +213,13 @@ def test_an_agent_that_is_told_to_end_says_so(agent: Agent, number: int) -> None
 def test_stop_before_start(agent: Agent) -> None:
     agent.open()
     agent.send(StopMessage(token=TOKEN))
-    # without it the parent would take it for lost
+    # without a bye the parent would take the agent for lost
     assert (agent.hear("bye")["failure"], agent.process.wait(300)) == (None, 0)
 
 
 @pytest.mark.parametrize("number,code", [("ENOSPC", "disk_full"), ("EACCES", "not_started")])
 def test_ranks_that_cannot_be_started(shell: Shell, number: str, code: str) -> None:
-    """The folder of a run is the first thing that needs a disk."""
+    """The folder of a run is the first thing that the agent writes to disk."""
     fails = f"""
 import errno, os, tempfile
 def fail(*arguments, **options):
@@ -261,8 +269,8 @@ def test_sweep_ends_what_carries_the_mark(agent: Agent, shell: Shell) -> None:
 
 
 def test_sweep_ends_an_agent_that_is_stopped(agent: Agent, shell: Shell) -> None:
-    """As over ssh, where nobody else would: it is no child of the parent there, and its environment
-    carries no mark.
+    """Over ssh nobody else would end it: the agent is no child of the parent there, and its
+    environment does not hold the mark.
     """
     lost = Agent(shell)
     lost.open(mark="m" * 16)
@@ -276,7 +284,7 @@ def test_what_a_plug_in_prints_is_no_message(shell: Shell) -> None:
     (shell.folder / "sitecustomize.py").write_text("print('hello from a plug-in')\n")
     agent = Agent(Shell(shell.folder, (shell.folder,)))
     assert agent.process.stdout is not None
-    # before it is there: the parent passes over it
+    # printed before the agent redirects stdout; the parent ignores such lines
     assert agent.process.stdout.readline() == b"hello from a plug-in\n"
     assert agent.open()["kind"] == "hello"
     agent.process.kill()
@@ -288,7 +296,7 @@ def test_devices_are_claimed_by_one_agent(shell: Shell) -> None:
     end = time.monotonic() + 300
     try:
         while agents[-1].open()["devices"][0]["busy"] is not None and time.monotonic() < end:
-            agents.append(Agent(shell))  # a run of another test had the device before
+            agents.append(Agent(shell))  # another test had claimed it
         agents.append(Agent(shell))
         found = agents[-1].open()["devices"][0]["busy"]
         assert found is not None
@@ -309,14 +317,16 @@ def test_devices_are_claimed_by_one_agent(shell: Shell) -> None:
 def test_workers_are_told_one_interface(
     environment: dict[str, str], told: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL takes lo for every name that begins so; a site that names what it wants gets it."""
+    """NCCL matches interfaces by prefix unless the name begins with `=`; a value from the site file
+    is left as it is.
+    """
     monkeypatch.setattr(os, "environ", {})
     found = Host(opening(environment=environment)).make_worker_environment()
     assert {name: value for name, value in found.items() if name.endswith("_IFNAME")} == told
 
 
 class Said:
-    """A voice that keeps what is said."""
+    """A message sender that stores the messages instead of writing them."""
 
     is_connected = True
 
@@ -331,7 +341,7 @@ class Said:
 
 
 class Starved:
-    """Ranks whose news do not fit into memory."""
+    """A stand-in for the ranks of a node that raises MemoryError when news are read."""
 
     is_over, cleaned = False, False
 
@@ -344,7 +354,9 @@ class Starved:
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Said]:
-    """An agent without a process of its own, which has heard nothing yet."""
+    """Return an agent in this process, which has received no message yet, and the sender that
+    stores its messages.
+    """
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     said = Said()
     made: Any = node.NodeAgent(SimpleQueue(), said)  # type: ignore[arg-type]
@@ -390,7 +402,7 @@ def test_ranks_that_cannot_be_started_for_lack_of_memory(error: MemoryError | OS
 def test_a_working_directory_that_was_deleted_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries of torch end a worker there without a word of why."""
+    """In a deleted folder, libraries of torch would end a worker without an error message."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

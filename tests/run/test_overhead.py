@@ -1,4 +1,6 @@
-"""What telemetry costs: CPU time of the real agent beside a real worker that computes all the time."""
+"""Test of what telemetry costs: the CPU time of a real agent beside a real worker that computes all
+the time.
+"""
 
 from pathlib import Path
 
@@ -6,13 +8,15 @@ import pytest
 
 from fixtures.commands import SMOKE, Shell, faulty_engine
 
-# of a core; less than 1 % is promised, and machines that tests run on are slow and busy
+# Share of one core. The documentation promises less than 1 %; test machines are slow and busy.
 MOST = 0.05
 
 
 @pytest.mark.full
 def test_the_agent_takes_little_of_a_core(tmp_path: Path) -> None:
-    """Eight steps of 2 s of CPU time; counted by the kernel in hundredths of a second."""
+    """The engine runs eight steps of 2 s of CPU time; the kernel counts CPU time in hundredths of a
+    second.
+    """
     shell = Shell(tmp_path, (faulty_engine(tmp_path / "engine"),))
     done = shell(*SMOKE, "--engine", "faulty", "--out", shell.out, FAULTY_STEP_S="2")
     shell.clean()
@@ -29,4 +33,4 @@ def test_the_agent_takes_little_of_a_core(tmp_path: Path) -> None:
     assert len(inside) >= 8
     assert 0 <= used_s / time_s < MOST
     rows = len([t_s for t_s in found["telemetry"][0]["columns"]["t_s"] if begin_s <= t_s <= end_s])
-    assert rows > len(inside)  # it did sample
+    assert rows > len(inside)  # telemetry was sampled

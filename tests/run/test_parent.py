@@ -1,5 +1,5 @@
-"""Runs that go wrong, with real processes: whatever happens, one record says what it was, and
-nothing is left behind.
+"""Tests of runs that fail, with real processes: one record says what happened, and no process or
+file is left behind.
 """
 
 import os
@@ -21,8 +21,8 @@ FAULTY = (*SMOKE, "--engine", "faulty")
 
 
 def sole_record(shell: Shell, done: Done) -> dict[str, Any]:
-    """What every ended run must leave: exit code 1, one sound record, no process, no temporary
-    file.
+    """Check what every ended run must leave and return its record: exit code 1, one record that
+    verifies, no process and no temporary file.
     """
     assert done.code == 1, done.err
     (record,) = shell.records()
@@ -35,6 +35,9 @@ def sole_record(shell: Shell, done: Done) -> dict[str, Any]:
 
 
 def run_faulty(shell: Shell, fault: str, *options: str, **variables: str) -> dict[str, Any]:
+    """Run the faulty engine with this fault, check the printed status and reasons, and return the
+    only record.
+    """
     done = shell(
         *FAULTY, "--out", shell.out, *options, FAULTY=fault, FAULTY_CHILDREN="1", **variables
     )
@@ -52,6 +55,7 @@ def run_faulty(shell: Shell, fault: str, *options: str, **variables: str) -> dic
 
 
 def reason(record: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the status of a record, and the code and text of its first reason."""
     return record["status"], record["reasons"][0]["code"], sentence(record["reasons"][0]["text"])
 
 
@@ -130,6 +134,9 @@ def test_time_limit(faulty: Shell) -> None:
 
 
 def interrupted(shell: Shell, fault: str, *numbers: int) -> Done:
+    """Run the faulty engine, send these signals 0.4 s apart once it has started to work, and return
+    the result.
+    """
     mark = shell.folder / "mark"
     process = shell.start(
         *FAULTY,
@@ -156,23 +163,23 @@ def test_interrupt(faulty: Shell, number: int, who: str) -> None:
     status, code, text = reason(record)
     phases = [
         f"interrupted by {who}, in phase {name!r}" for name in ("val", "calibrate", "prepare val")
-    ]  # as far as was heard by then
+    ]  # the last phase that was reported
     assert (status, code, text in phases) == ("failed", "interrupted", True), text
-    assert record["budget"]["val"] > 0.0  # as far as it got
+    assert record["budget"]["val"] > 0.0  # time until the interrupt
     assert [one["code"] for one in record["reasons"]] == ["interrupted"]
-    assert record["failure"]["exit_code"] is None  # it was told to end
+    assert record["failure"]["exit_code"] is None  # the agent ended it
 
 
 @pytest.mark.full
 def test_a_rank_without_work_is_no_reason(shell: Shell) -> None:
-    """One question for two ranks: the second has nothing to account for."""
+    """With one question for two ranks, the second rank has no work to account for."""
     done = shell(*SMOKE, "--devices", "2", "--sample", "1", "--out", shell.out)
     assert (done.code, [record["status"] for record in shell.records()]) == (0, ["valid"])
 
 
 @pytest.mark.full
 def test_interrupt_again_and_again(faulty: Shell) -> None:
-    """The second Ctrl-C falls into the time in which a worker that does not listen is given to end."""
+    """The second Ctrl-C arrives while a worker that ignores signals is given time to end."""
     done = interrupted(faulty, "stubborn@work", signal.SIGINT, signal.SIGINT, signal.SIGTERM)
     assert reason(sole_record(faulty, done))[1] == "interrupted"
 
@@ -198,7 +205,7 @@ def test_wrong_answers_are_invalid(faulty: Shell, fault: str, code: str, text: s
     status, found, said = reason(record)
     assert (status, found) == ("invalid", code)
     assert text is None or said == text
-    timed = {"implausible"}  # beside others a matmul may be timed too slow for what the pass did
+    timed = {"implausible"}  # on a busy machine the matmul may be timed too slow
     assert {one["code"] for one in record["reasons"]} - timed == {code}
     assert record["failure"] is None
     if fault == "tokens":
@@ -217,9 +224,7 @@ SLOW = [
 @pytest.mark.full
 @pytest.mark.parametrize("fault", ["no_such_question", "odd_detail", *SLOW])
 def test_answers_that_make_no_sense(faulty: Shell, fault: str) -> None:
-    """An engine whose answers cannot be read has failed; its record says so, and the parent does
-    not fall over it.
-    """
+    """The record of an engine with unreadable answers is failed, and the parent does not crash."""
     record = run_faulty(faulty, fault)
     assert reason(record)[:2] == ("failed", "raised")
     assert "engine" in reason(record)[2]
@@ -233,9 +238,12 @@ def test_engine_that_counts_too_little(faulty: Shell) -> None:
 
 
 def test_parent_killed(faulty: Shell) -> None:
-    """The record of a run that has not ended lies there from the start. The agent hears that its
-    parent is gone and ends the workers and all they started, even while the dead parent is still a
-    zombie, which it stays in containers whose first process reaps nobody."""
+    """An unfinished record is written at the start of a run. The agent notices that its parent is
+    gone and ends the workers and their children.
+
+    This holds even while the dead parent is a zombie, as in containers whose first process reaps no
+    children.
+    """
     mark = faulty.folder / "mark"
     process = faulty.start(
         *FAULTY,
@@ -310,8 +318,8 @@ def test_two_devices_one_raises(faulty: Shell) -> None:
 
 
 def test_agent_killed(faulty: Shell) -> None:
-    """Its workers are in sessions of their own and have lost their agent; they end, and what they
-    started with them.
+    """Workers run in sessions of their own; without their agent they end themselves and their
+    children.
     """
     record = run_faulty(faulty, "kills_parent@work", "--devices", "2", FAULTY_RANK="1")
     assert reason(record) == (
@@ -386,7 +394,7 @@ def test_write_that_stops_half_way(shell: Shell, smoke: dict[str, Path]) -> None
 
 
 def test_without_torch(tmp_path: Path, smoke: dict[str, Path]) -> None:
-    """Everything but `run` works, and `run` says what to install."""
+    """Every command but `run` works, and `run` says what to install."""
     site = tmp_path / "site"
     site.mkdir()
     hide = "import importlib.machinery, sys\nreal = importlib.machinery.PathFinder.find_spec\n"
@@ -411,7 +419,7 @@ def test_without_torch(tmp_path: Path, smoke: dict[str, Path]) -> None:
 
 
 def test_files_beside_the_user_are_not_imported(shell: Shell) -> None:
-    """A worker is no place for whatever `torch.py` lies in the current folder."""
+    """A worker must not import a `torch.py` that happens to be in the current folder."""
     for name in ("torch", "json", "numpy"):
         (shell.folder / f"{name}.py").write_text("raise RuntimeError('not mine')\n")
     done = shell(*SMOKE, "--passes", "val", "--out", shell.out)
@@ -419,9 +427,7 @@ def test_files_beside_the_user_are_not_imported(shell: Shell) -> None:
 
 
 def test_names_cannot_leave_the_folder(faulty: Shell) -> None:
-    """A case file may come from a stranger, and a precision's name is part of the record's file
-    name.
-    """
+    """A case file may be hostile, and the name of its precision is part of the record's file name."""
     from importlib import resources
 
     text = (resources.files("steelyard") / "cases" / f"{CASE}.toml").read_text()
@@ -457,7 +463,7 @@ def test_a_worker_that_dies_of_an_illegal_instruction(faulty: Shell, devices: st
 
 
 def test_no_process_of_ours_before_we_start(faulty: Shell) -> None:
-    """The check for processes left behind is itself alive: it sees one that is there."""
+    """The check for leftover processes is itself tested: it sees a process that is there."""
     sleeper = subprocess.Popen(["sleep", "30"], env=faulty.env())
     try:
         assert [one.pid for one in faulty.processes()] == [sleeper.pid]

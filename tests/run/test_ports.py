@@ -1,4 +1,4 @@
-"""What a run on one host opens to others: nothing."""
+"""Tests that a run on one host opens no port to other hosts."""
 
 import ipaddress
 import json
@@ -47,8 +47,11 @@ def test_listening_sockets_are_found() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("plan", ["DP2", "PP2"])
 def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) -> None:
-    """Its parent, its agent and its ranks, once all have met and train, also where the user's
-    environment names another interface. None has the token on its command line."""
+    """Parent, agent and ranks are looked at once all of them train, also where the user's
+    environment names another interface.
+
+    No command line holds the token.
+    """
     others = [
         name
         for name, known in psutil.net_if_addrs().items()
@@ -70,7 +73,7 @@ def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) ->
         for name in ("steelyard run", "run.node", "run.worker")
     ] == [1, 1, 2]
     found = [(one.pid, kind, address) for one in ours for kind, address, _ in listening(one.pid)]
-    assert found  # gloo's
+    assert found  # those of gloo
     assert [one for one in found if not ipaddress.ip_address(one[2]).is_loopback] == []
     assert [command for command in commands if TOKEN.search(command)] == []
     process.send_signal(signal.SIGINT)
@@ -79,6 +82,7 @@ def test_a_run_on_one_host_listens_on_loopback_alone(shell: Shell, plan: str) ->
 
 
 def _phase(shell: Shell) -> str | None:
+    """Return the phase that the run last wrote to its progress file, or None if there is none yet."""
     for path in shell.tmp.glob("steelyard-*/progress.json"):
         return str(json.loads(path.read_text())["phase"])
     return None

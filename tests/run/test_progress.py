@@ -1,4 +1,4 @@
-"""What whoever watches a run is told: every phase, from the first, and how long it goes on."""
+"""Tests of progress reports: every phase from the first, and how long it has taken."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from steelyard.run.worker import Worker
 
 
 class Told(Worker):
-    """A worker that writes nothing down."""
+    """A worker that stores its progress reports instead of writing them to a file."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.budget = Budget(clock)

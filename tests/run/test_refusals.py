@@ -1,4 +1,4 @@
-"""What a stranger's files do to the command: one line and exit code 2, or a record that says what
+"""Tests of runs with wrong or damaged files: one line and exit code 2, or a record that says what
 is wrong.
 """
 
@@ -23,6 +23,9 @@ SMOKE = ["--size", "smoke", "--accelerator", "cpu"]
 
 
 def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the MMLU case with its records in `folder` and return the finished process, without the
+    warning that another run uses the CPU.
+    """
     command = [
         sys.executable,
         "-m",
@@ -34,7 +37,7 @@ def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         *words,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    # Tests run side by side on one CPU, which every second run at full size warns of.
+    # Tests run in parallel on one CPU, so runs at full size may warn that another run uses it.
     said = [
         line
         for line in done.stderr.splitlines(keepends=True)
@@ -44,7 +47,9 @@ def steelyard(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(done: subprocess.CompletedProcess[str], folder: Path, *fragments: str) -> None:
-    """One line, exit code 2, nothing written."""
+    """Check that a command was refused: exit code 2, one line on stderr that holds every fragment,
+    and no record.
+    """
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     for fragment in fragments:
@@ -54,7 +59,7 @@ def refused(done: subprocess.CompletedProcess[str], folder: Path, *fragments: st
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Hugging Face folder of the smoke model, in two shards."""
+    """Return a Hugging Face folder of the smoke model, in several shards."""
     import transformers
 
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -75,6 +80,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def copy(checkpoint, tmp_path):
+    """Return a copy of the checkpoint, for a test to damage."""
     return Path(shutil.copytree(checkpoint, tmp_path / "weights"))
 
 
@@ -148,13 +154,14 @@ def test_a_missing_folder_of_weights(tmp_path):
 
 @pytest.fixture
 def mmlu(data_dir, tmp_path):
-    """The real data, unpacked, to be damaged."""
+    """Unpack the real MMLU data into a folder that a test may damage, and return it."""
     with tarfile.open(data_dir / "mmlu" / "mmlu_data.tar.gz") as tar:
         tar.extractall(tmp_path / "mmlu")
     return tmp_path / "mmlu"
 
 
 def full(data: Path, tokenizer: Path) -> list[str]:
+    """Return the options of a full-size run on the CPU with five questions of this data."""
     return [
         "--data",
         str(data),
@@ -338,9 +345,7 @@ def test_a_changed_question_stands_apart(smoke, tmp_path):
 def test_an_interrupt_is_said_before_a_run_too(
     monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
-    """Ctrl-C while a request is worked out, or waits in a queue: nothing was started, and there is
-    no record.
-    """
+    """Ctrl-C while a request is checked or waits in a queue starts nothing and leaves no record."""
 
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt

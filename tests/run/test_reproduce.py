@@ -1,4 +1,6 @@
-"""A run made of a record again: what is asked, what is refused, what differs."""
+"""Tests of running a record's request again: what is requested, what is refused, and which
+differences are reported.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +25,15 @@ SMOKE = "llama2-7b-mmlu-smoke-closed"
 
 @pytest.fixture
 def smoke(tmp_path: Path) -> Record:
+    """Return the published record of a smoke run."""
     return verify.read_verified_record(published(SMOKE, tmp_path))
 
 
 def with_changes(tmp_path: Path, **changes: Any) -> Record:
+    """Return the published smoke record with these values changed; a double underscore in a key
+    separates the levels.
+    """
+
     def change(table: dict[str, Any]) -> None:
         for key, value in changes.items():
             *parents, leaf = key.split("__")

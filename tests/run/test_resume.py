@@ -1,5 +1,5 @@
-"""Checkpoints through the command line, with real processes and real kills: a run that died goes on
-as if it had not.
+"""Tests of checkpoints with real processes and real kills: a killed run resumes with the losses of
+an uninterrupted one.
 """
 
 import json
@@ -30,7 +30,7 @@ from steelyard.training import checkpoint_folders
 
 CASE = "llama1-7b-openwebtext"
 EVERY, STEPS = 3, 10
-# Large enough that a step and a checkpoint take time in which one can be killed.
+# Large enough that a step and a checkpoint take long enough for the worker to be killed in them.
 WIDE = [
     f"--set=question.model.{key}" for key in ("hidden=192", "ffn=768", "vocab=2048", "layers=4")
 ]
@@ -39,10 +39,12 @@ KEEP = ("--checkpoint-every", str(EVERY))
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records in a folder as JSON documents, ordered by file name."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def losses(record: dict[str, Any]) -> list[float]:
+    """Return the training losses of a record's rank 0, with those of the run that it resumed first."""
     own = [
         s["values"]["loss"]
         for s in record["samples"]
@@ -53,7 +55,7 @@ def losses(record: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The same run from first to last."""
+    """Return the record of the same run without any interruption."""
     shell = Shell(tmp_path_factory.mktemp("unbroken"))
     done = shell(*RUN, "--out", shell.out)
     assert done.code == 0, done.err
@@ -62,7 +64,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with its record and its checkpoints, after 6 and 9 steps of 10; tests copy it."""
+    """Return the output folder of a finished run with checkpoints after 6 and 9 of its 10 steps;
+    tests copy it.
+    """
     shell = Shell(tmp_path_factory.mktemp("kept"))
     done = shell(*RUN, *KEEP, "--out", shell.out)
     assert done.code == 0, done.err
@@ -71,29 +75,33 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(kept: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished run's folder, for a test to damage."""
     return Path(shutil.copytree(kept, tmp_path / "copy"))
 
 
 def folder_of(out: Path) -> Path:
+    """Return the folder of checkpoints of the run in an output folder."""
     return next((out / "checkpoints").iterdir())
 
 
 def record_of(out: Path) -> Path:
+    """Return the path of the first record in an output folder."""
     return next(out.glob("*.json"))
 
 
 def resumed(shell: Shell, out: Path, *more: str) -> tuple[str | Path, ...]:
-    """The command that goes on from what lies in a folder."""
+    """Return the command that resumes the run in an output folder."""
     return (*RUN, "--out", shell.folder / "again", "--resume", record_of(out), *more)
 
 
 def resume(shell: Shell, out: Path, *more: str) -> Done:
+    """Resume the run in an output folder and return the result."""
     return shell(*resumed(shell, out, *more))
 
 
 def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
-    """Start a run and kill its worker with SIGKILL once its folder of checkpoints looks so, and it
-    is stopped there.
+    """Start a run, suspend its worker once `when` holds for the folder of checkpoints, kill it with
+    SIGKILL, and return that folder.
     """
     process = shell.start(*RUN, *KEEP, "--out", shell.out)
     assert wait_for(
@@ -112,7 +120,7 @@ def killed(shell: Shell, when: Callable[[Path], bool]) -> Path:
 
 
 def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
-    """Leave a process stopped while something holds."""
+    """Suspend a process while the condition holds; fail if that does not happen within 300 s."""
     end = time.monotonic() + 300
     while time.monotonic() < end:
         if condition():
@@ -126,13 +134,14 @@ def _stop_when(worker: psutil.Process, condition: Callable[[], bool]) -> None:
 
 
 def in_a_step(folder: Path) -> bool:
+    """Return whether the first checkpoint is complete and none is being written."""
     return (folder / checkpoint_folders.format_step_folder(EVERY)).is_dir() and not list(
         folder.glob("*.part")
     )
 
 
 def in_a_write(folder: Path) -> bool:
-    """The second checkpoint is half written."""
+    """Return whether the second checkpoint is half written."""
     part = folder / f"{checkpoint_folders.format_step_folder(2 * EVERY)}.part" / "rank-0.bin"
     return part.is_file() and not (part.parent / checkpoint_folders.INDEX_FILE).is_file()
 
@@ -172,13 +181,16 @@ def test_a_killed_run_goes_on(
 
 
 def _resolved() -> ResolvedCase:
+    """Return the resolved smoke case with the wide model and checkpoints."""
     wide = [one.removeprefix("--set=") for one in WIDE]
     return resolve_case(CASE, "smoke", settings=[*wide, f"tune.checkpoint_every={EVERY}"])
 
 
 @pytest.fixture
 def draft(tmp_path: Path) -> tuple[Path, Path]:
-    """The record that a run writes before its first step, and where its checkpoints will go."""
+    """Return the path of the record that a run writes before its first step, and the folder for its
+    checkpoints.
+    """
     asked = {
         "token": "t" * 32,
         "mark": "resume",
@@ -207,7 +219,7 @@ def draft(tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.process
 def test_an_unfinished_record_names_its_checkpoints(draft: tuple[Path, Path], kept: Path) -> None:
-    """Whatever kills the parent later, it is written at the start and no one completes it."""
+    """The record is written at the start and stays as it is when the parent is killed later."""
     path, folder = draft
     assert (path.parent / json.loads(path.read_bytes())["checkpoints"]) == folder
     shutil.copytree(folder_of(kept), folder)
@@ -257,7 +269,7 @@ def test_a_run_whose_parent_was_killed_goes_on(shell: Shell, unbroken: dict[str,
 
 @pytest.mark.full
 def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str, Any]) -> None:
-    """Saved by a team of two in a pipeline of two, gone on from by four replicas."""
+    """The checkpoint is written with TP2 and PP2 and loaded by four data-parallel replicas."""
     laid = ("--devices", "4", "--parallel", "TP2PP2", "--set=question.train.batch=8")
     process = shell.start(*RUN, *KEEP, *laid, "--out", shell.out)
     assert wait_for(lambda: list(shell.out.glob("checkpoints/*/step-*[0-9]")), 120)
@@ -279,7 +291,7 @@ def test_another_plan_goes_on_from_a_killed_one(shell: Shell, unbroken: dict[str
     assert done.code == 0, done.err
     [again], [one] = records(shell.folder / "again"), records(whole.out)
     assert again["restarts"][0]["plan"] == "TP2PP2DP1"
-    assert losses(again) == pytest.approx(losses(one), abs=1e-4)  # fp32, and other sums
+    assert losses(again) == pytest.approx(losses(one), abs=1e-4)  # other order of sums
 
 
 @pytest.mark.process
@@ -297,14 +309,14 @@ def test_what_is_kept_lies_beside_the_record(kept: Path) -> None:
     )
     assert state.losses == losses(record)[:6]
     passed = [s for s in record["samples"] if s["pass"] == "train"]
-    # a sample of their own
+    # Checkpoints after steps 3, 6 and 9 are samples of their own, without counts.
     assert [i for i, s in enumerate(passed) if not s["counts"]] == [3, 7, 11]
     assert all(tuple(s["phases"]) == ("checkpoint",) for s in passed if not s["counts"])
     assert record["metrics"]["p_train"]["value"] > record["metrics"]["p_whole"]["value"]
 
 
 def test_a_folder_is_enough(shell: Shell, copy: Path, unbroken: dict[str, Any]) -> None:
-    """Whoever killed the parent too left no record."""
+    """A parent that was killed as well may leave no record."""
     done = shell(*RUN, "--out", shell.out, "--resume", folder_of(copy))
     assert done.code == 0, done.err
     [again] = records(shell.out)
@@ -330,7 +342,7 @@ def test_a_torn_one_is_passed_over(shell: Shell, copy: Path, unbroken: dict[str,
 def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_from(
     shell: Shell, copy: Path, unbroken: dict[str, Any]
 ) -> None:
-    """Killed, and gone on from again; the page says where each began."""
+    """The run is killed and resumed twice; the report says where each part began."""
     process = shell.start(*RUN, *KEEP[:1], "50", "--out", shell.out, "--resume", record_of(copy))
     assert wait_for(lambda: (shell.out / "checkpoints").is_dir())
     next(
@@ -345,12 +357,17 @@ def test_a_run_that_died_before_its_first_checkpoint_has_the_ones_it_went_on_fro
 
 
 def _flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
 
 
 def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Return a function that changes the JSON files of this name in a folder of checkpoints and
+    corrects their checksums.
+    """
+
     def edit(folder: Path) -> None:
         for path in (
             folder.glob(f"step-*/{name}")
@@ -371,26 +388,32 @@ def _edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Callable[[Path]
 
 
 def _halves(stored: dict[str, Any], second: int) -> None:
-    """Two parts that begin at the same row, or one behind the other."""
+    """Replace the chunk of a tensor by two of 1024 rows each, of which the second begins at row
+    `second`.
+    """
     chunk = stored["chunks"][0] | {"sizes": [1024, 192], "length": 1024 * 192 * 4}
     stored["chunks"] = [chunk, chunk | {"offset": [second, 0]}]
 
 
 def _turn(stored: dict[str, Any]) -> None:
+    """Swap the two dimensions of a stored tensor and of its chunk."""
     stored["size"] = stored["chunks"][0]["sizes"] = [192, 2048]
 
 
 def _pipe(path: Path) -> None:
+    """Replace a file by a named pipe."""
     path.unlink()
     os.mkfifo(path)
 
 
 def _device(path: Path) -> None:
+    """Replace a file by a link to /dev/zero."""
     path.unlink()
     path.symlink_to("/dev/zero")
 
 
 def _first(table: dict[str, Any]) -> Any:
+    """Return the entry of the embedding weights in the list of tensors."""
     return table["tensors"]["weights.embed.weight"]
 
 
@@ -572,7 +595,9 @@ def test_another_question_is_refused(
 @pytest.mark.full
 @pytest.mark.parametrize("small_disk", ["20m"], indirect=True)
 def test_a_full_disk_leaves_a_record(shell: Shell, small_disk: Path) -> None:
-    """A checkpoint has 38 MB; what was written of it makes room for the record."""
+    """A checkpoint has 38 MB and the disk 20 MB; the part that was written is removed, which makes
+    room for the record.
+    """
     done = shell(*RUN, *KEEP, "--out", small_disk)
     assert done.code == 1, done.err
     [record] = records(small_disk)

@@ -1,4 +1,4 @@
-"""Named questions, from the command line to the record and its page."""
+"""Tests of runs with selected subjects or rows, from the command line to the record and its report."""
 
 import json
 from pathlib import Path
@@ -64,13 +64,14 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
 
 
 def asked(**changes: Any) -> Scope:
+    """Return the scope of a smoke request with these changes."""
     return check_request(
         Request(resolve.resolve_case("llama2-7b-mmlu", "smoke"), accelerator="cpu", **changes)
     ).scope
 
 
 def test_the_scope_says_what_was_named() -> None:
-    # as records of before have it
+    # without a selection the scope has no other fields, as in earlier records
     assert asked().model_dump() == {"kind": "full", "sample": None, "steps": None}
     assert asked(subjects=("x",), sample=3) == Scope(kind="window", subjects=("x",), sample=3)
     assert asked(rows=("0-4", "x/2"), steps=1) == Scope(kind="window", rows=("0-4", "x/2"), steps=1)
@@ -83,6 +84,7 @@ def test_a_record_names_rows_as_they_are_read(rows: list[Any]) -> None:
 
 
 def named(**scope: Any) -> Record:
+    """Return a scored record of engine torch with this window as its scope."""
     return scored("torch", "ABCDABCD", scope={"kind": "window", **scope})
 
 
@@ -157,6 +159,9 @@ def test_a_page_says_which_questions() -> None:
 
 
 def only(shell: Shell) -> tuple[Path, Record]:
+    """Return the path of the only record in the output folder, and the record after it was
+    verified.
+    """
     [path] = shell.out.glob("*.json")
     return path, verify.read_verified_record(path)
 
@@ -167,7 +172,7 @@ def test_a_run_of_two_subjects_keeps_their_answers(shell: Shell) -> None:
         *MMLU, *SMOKE, "--subjects", "made_tides_0,made_orchards_1", "--sample", "10", "--quiet"
     )
     assert done.code == 0, done.err
-    assert "p_val_whole" in done.out  # the rates of the one pass there is
+    assert "p_val_whole" in done.out  # the rate of the only pass
     path, found = only(shell)
     table = json.loads(path.read_text())
     assert table["scope"] == {

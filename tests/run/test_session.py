@@ -1,4 +1,4 @@
-"""What the parent makes of hosts that end or fall silent, without any process."""
+"""Tests of how the parent judges hosts that end or stay silent, without any process."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -15,13 +15,14 @@ from steelyard.run.site import Site
 
 
 def session(*connections: Any) -> Session:
+    """Return a session of the local launcher with these connections."""
     made = Session(launch.get_launcher("local"), Site(), 1)
     made.connections = list(connections)
     return made
 
 
 def ended(said: str, code: int = 1) -> Any:
-    """A connection that closed without a last message."""
+    """Return a connection that closed without a bye; `last_words` is the agent's last output."""
     return SimpleNamespace(
         name="localhost",
         bye=None,

@@ -1,4 +1,6 @@
-"""What is read of a host, from made /proc and /sys trees, and the verb check on this one."""
+"""Tests of the state of a host, read from fake /proc and /sys trees, and of the command `check` on
+this machine.
+"""
 
 import json
 from pathlib import Path
@@ -17,6 +19,7 @@ CPUS = "sys/devices/system/cpu"
 
 
 def whole(root: Path) -> None:
+    """Write the files of a host with all values that are read."""
     put(
         root,
         **{
@@ -135,7 +138,7 @@ def test_a_driver_that_does_not_answer_is_a_finding(
 
 
 def test_the_verb(shell: Shell) -> None:
-    """This machine may be busy, and is then not fit: for that reason alone."""
+    """This machine may be busy and then not fit to measure, but for no other reason."""
     done = shell.ask("check", "--accelerator", "cpu", "--json")
     told = json.loads(done.out)
     assert done.err == ""

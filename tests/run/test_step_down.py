@@ -1,5 +1,5 @@
-"""Runs that run out of memory with a size that was chosen for them: once more, a size smaller, in
-the same record.
+"""Tests of runs that run out of memory with an automatic size: they are tried once more with a
+smaller one, in the same record.
 """
 
 import json
@@ -19,6 +19,9 @@ NOTE_ZH = (
 
 
 def run(shell: Shell, where: str, most: int, *options: str) -> tuple[Done, dict[str, Any]]:
+    """Run the faulty engine, which runs out of memory above `max_tokens` tokens in phase `phase`;
+    return the result and the only record, which verifies.
+    """
     done = shell(
         *AUTO,
         "--out",
@@ -95,7 +98,7 @@ def test_a_reproduced_run_has_the_number(faulty: Shell) -> None:
         FAULTY="above@prepare",
         FAULTY_ABOVE="32768",
     )
-    # which of two runs of milliseconds is faster is not asked
+    # code 1 if the rerun is slower, which is chance for runs of milliseconds
     assert again.code in (0, 1), again.err
     (found,) = (faulty.folder / "again").glob("*.json")
     made = json.loads(found.read_text())

@@ -1,4 +1,6 @@
-"""The sampler with an injected clock, and exact values of everything that is read from a series."""
+"""Tests of the telemetry sampler with a fake clock, and of everything that is derived from a series
+of readings.
+"""
 
 import json
 import os
@@ -23,11 +25,13 @@ NEVER_S = 3600.0
 
 
 def ticking(step_s: float = 1.0) -> Callable[[], float]:
+    """Return a clock that begins at 100 s and moves on by `step_s` with each call."""
     ticks: Iterator[int] = count()
     return lambda: 100.0 + step_s * next(ticks)
 
 
 def series(**columns: list[Any]) -> TelemetrySeries:
+    """Return a series of device cuda:0 with these columns."""
     return TelemetrySeries(
         device="cuda:0", period_s=0.2, baseline_processes=0, columns=TelemetryColumns(**columns)
     )
@@ -36,7 +40,7 @@ def series(**columns: list[Any]) -> TelemetrySeries:
 def collect(
     sampler: TelemetrySampler, host: str, severity: dict[str, str]
 ) -> list[TelemetrySeries]:
-    """What a sampler has read since it was last asked."""
+    """Return the series of each source with the rows that the sampler has read since the last call."""
     out = []
     period_s, rows = sampler.take_new_rows()
     for source, columns in zip(sampler.sources, rows, strict=True):
@@ -47,7 +51,7 @@ def collect(
 
 
 def plain(one: TelemetrySeries) -> dict[str, Any]:
-    """As a record has it."""
+    """Return a series as the JSON values of a record."""
     return one.model_dump(mode="json")
 
 
@@ -132,7 +136,7 @@ def test_an_error_is_raised_by_stop() -> None:
 
 
 def test_long_runs_are_thinned() -> None:
-    """By whoever keeps the rows: a longer period says when."""
+    """The buffer that receives the rows thins them; a longer period tells it when."""
     reads = count()
 
     def read(_: tuple[int, ...]) -> Reading:
@@ -200,7 +204,7 @@ def test_memory_of_this_process() -> None:
         assert first is None
         assert alone is not None
         assert last is not None
-        assert last > alone > 1 << 20  # with what it started
+        assert last > alone > 1 << 20  # includes its child
         assert child.pid in cpu.list_descendants((os.getpid(),))
     finally:
         child.kill()
@@ -235,12 +239,12 @@ COUNTER = series(t_s=[0.0, 1.0, 2.0, 3.0, 5.0], energy_j=[100.0, 110.0, 130.0, 1
     ("start_s", "end_s", "expected"),
     [
         (1.0, 3.0, 50.0),
-        (0.5, 2.5, 40.0),  # from 105 to 145
+        (0.5, 2.5, 40.0),  # interpolated from 105 to 145 J
         (0.0, 5.0, 80.0),
-        (1.75, 4.0, 45.0),  # from 125 to 170, over a longer gap
-        (0.5, 1.5, None),  # one sample inside
+        (1.75, 4.0, 45.0),  # from 125 to 170 J, over a gap of 2 s
+        (0.5, 1.5, None),  # only one reading inside
         (3.1, 4.9, None),
-        (-1.0, 3.0, None),  # begins before the first sample
+        (-1.0, 3.0, None),  # begins before the first reading
         (1.0, 5.5, None),
     ],
 )

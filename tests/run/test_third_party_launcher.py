@@ -1,4 +1,4 @@
-"""A launcher from another package: one function and a row."""
+"""Tests of a launcher from another package, which is one function and one row."""
 
 import hashlib
 import sys

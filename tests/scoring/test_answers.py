@@ -1,4 +1,4 @@
-"""What is read off hidden states, against the same thing written the long way."""
+"""Test the answers read from hidden states against the same scores computed token by token."""
 
 from functools import partial
 
@@ -22,7 +22,9 @@ TEXTS = LambadaTexts(rows=ROWS, groups=[0, 1, 2, 3], index=[0, 1, 2, 3], last=LA
 
 
 class Recorded(TensorParallelGroup):
-    """A group of several shares in one process: `gather` is told what the others have."""
+    """A tensor-parallel group of several ranks in one process: `gather` records what this rank
+    sends and returns what `others` hold.
+    """
 
     def __init__(self, share: Shard, others: list[torch.Tensor] | None = None) -> None:
         super().__init__(share)
@@ -30,20 +32,23 @@ class Recorded(TensorParallelGroup):
         object.__setattr__(self, "sent", [])
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Record the part of this rank; return the parts of all ranks, or its own alone if no
+        others are given.
+        """
         self.sent.append(part)
         return part[None] if self.others is None else torch.stack(self.others)
 
 
 def logits_of(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states of all tokens of all rows, and an output matrix."""
+    """Return random hidden states of all tokens of all rows, and a random output matrix."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(sum(map(len, ROWS)), HIDDEN, generator=generator)
     return hidden, torch.randn(VOCAB, HIDDEN, generator=generator)
 
 
 def literal(hidden: torch.Tensor, output: torch.Tensor) -> list[tuple[float, float, int]]:
-    """Loss of each passage, of its last word, and whether greedy decoding finds that word: row by
-    row, token by token.
+    """Return for each passage its loss, the loss of its last word, and whether greedy decoding
+    finds that word, computed token by token in fp64.
     """
     out, at = [], 0
     for row, last in zip(ROWS, LAST, strict=True):
@@ -59,7 +64,7 @@ def literal(hidden: torch.Tensor, output: torch.Tensor) -> list[tuple[float, flo
 
 
 def likeliest(hidden: torch.Tensor, output: torch.Tensor) -> list[list[int]]:
-    """The likeliest token at each token of the last words."""
+    """Return for each passage the likeliest token at each position of its last word."""
     out, at = [], 0
     for row, last in zip(ROWS, LAST, strict=True):
         best = (hidden[at : at + len(row)].double() @ output.double().T).argmax(-1).tolist()
@@ -69,12 +74,14 @@ def likeliest(hidden: torch.Tensor, output: torch.Tensor) -> list[list[int]]:
 
 
 def ends() -> np.ndarray:
+    """Return the position of each row's last token among all tokens."""
     return np.cumsum([len(row) for row in ROWS]) - 1
 
 
 def answered(
     group: TensorParallelGroup, hidden: torch.Tensor, output: torch.Tensor, compiled: bool = False
 ) -> dict:
+    """Return the columns of answers that a LossReader gives for all passages on one rank."""
     reader = LossReader(TEXTS, VOCAB, group.share, group.gather, CPU)
     items = [0, 1, 2, 3]
     asked: AnswerRequest = reader.ask(items, ends(), partial(send_array, device=CPU))
@@ -97,8 +104,8 @@ def test_losses_equal_the_long_way(chunk, monkeypatch):
 
 
 def test_a_word_is_hit_only_whole():
-    """An output whose likeliest next token is right everywhere, then wrong at one token of a last
-    word of three.
+    """The likeliest next token is right everywhere, then wrong at one token of a last word of
+    three.
     """
     hidden = torch.zeros(sum(map(len, ROWS)), VOCAB)
     at = 0
@@ -111,7 +118,7 @@ def test_a_word_is_hit_only_whole():
     begin = len(ROWS[0]) + len(ROWS[1])
     for place, hits in ((2, [1, 1, 1, 1]), (3, [1, 1, 0, 1]), (5, [1, 1, 0, 1]), (6, [1, 1, 1, 1])):
         wrong = hidden.clone()
-        wrong[begin + place, 8] = 6.0  # places 3 to 5 predict the last word, 6 predicts the end
+        wrong[begin + place, 8] = 6.0  # positions 3 to 5 predict the last word, 6 ends
         assert answered(TensorParallelGroup(), wrong, output)["hit"] == hits, place
 
 
@@ -150,8 +157,8 @@ def test_a_divided_vocabulary_gives_the_same(count):
     hidden, output = logits_of(1)
     whole = answered(TensorParallelGroup(), hidden, output)
     rows = count_vocab_rows(VOCAB, count)
-    assert rows * count > VOCAB  # the last share is padded, and at 8 some hold nothing but padding
-    # padding that would win if it were looked at
+    assert rows * count > VOCAB  # the last rank's rows are padded
+    # padding rows whose logits would be the highest if they counted
     padded = torch.full((rows * count, HIDDEN), 100.0)
     padded[:VOCAB] = output
     parts = []

@@ -1,5 +1,5 @@
-"""The scoring loop with a fake engine: a model whose hidden state of a token is the token that
-follows it.
+"""Test the scoring loop with a fake scorer, whose logits always predict the token after the current
+one.
 """
 
 import re
@@ -32,7 +32,7 @@ CASE, PASSAGES = "llama2-7b-mmlu", "aquila2-34b-lambada"
 
 
 class Fake(Scorer):
-    """Predicts token + 1 everywhere, and writes down what the loop calls."""
+    """A scorer that predicts token + 1 everywhere and records the loop's calls in `calls`."""
 
     def __init__(self, vocab: int, compiles: bool = False) -> None:
         self.vocab, self.compiles, self.calls = vocab, compiles, []
@@ -70,6 +70,7 @@ def job(
     dp: int = 1,
     steps: int | None = None,
 ) -> Job:
+    """Return the job of one data-parallel replica with the smoke data of a case."""
     resolved = resolve.resolve_case(case, "smoke", settings=list(settings)).case
     plan = Plan(nodes=1, devices=dp, tp=1, pp=1, dp=dp, launcher="local")
     prepared = resolved.question.task_row.prepare(
@@ -98,6 +99,7 @@ def job(
 
 
 def loop(one: Job, batches: ScoringBatches | None = None, compiles: bool = False) -> ScoringLoop:
+    """Return a scoring loop with a fake scorer, over packed batches unless others are given."""
     return ScoringLoop(
         one,
         Fake(one.case.question.model.vocab, compiles),
@@ -106,6 +108,7 @@ def loop(one: Job, batches: ScoringBatches | None = None, compiles: bool = False
 
 
 def scored(engine: ScoringLoop, name: str = "val") -> list[Phase | Work]:
+    """Prepare a pass, run it, and return the phases and work it yielded."""
     engine.prepare(name, lambda part: nullcontext())
     return list(engine.work(name))
 
@@ -127,7 +130,7 @@ def test_losses_are_those_of_the_model(plan: Any) -> None:
     engine = loop(one, plan(one, "fake"))
     scored(engine)
     out, vocab = engine.outputs("val"), one.case.question.model.vocab
-    # the loss of a token whose logit is 0, beside one of 1
+    # the loss of a target with logit 0 when one other token has logit 1; a hit's is 1 less
     all_wrong = torch.tensor(float(vocab - 1 + torch.e)).log()
     hits = [sum((a + 1) % vocab == b for a, b in pairwise(row)) for row in one.inputs.rows]
     wanted = [(len(one.inputs.rows[item]) - 1) * all_wrong - hits[item] for item in out["items"]]

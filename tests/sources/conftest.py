@@ -1,4 +1,6 @@
-"""A server on loopback, and the tools of a download with a clock that does not wait."""
+"""Provide an HTTP server on loopback and download tools whose sleeps and progress are recorded
+instead of waited for or shown.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,20 +14,23 @@ from steelyard.sources.http import HttpClient
 
 @dataclass
 class Told:
-    """What a download says, how long it would have slept, and how far it said it was."""
+    """What a download reported: its lines, the seconds it would have slept, and (done, total) bytes
+    of its progress.
+    """
 
     lines: list[str] = field(default_factory=list)
     slept: list[float] = field(default_factory=list)
     watched: list[tuple[int, int]] = field(default_factory=list)
 
     def tools(self, timeout_s: float = 10.0) -> DownloadTools:
+        """Return download tools that record into this log."""
         meter = TransferMeter(lambda done, total: self.watched.append((done, total)))
         return DownloadTools(HttpClient(timeout_s), self.slept.append, self.lines.append, meter)
 
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No proxy of this machine stands between a test and its server."""
+    """Remove proxies from the environment, so that none stands between a test and its server."""
     for name in (
         "http_proxy",
         "https_proxy",
@@ -40,10 +45,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
+    """Yield a running HTTP server whose pages a test sets."""
     with serving() as one:
         yield one
 
 
 @pytest.fixture
 def told() -> Told:
+    """Return an empty log."""
     return Told()

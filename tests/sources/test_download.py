@@ -1,5 +1,5 @@
-"""Downloads from a server that cuts, stalls, changes its mind and lies: what arrives is the right
-file or none.
+"""Test downloads from a server that breaks, stalls, changes its file or sends wrong headers: either
+the right file arrives or none.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from steelyard.sources.store import DownloadedFile
 CONTENT = random.Random(7).randbytes(300_000)
 OTHER = random.Random(8).randbytes(300_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-CUT = 100_000  # more than counts as progress
+CUT = 100_000  # bytes sent before a cut; enough to count as progress
 
 
 def expected(
@@ -32,6 +32,7 @@ def expected(
     most: int = 1 << 20,
     blob: str | None = None,
 ) -> ExpectedFile:
+    """Return what is expected of f.bin; None means unknown, and `blob` is a git blob id."""
     return ExpectedFile("f.bin", size, sha256, blob, most, "the table")
 
 
@@ -43,11 +44,15 @@ def fetch(
     paths=("/f",),
     timeout_s: float = 10.0,
 ) -> DownloadedFile:
+    """Download f.bin from paths of the server, or whole addresses, tried in order."""
     urls = tuple(path if "://" in path else f"{server.url}{path}" for path in paths)
     return download_file(wanted or expected(), urls, folder, told.tools(timeout_s))
 
 
 def refused(server: Server, told, folder: Path, *arguments, **options) -> str:
+    """Return the message with which a download fails, with the server's address replaced by HOST,
+    after checking that no file appeared.
+    """
     with pytest.raises(DownloadError) as caught:
         fetch(server, told, folder, *arguments, **options)
     assert not (folder / "f.bin").exists()
@@ -76,7 +81,7 @@ def test_cuts_are_continued_in_the_same_command(server, told, tmp_path):
     assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [None, f"bytes={CUT}-", f"bytes={2 * CUT}-"]
     assert [one.if_range for one in server.seen] == [None, '"one"', '"one"']
-    assert told.slept == [1.0, 1.0]  # every try brought something
+    assert told.slept == [1.0, 1.0]  # no backoff, since each attempt made progress
     assert (
         told.lines[0]
         == f"f.bin: the connection closed {len(CONTENT) - CUT} bytes before the end; again in 1 s"
@@ -97,7 +102,7 @@ def test_a_part_is_continued_by_a_later_command(server, told, tmp_path):
     told.watched.clear()
     assert (tmp_path / fetch(server, told, tmp_path).name).read_bytes() == CONTENT
     assert server.ranges() == [f"bytes={CUT}-"]
-    # the rate is of what this command transfers
+    # done and total count only the bytes that this command transfers
     assert told.watched[-1] == (len(CONTENT) - CUT,) * 2
 
 
@@ -163,7 +168,7 @@ def test_a_range_that_was_not_asked_for_is_not_taken(server, told, tmp_path, shi
     assert server.ranges() == [None, f"bytes={CUT}-", None]
     (tmp_path / "f.bin").unlink()
     server.seen.clear()
-    server.pages["/f"].cuts = [CUT, len(CONTENT)] * 9  # always again
+    server.pages["/f"].cuts = [CUT, len(CONTENT)] * 9  # every attempt is cut
     assert golden("host-its-ranges-are-not-those") in refused(server, told, tmp_path)
     assert len(server.seen) == 8
 
@@ -240,7 +245,7 @@ def test_without_a_length_the_size_is_checked_at_the_end(server, told, tmp_path)
         server, told, tmp_path, expected(None, most=200_000)
     )
     assert fetch(server, told, tmp_path).sha256 == SHA256
-    assert told.watched[-1][1] == 0  # the total is not known
+    assert told.watched[-1][1] == 0  # 0 means an unknown total
     (tmp_path / "f.bin").unlink()
     line = "does not say how long the file is, and nothing else would tell that it was cut"
     assert line in refused(server, told, tmp_path, expected(None, None))
@@ -413,6 +418,9 @@ def test_proxies_are_those_of_the_environment(server, told, tmp_path, monkeypatc
 
 @pytest.fixture
 def certificate(tmp_path):
+    """Write a self-signed certificate for 127.0.0.1 with its key and return the path; the
+    certificate alone is beside it as .crt.
+    """
     path = tmp_path / "certificate.pem"
     command = [
         "openssl",

@@ -1,5 +1,5 @@
-"""Sources as a whole: what appears, what is pinned, what two processes do at once, what a folder
-brings.
+"""Test fetching whole sources: what appears in the store, what is pinned, two processes at once,
+and files from an offline folder.
 """
 
 import hashlib
@@ -33,10 +33,12 @@ TODAY = "2026-11-16T12:00:00.000+00:00"
 
 
 def sha(content: bytes) -> str:
+    """Return the SHA-256 of bytes in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def source(server: Server, *files: SourceFile) -> CatalogSource:
+    """Return a source named "some" whose files are at paths of the server."""
     return CatalogSource(
         name="some",
         title="Some data",
@@ -55,16 +57,21 @@ def one(
     wanted: CatalogSource,
     wish: FetchOptions | None = None,
 ):
+    """Fetch a source with the time TODAY; return where it is stored and whether it was stored
+    before.
+    """
     return fetch_source(store, wanted, wish or FetchOptions(), told.tools(), lambda: TODAY)
 
 
 @pytest.fixture
 def store(tmp_path):
+    """Return an empty store."""
     (tmp_path / "store").mkdir()
     return SourceStore(tmp_path / "store")
 
 
 def visible(store: SourceStore) -> list[str]:
+    """Return the sorted names in a store, without lock files."""
     return sorted(path.name for path in store.folder.iterdir() if not path.name.endswith(".lock"))
 
 
@@ -129,14 +136,14 @@ def test_nothing_appears_before_all_of_it_is_right(server, told, store):
     server.pages["/b"] = Page(B)
     server.seen.clear()
     here, _ = one(server, told, store, wanted)
-    assert [seen.path for seen in server.seen] == ["/b"]  # the other is here, and is right
+    assert [seen.path for seen in server.seen] == ["/b"]  # a.bin is kept from before
     assert here.manifest.downloads[0].url == f"{server.url}/a"
     assert visible(store) == ["some"]
 
 
 def test_progress_counts_what_is_left_of_all_files(server, told, store):
-    """An earlier command brought one file and half of another: neither is in the rate or in the
-    total of this one.
+    """An earlier command downloaded one file and a part of another: neither is in the rate or total
+    of this one.
     """
     server.pages |= {"/a": Page(A), "/b": Page(B, cuts=[20_000, 0, 0, 0])}
     files = (
@@ -197,7 +204,7 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
         store, wanted, FetchOptions(again=True), told.tools(), lambda: "2027-01-01"
     )
     assert [made.checked_by for made in later.manifest.downloads] == ["pins"]
-    # of the first use, still
+    # the pin keeps the time of the first use
     assert json.loads(store.pins_path.read_text())["pins"] == {"some/a.bin": pin}
     page.content, page.etag = A[::-1], '"two"'
     line = (
@@ -206,7 +213,7 @@ def test_a_file_without_a_hash_is_pinned_at_first_use(server, told, store):
     )
     with pytest.raises(DownloadError, match=line):
         one(server, told, store, wanted, FetchOptions(again=True))
-    assert (here.path / "a.bin").read_bytes() == A  # what was here still is
+    assert (here.path / "a.bin").read_bytes() == A  # the stored file is unchanged
     again, before = one(server, told, store, wanted, FetchOptions(repin=True))
     assert (before, (again.path / "a.bin").read_bytes()) == (False, A[::-1])
     assert store.read_pins()["some/a.bin"].sha256 == sha(A[::-1])
@@ -229,6 +236,7 @@ def test_a_damaged_lock_file_is_not_taken_for_an_empty_one(server, told, store):
 
 
 def record_zip(**names: bytes) -> bytes:
+    """Return a zip with files of ReCoRD below one folder."""
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED) as out:
         for name, content in names.items():
@@ -339,6 +347,9 @@ print(before, here.manifest.size_bytes)
 
 
 def worker(store: SourceStore, server: Server) -> "subprocess.Popen[str]":
+    """Start a process that fetches a.bin and b.bin from the server and prints whether they were
+    stored before, and their bytes.
+    """
     command = [sys.executable, "-c", WORKER, str(store.folder), server.url]
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": str(SRC)}, stdout=subprocess.PIPE, text=True

@@ -1,5 +1,5 @@
-"""Models of the hub, through huggingface_hub itself: its own library against a server that speaks
-as the hub does.
+"""Test fetching models through huggingface_hub itself, against a server that answers as the hub
+does.
 """
 
 import hashlib
@@ -19,18 +19,22 @@ from steelyard.sources.store import SourceStore
 
 @pytest.fixture
 def store(tmp_path: Path) -> SourceStore:
+    """Return an empty store."""
     (tmp_path / "weights").mkdir()
     return SourceStore(tmp_path / "weights")
 
 
 @pytest.fixture(autouse=True)
 def _library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip without huggingface_hub, and hide a token of the user."""
     pytest.importorskip("huggingface_hub")
     monkeypatch.setenv("HF_TOKEN", "")
 
 
 @pytest.fixture
 def get(server: Server, told, store: SourceStore):
+    """Return a function that fetches a model from the test server, or from the address `at`."""
+
     def ask(
         name: str = "org/tiny",
         revision: str | None = None,
@@ -113,7 +117,7 @@ def test_a_cut_is_mended_and_nothing_of_another_revision_stays(server, get, told
     ]
     assert (here.path / "config.json").read_bytes() == FILES["config.json"]
     assert (here.path / "model.safetensors").read_bytes() == WEIGHTS
-    # the library asks again
+    # huggingface_hub requests the file a second time after the cut
     assert [one.path.rpartition("/")[2] for one in server.seen].count("model.safetensors") == 2
 
 
@@ -217,7 +221,7 @@ def test_a_branch_that_names_the_same_commit_is_here(server, get, told, store):
     here, _ = get()
     server.seen.clear()
     assert get(revision="main") == (here, True)
-    # asked what it has, and no more
+    # the commit of the branch is looked up, and no weights are requested
     assert not any("model.safetensors" in str(one) for one in server.seen)
 
 
@@ -237,7 +241,9 @@ def test_a_model_without_weights_is_refused(server, get, tmp_path):
 
 
 def test_bytes_count_once(told):
-    """The library shows what a store of chunks sends on a bar of its own, unless this one can."""
+    """The library reports bytes of its chunk store through a second method of the progress bar;
+    these must not be added to those of `update`.
+    """
     meter = told.tools().meter
     meter.begin_transfer(100)
     bar = huggingface._make_bar_class(meter)(total=100)

@@ -1,5 +1,5 @@
-"""Archives that would leave their folder, fill the disk or plant links: refused, and nothing of
-them stays.
+"""Test archives that would leave their folder, fill the disk or create links: they are refused and
+leave no files.
 """
 
 import bz2
@@ -23,6 +23,9 @@ MOST = 1 << 20
 def tar(
     path: Path, *members: tarfile.TarInfo | tuple[str, bytes], compress=lambda raw: raw
 ) -> Path:
+    """Write a tar of members, given as (name, content) or as headers, compress it, and return its
+    path.
+    """
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as out:
         for member in members:
@@ -37,12 +40,14 @@ def tar(
 
 
 def odd(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    """Return the header of a tar member of another type than a file, such as a link to `target`."""
     info = tarfile.TarInfo(name)
     info.type, info.linkname = kind, target
     return info
 
 
 def zipped(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
+    """Write a zip of members and return its path."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
         for name, content in members:
             out.writestr(name, content)
@@ -50,6 +55,9 @@ def zipped(path: Path, *members: tuple[str | zipfile.ZipInfo, bytes]) -> Path:
 
 
 def refusal(path: Path, most: int = MOST) -> str:
+    """Return the message with which unpacking is refused, after checking that the archive is the
+    only file left.
+    """
     folder = path.parent / "out"
     with pytest.raises(MismatchError) as caught:
         unpack_archive(path, folder, "top.txt", most)
@@ -174,7 +182,7 @@ def test_what_is_unpacked_has_a_limit(tmp_path):
 
 
 def test_the_names_of_a_tar_have_a_limit(tmp_path):
-    """A header of a long name is read into memory, so its size is looked at before."""
+    """A long name is read into memory with its header, so its size must be checked before."""
     path = tmp_path / "x"
     member = odd("x", tarfile.GNUTYPE_LONGNAME)
     member.size = 80 << 20

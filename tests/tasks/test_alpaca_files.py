@@ -1,5 +1,5 @@
-"""Files of instruction data: every layout reads the same, and files that are none are refused in
-one line.
+"""Test reading instruction data: every file layout gives the same conversations, and invalid files
+are refused in one line.
 """
 
 import gzip
@@ -30,6 +30,7 @@ LONG = Conversation((("human", "a"), ("assistant", "b"), ("human", "c")), "Be ki
 
 
 def line(*turns: tuple[object, object], **more: object) -> bytes:
+    """Return one JSON line with a conversation of (speaker, text) turns and further keys."""
     return (
         json.dumps(
             {"id": "x", "conversations": [{"from": a, "value": b} for a, b in turns], **more}
@@ -46,6 +47,9 @@ LINES = (
 
 
 def refusal(source: Path) -> str:
+    """Return the message with which reading `source` is refused, after checking that it is one
+    line.
+    """
     with pytest.raises(RequestError) as caught:
         data.read_conversations(source)
     text = str(caught.value)
@@ -82,8 +86,8 @@ def test_every_layout_reads_the_same(tmp_path: Path) -> None:
 
 
 def test_the_joint_stands_between_an_instruction_and_its_input_alone(tmp_path: Path) -> None:
-    """And in no conversation, which has its own in it: what FlagAI's file says is what alpaca's
-    JSON becomes.
+    """The separator applies to alpaca's JSON only: lines of conversations, such as FlagAI's file,
+    hold the joined text already.
     """
     elements, lines = tmp_path / "x.json", tmp_path / "x.jsonl"
     elements.write_text(json.dumps(ELEMENTS))

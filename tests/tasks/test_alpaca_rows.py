@@ -1,5 +1,5 @@
-"""Instruction data: samples and rows worked out by hand, batches and epochs, fingerprints, and made
-conversations.
+"""Test alpaca's samples and packed rows worked out by hand, batches and epochs, fingerprints, and
+generated conversations.
 """
 
 import hashlib
@@ -22,12 +22,14 @@ from steelyard.tasks.alpaca.task import GeneratedConversationsConfig
 
 
 def said(*texts: str, instruction: str = "") -> Conversation:
+    """Return a conversation whose texts are alternately the human's and the assistant's."""
     return Conversation(
         tuple(zip(itertools.cycle(("human", "assistant")), texts, strict=False)), instruction
     )
 
 
-# Header, the human's tag, " cat", newline, the assistant's tag, " dog", "s", newline, end.
+# Begin token, header, the human's tag, " cat", newline, the assistant's tag, " dog", "s", newline,
+# end token; the second tuple marks the tokens that are targets of training.
 ONE = ConversationSample((1, 10, 12, 15, 14, 13, 16, 19, 14, 2), (False,) * 6 + (True,) * 4)
 TWO = ConversationSample(
     (1, 10, 11, 17, 14, 12, 16, 14, 13, 15, 14, 12, 17, 14, 13, 18, 14, 2),
@@ -102,7 +104,7 @@ def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() ->
     assert data.encode_conversations(BY_HAND, Words(), 9) == (
         cut,
         3,
-    )  # nine tokens of the second hold no answer
+    )  # the first nine tokens of the second sample hold no target
     assert data.encode_conversations(BY_HAND, Words(), 7) == (
         [ConversationSample(o.tokens[:7], o.learned[:7]) for o in (ONE, OPEN)],
         3,
@@ -111,16 +113,21 @@ def test_a_long_sample_is_cut_at_its_end_and_left_out_if_nothing_is_learned() ->
 
 
 def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
-    """As the published program does: a row of n tokens has n targets of a sample with more than n."""
+    """With `last_target`, as in the published program, a row of n tokens has n targets if its
+    sample has more than n tokens.
+    """
     whole = [ONE, TWO, OPEN]
 
     def cut(number: int, length: int, beyond: int | None) -> ConversationSample:
+        """Return sample `number` truncated to `length` tokens, with the target that follows the
+        last of them.
+        """
         return ConversationSample(
             whole[number].tokens[:length], whole[number].learned[:length], beyond
         )
 
     assert data.encode_conversations(BY_HAND, Words(), 18, last_target=True) == (whole, 0)
-    # all targets are there
+    # 17 tokens have the 17 targets of a sample of 18, so nothing counts as shortened
     assert data.encode_conversations(BY_HAND, Words(), 17, last_target=True) == (
         [ONE, cut(1, 17, 2), OPEN],
         0,
@@ -129,7 +136,8 @@ def test_a_cut_sample_may_keep_the_target_behind_the_cut() -> None:
         [ONE, cut(1, 16, 14), OPEN],
         1,
     )
-    # Behind nine tokens: the end of ONE, an answer's first token of TWO, nothing learned of OPEN.
+    # The tenth token of each sample: the end token (2), the first token of an answer (15), and one
+    # that is no target (None).
     assert data.encode_conversations(BY_HAND, Words(), 9, last_target=True) == (
         [cut(0, 9, 2), cut(1, 9, 15), cut(2, 9, None)],
         2,
@@ -165,7 +173,7 @@ def test_the_row_of_a_cut_sample_by_hand() -> None:
         counting.count_row(ConversationRows([one], 8, 1, 0, 0).row((0,)))["logits"]
         for one in (lost, kept)
     ] == [2, 3]
-    # the target of one is no target of the other
+    # packed in one row, the target after the first sample's end does not reach into the second
     behind = ConversationRows([kept, lost], 18, 2, 0, 0).row((0, 1))
     assert behind.targets.tolist() == [no] * 5 + [16, 19, 14] + [no] * 5 + [16, 19, no] + [no] * 2
 
@@ -206,6 +214,7 @@ def test_first_fit_decreasing_by_hand() -> None:
 
 @pytest.fixture(scope="module")
 def samples() -> list[ConversationSample]:
+    """Return the encoded samples of 101 generated conversations, none longer than 200 tokens."""
     return data.encode_conversations(
         data.generate_conversations(GeneratedConversationsConfig(conversations=101, seed=4)),
         WordHashTokenizer(512),
@@ -214,6 +223,7 @@ def samples() -> list[ConversationSample]:
 
 
 def flat(keys: list[tuple[int, ...]]) -> list[int]:
+    """Return the sample numbers of all row keys in one list."""
     return [i for key in keys for i in key]
 
 
@@ -268,7 +278,7 @@ def test_held_out_samples_are_in_no_batch_and_the_others_are_once_an_epoch(
         flat([key for step in range(6 * epoch, 6 * epoch + 6) for key in rows.batch(step)])
         for epoch in range(3)
     ]
-    for one in epochs:  # 96 samples are six batches
+    for one in epochs:  # 101 samples, 5 of them held out: 96 make six batches of 16
         assert sorted(one + held) == list(range(101))
     assert len({tuple(one) for one in epochs}) == 3
 

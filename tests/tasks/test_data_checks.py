@@ -1,5 +1,6 @@
-"""Data files that are not a task's: refused in the parent, in one line, before anything is
-started."""
+"""Test that data files of another task or format are refused by the parent, in one line, before a
+worker starts.
+"""
 
 import gzip
 import io
@@ -25,6 +26,7 @@ PASSAGE = {
 
 
 def mmlu(folder: Path, row: bytes = QUESTION) -> Path:
+    """Write a folder of MMLU with one subject and return it."""
     for split in ("dev", "test"):
         (folder / split).mkdir(parents=True)
         (folder / split / f"anatomy_{split}.csv").write_bytes(row)
@@ -32,6 +34,7 @@ def mmlu(folder: Path, row: bytes = QUESTION) -> Path:
 
 
 def tar(path: Path, name: str, content: bytes = QUESTION) -> Path:
+    """Write a gzipped tar with one member and return its path."""
     with tarfile.open(path, "w:gz") as file:
         member = tarfile.TarInfo(name)
         member.size = len(content)
@@ -40,12 +43,16 @@ def tar(path: Path, name: str, content: bytes = QUESTION) -> Path:
 
 
 def written(path: Path, content: object) -> Path:
+    """Write bytes, or any other value as JSON, to a file, make its folder, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
 
 
 def corpus(folder: Path, **index: object) -> Path:
+    """Write a pair of token files with four tokens, `index` replacing the arrays of its index, and
+    return the prefix of the pair.
+    """
     folder.mkdir(exist_ok=True)
     np.save(folder / "owt_ids.npy", np.arange(4, dtype=np.int32))
     np.savez(folder / "owt_idx.npz", **(index or {"lens": np.array([4]), "docs": np.array([0, 1])}))
@@ -53,6 +60,7 @@ def corpus(folder: Path, **index: object) -> Path:
 
 
 def record(folder: Path, train: object, val: object) -> Path:
+    """Write train.jsonl and val.jsonl of ReCoRD and return their folder."""
     written(folder / "train.jsonl", train)
     return written(folder / "val.jsonl", val).parent
 
@@ -176,8 +184,9 @@ def test_what_is_no_data_of_a_task(name: str, tmp_path: Path) -> None:
 def test_a_long_file_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies behind the first bytes is for the worker; a first element that is longer than these
-    is no error."""
+    """Errors beyond the first BEGIN_BYTES are left to the worker, and a first element longer than
+    these is accepted.
+    """
     monkeypatch.setattr(conversations, "BEGIN_BYTES", 64)
     good, row = {"instruction": "é" * 10, "output": "b"}, tasks.find_task("alpaca")
     row.check_data(written(tmp_path / "1.json", json.dumps([good, 1], ensure_ascii=False).encode()))

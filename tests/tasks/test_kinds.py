@@ -1,4 +1,6 @@
-"""Kinds of work: the shipped rows, and one of another package from its entry point to its page."""
+"""Test kinds of work: the shipped ones, and one of a third-party package from its entry point to
+its report.
+"""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +25,9 @@ RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu", "--engine", "reci
 
 @pytest.mark.parametrize("kind", kinds.SHIPPED_KINDS, ids=lambda kind: kind.name)
 def test_a_row_holds_together(kind: kinds.Kind) -> None:
-    """What a row names exists, and passes that have a meaning are among its passes."""
+    """Every reference of a kind can be imported, and every pass it gives a role is one of its
+    passes.
+    """
     references = [*kind.works.values(), *kind.rules, kind.gate_needs, kind.loop, kind.precisions]
     assert all(plugins.load_reference(one) is not None for one in references)
     assert isinstance(plugins.load_reference(kind.columns), TableLayout)
@@ -61,6 +65,7 @@ def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Yield a command line with the package recite_kind and its framework installed."""
     one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
     yield one
     one.clean()
@@ -111,7 +116,7 @@ def test_a_kind_of_another_package_runs_and_is_reported(shell: Shell, tmp_path: 
     (case,) = json.loads(shell("report", shell.out, "--json").out)["cases"]
     assert (case["kind"], case["task"]) == ("recite", "counting")
 
-    done = Shell(tmp_path)("verify", shell.out)  # without the package
+    done = Shell(tmp_path)("verify", shell.out)  # in an environment without the package
     assert (done.code, len(done.lines)) == (2, 1)
     assert golden("its-question-kind-no-kind-of") in done.err
 

@@ -1,5 +1,5 @@
-"""LAMBADA: reading it from every layout, rows and last words worked out by hand, and files that are
-none.
+"""Test LAMBADA: reading every file layout, rows and last words worked out by hand, and refusals of
+invalid files.
 """
 
 import gzip
@@ -41,10 +41,12 @@ IDS = {
 
 @dataclass(frozen=True)
 class Words:
-    """A tokenizer one can follow by hand: 1 begins, 2 ends, and the words are in a table."""
+    """A tokenizer that can be followed by hand: token 1 begins, token 2 ends, and the pieces are
+    those of IDS_BY_PIECE.
+    """
 
     end: int | None = 2
-    closes: bool = False  # adds the end by itself, as some tokenizer.json do
+    closes: bool = False  # whether encode appends the end token, as some tokenizer.json do
     source: str = "words"
     vocab: int = 20
     sha256: str = "0" * 64
@@ -62,6 +64,9 @@ class Words:
 
 
 def refusal(source: Path, data: LambadaData = DATA) -> str:
+    """Return the message with which loading `source` is refused, after checking that it is one
+    line.
+    """
     with pytest.raises(RequestError) as caught:
         lambada.load_passages(data, source)
     line = str(caught.value)
@@ -282,7 +287,7 @@ def test_a_last_word_begins_where_the_tokens_part() -> None:
         def encode(self, texts: list[str]) -> list[list[int]]:
             return [[9, 5] if text == "the cat" else [9, 6, 7] for text in texts]
 
-    # 5 is no longer there: 6 and 7 are the word's
+    # the context alone is [9, 5], with the last word it is [9, 6, 7]: they differ from 6 on
     assert lambada.encode_passages(["the cat saw"], Merging(), 9, None, 0).last == [2]
 
 

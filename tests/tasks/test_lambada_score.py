@@ -1,4 +1,4 @@
-"""LAMBADA scoring by hand, value by value."""
+"""Test scoring of LAMBADA with values worked out by hand."""
 
 from math import exp, inf, nan
 from typing import Any
@@ -17,11 +17,13 @@ WHOLE = score.merge_passage_answers(COMMON, "infer", [RANK_0, RANK_1])
 
 
 def passes(found: score.LambadaOutputs) -> dict[str, Any]:
+    """Return the outputs of each pass as they are written to a record."""
     table: dict[str, Any] = found.model_dump(mode="json")["passes"]
     return table
 
 
 def table(**changes: Any) -> dict[str, Any]:
+    """Return the answers of rank 0 with columns replaced."""
     return {**RANK_0, **changes}
 
 
@@ -110,7 +112,7 @@ def test_what_no_float_holds_is_left_out() -> None:
         COMMON, "infer", [table(nll=[8000.0, 6.0], last_nll=[1500.0, 0.5])]
     )
     names = {"loss", "loss_token", "acc", "se"}
-    # exp(8006/14) is a float, exp(750.25) is none
+    # perplexity exp(8006 / 14) fits a float, perplexity_last exp(750.25) overflows
     assert score.score_passage_answers(found, "infer").keys() == names | {"perplexity"}
     found = score.merge_passage_answers(COMMON, "infer", [table(nll=[1e5, 6.0])])
     assert score.score_passage_answers(found, "infer").keys() == names | {"perplexity_last"}
@@ -131,7 +133,7 @@ def test_sums_do_not_depend_on_the_version_of_python() -> None:
         0.1,
         0.0,
         0.0,
-    )  # 0.1 added up: 0.9999999999999999
+    )  # ten times 0.1, added one by one: 0.9999999999999999
 
 
 def test_repeated_answers_are_counted() -> None:
@@ -245,7 +247,7 @@ def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
         "hit": [1, 0, 0],
     }
     theirs = score.merge_passage_answers(COMMON, "infer", [other])
-    # Of tokens 4, 8 and 2: 1 / 4, 0 and 1 / 2.
+    # Passages of 4, 8 and 2 targets differ by 1 / 4, 0 and 1 / 2 per token; two hits of three do.
     assert (
         score.compare_passage_outputs(WHOLE, theirs, "infer")
         == score.compare_passage_outputs(theirs, WHOLE, "infer")
@@ -266,7 +268,7 @@ def test_differences_are_of_last_words_and_of_losses_a_token() -> None:
     assert TASK.differences is score.compare_passage_outputs
 
 
-WORDS_0 = RANK_0 | {"argmax": [[7, 8, 9], [5]]}  # passages 3 and 0
+WORDS_0 = RANK_0 | {"argmax": [[7, 8, 9], [5]]}  # last words of passages 3 and 0
 WORDS_1 = RANK_1 | {"argmax": [[6], [3, 4]]}
 
 
@@ -279,7 +281,7 @@ def test_the_likeliest_last_words_are_kept_in_one_list() -> None:
     part = score.merge_passage_answers(COMMON, "infer", [WORDS_0])
     assert passes(part)["infer"]["argmax"] == [5, -1, -1, -1, 7, 8, 9]
     assert score.LambadaOutputs.model_validate(found.model_dump(mode="json")) == found
-    # One rank that does not tell them leaves them unknown, and so does every record of version 1.
+    # If one rank has no argmax, the merged outputs have none; nor have records of version 1.
     assert (
         "argmax"
         not in passes(score.merge_passage_answers(COMMON, "infer", [WORDS_0, RANK_1]))["infer"]
@@ -289,7 +291,7 @@ def test_the_likeliest_last_words_are_kept_in_one_list() -> None:
 
 def test_last_words_are_compared_where_both_have_them() -> None:
     found = score.merge_passage_answers(COMMON, "infer", [WORDS_0, WORDS_1])
-    other = WORDS_1 | {"argmax": [[6], [3, 5]]}  # as right or wrong as before, and another word
+    other = WORDS_1 | {"argmax": [[6], [3, 5]]}  # the same hits, another word
     theirs = score.merge_passage_answers(COMMON, "infer", [WORDS_0, other])
     assert score.compare_passage_outputs(found, theirs, "infer") == Differences(4, 1, 0.0, 1)
     assert score.compare_passage_outputs(found, WHOLE, "infer") == Differences(4, 0, 0.0)

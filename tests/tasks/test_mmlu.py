@@ -1,5 +1,5 @@
-"""MMLU: reading it from every layout, its prompts byte for byte, its published counts, and scores
-worked out by hand.
+"""Test MMLU: reading every file layout, prompts byte for byte, sampling, generated questions, and
+refusals of invalid files.
 """
 
 import csv
@@ -49,18 +49,21 @@ DATA = MmluData(kind="mmlu", shots=2, context=512, subjects=2)
 
 
 def as_csv(rows: tuple[tuple[str, ...], ...]) -> bytes:
+    """Return questions as the bytes of a CSV file."""
     out = io.StringIO(newline="")
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().encode()
 
 
 def files_of(subjects: list[Subject]) -> dict[str, bytes]:
+    """Return the files of MMLU for these subjects by name, with two files that no reader opens."""
     out = {f"data/dev/{subject.name}_dev.csv": as_csv(subject.dev) for subject in subjects}
     out |= {f"data/test/{subject.name}_test.csv": as_csv(subject.test) for subject in subjects}
     return out | {"data/val/astronomy_val.csv": b"not read", "data/README.txt": b"not read"}
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write files below a folder and return it."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +72,7 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    """Write files as members of a tar and return its path."""
     with tarfile.open(path, mode) as tar:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
@@ -78,7 +82,9 @@ def write_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
 
 
 def refusal(source: Path, data: MmluData = DATA) -> str:
-    """The one line with which reading this is refused; nothing is unpacked by it."""
+    """Return the message with which loading `source` is refused, after checking that it is one line
+    and that no file was unpacked.
+    """
     before = sorted(source.parent.rglob("*"))
     with pytest.raises(RequestError) as caught:
         mmlu.load_subjects(data, source)
@@ -89,8 +95,8 @@ def refusal(source: Path, data: MmluData = DATA) -> str:
 
 
 def changed(**files: bytes | None) -> dict[str, bytes]:
-    """The small set with files changed; `dev_astronomy` is data/dev/astronomy_dev.csv, None leaves
-    it out.
+    """Return the files of SUBJECTS with some replaced: `dev_astronomy` is
+    data/dev/astronomy_dev.csv, and None removes a file.
     """
     table: dict[str, bytes | None] = {**files_of(SMALL)}
     for key, content in files.items():
@@ -234,11 +240,12 @@ GARBAGE: dict[str, tuple[Callable[[Path], bytes], str]] = {
 
 
 def garbled(content: bytes) -> bytes:
+    """Return the content with its second half replaced by 500 bytes 0xff."""
     return content[: len(content) // 2] + b"\xff" * 500
 
 
 def long_tar() -> bytes:
-    """One whose middle lies inside a file that is read."""
+    """Return a tar so long that its middle lies inside a CSV file."""
     rng = random.Random(0)
     text = "".join(f"{rng.random()},1,2,3,4,A\n" for _ in range(10_000)).encode()
     member = tarfile.TarInfo("data/test/astronomy_test.csv")
@@ -247,6 +254,7 @@ def long_tar() -> bytes:
 
 
 def broken(content: bytes) -> bytes:
+    """Return the content with 16 bytes in its middle inverted."""
     at = len(content) // 2
     return content[:at] + bytes(255 - byte for byte in content[at : at + 16]) + content[at + 16 :]
 
@@ -478,5 +486,4 @@ def test_an_answer_of_two_tokens_cannot_be_scored() -> None:
     assert str(caught.value) == golden("tokenizer-made-the-answer-is-not")
 
 
-# The real set. What is expected of it is published: shared/data/mmlu/README.md, the seed and its
-# implementation.
+# Tests with the real set are in tests/real/test_mmlu_data.py.

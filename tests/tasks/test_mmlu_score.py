@@ -1,4 +1,6 @@
-"""MMLU scoring by hand, value by value."""
+"""Test scoring of MMLU with values worked out by hand: six questions, two subjects, tokens 10 to 13
+for the letters, 99 for another token.
+"""
 
 from typing import Any
 
@@ -20,6 +22,7 @@ RANK_1 = {"items": [4, 1, 2], "best": [11, 11, 10], "choice": [1, 1, 0], "finite
 
 
 def passes(found: score.ChoiceOutputs) -> dict[str, Any]:
+    """Return the outputs of each pass as they are written to a record."""
     table: dict[str, Any] = found.model_dump(mode="json")["passes"]
     return table
 
@@ -128,8 +131,8 @@ def test_agreement_is_over_what_both_answered() -> None:
 
 
 def test_differences_are_of_the_letters_that_both_chose() -> None:
-    one = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])  # ABADBB
-    # AD?DCB
+    one = score.merge_choice_answers(COMMON, "infer", [RANK_0, RANK_1])  # choices ABADBB
+    # choices AD?DCB: five in common, B/D and B/C differ
     other = {
         "items": [0, 1, 3, 4, 5],
         "best": [10, 11, 13, 12, 11],
@@ -143,10 +146,10 @@ def test_differences_are_of_the_letters_that_both_chose() -> None:
         == Differences(5, 2, tokens=2)
     )
     assert score.compare_choice_outputs(one, one, "infer") == Differences(6, 0, tokens=0)
-    # a record of before they were kept
+    # outputs of version 1 have no argmax, so no tokens are compared
     assert score.compare_choice_outputs(one, old(theirs), "infer") == Differences(5, 2)
     assert score.compare_choice_outputs(one, theirs, "val") is None
-    # other questions
+    # outputs of other questions cannot be compared
     assert (
         score.compare_choice_outputs(
             one, theirs.model_copy(update={"index": [0, 1, 2, 3, 4, 5]}), "infer"
@@ -156,13 +159,15 @@ def test_differences_are_of_the_letters_that_both_chose() -> None:
 
 
 def old(found: score.ChoiceOutputs) -> score.ChoiceOutputs:
-    """As a record of version 1 has it."""
+    """Return the outputs as a record of version 1 has them: without a version and without the
+    likeliest tokens.
+    """
     table = found.model_dump(mode="json")
     del table["version"]
     for answers in table["passes"].values():
         del answers["argmax"], answers["others"]
     made = score.ChoiceOutputs.model_validate(table)
-    assert made.model_dump(mode="json") == table  # its bytes stay what they are
+    assert made.model_dump(mode="json") == table  # version 1 is dumped without new fields
     return made
 
 
@@ -211,7 +216,7 @@ def test_answers_are_those_of_the_scope_or_not() -> None:
         score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two")))
         == "subjects three"
     )
-    # none was drawn of it
+    # a sample of six may hold no question of subject three
     assert (
         score.explain_choice_mismatch(COMMON, Selection(subjects=("one", "three", "two"), sample=6))
         is None

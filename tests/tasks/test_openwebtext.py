@@ -1,4 +1,4 @@
-"""Made documents in place of OpenWebText's."""
+"""Test the generated documents that stand in for OpenWebText."""
 
 from steelyard.data.corpus import CorpusRows, check_ids, fingerprint_corpus
 from steelyard.data.tokenizer import WordHashTokenizer
@@ -23,7 +23,7 @@ def test_made_text_is_seeded_and_learnable() -> None:
     assert fingerprint_corpus(
         generate_corpus(GeneratedTextConfig(documents=50, seed=1), tokenizer), None
     ) != fingerprint_corpus(found, None)
-    # Who is followed by what they do, always.
+    # A subject is always followed by its verb: "potter" by "turns".
     potter, turns = tokenizer.encode(["a potter turns"])[0][-2:]
     follow = {int(found.ids[i + 1]) for i, token in enumerate(found.ids[:-1]) if token == potter}
     assert follow == {turns}

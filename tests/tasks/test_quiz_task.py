@@ -1,4 +1,6 @@
-"""A task of MMLU's size in another package: it brings how its data are read, and no more."""
+"""Test a third-party task with multiple-choice questions: it brings a reader of its data and takes
+scoring and prompts from the package.
+"""
 
 import json
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ def test_the_example_is_short() -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Yield a command line with the package quiz_task and a fake framework installed."""
     one = Shell(tmp_path, (PACKAGE, PACKAGES / "fake_framework"))
     yield one
     one.clean()

@@ -1,5 +1,5 @@
-"""glm-large-record from the command line: it learns until its target, says when it does not get
-there, and goes on.
+"""Test glm-large-record from the command line: it trains until its target, reports a target that is
+not reached, and resumes.
 """
 
 import json
@@ -17,10 +17,12 @@ RUN = ("run", CASE, "--size", "smoke", "--accelerator", "cpu")
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a folder in the order of their file names."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def ran(shell: Shell, *more: str | Path, code: int = 0) -> dict[str, Any]:
+    """Run a command that must end with exit status `code` and return the last record it wrote."""
     done = shell(*more, "--out", shell.out)
     assert done.code == code, done.err
     return records(shell.out)[-1]
@@ -28,7 +30,7 @@ def ran(shell: Shell, *more: str | Path, code: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reached(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """A run that stopped at its target, in each division."""
+    """Return the record of a run that stopped at its target, by division."""
     out = {}
     for division in ("closed", "open"):
         shell = Shell(tmp_path_factory.mktemp(division))
@@ -55,8 +57,8 @@ def test_the_target_is_reached_from_scratch(
     assert {record["metrics"][name]["unit"] for name in ("p_whole", "p_train", "p_core")} == {
         "samples/s"
     }
-    assert values["p_train"] > values["p_whole"]  # evaluations are in the one and not in the other
-    assert values["p_core"] > 0  # of the steady window, which a busy machine may slow down
+    assert values["p_train"] > values["p_whole"]  # p_whole includes the time of evaluations
+    assert values["p_core"] > 0  # of the steady window, which a busy machine slows down
     assert values["e2e_time"] > 0
     assert values["f1"] >= values["em"] >= values["acc"]
     assert values["mem_predicted"] is None
@@ -77,7 +79,7 @@ def test_it_stops_where_the_target_is_reached_and_not_before(
     assert all(share < 0.9 for share in shares[:-1])
     assert shares[-1] >= 0.9
     steps = [one["step"] for one in found["evaluations"]]
-    assert steps == [25 * (i + 1) for i in range(len(steps))]  # 800 samples in batches of 32
+    assert steps == [25 * (i + 1) for i in range(len(steps))]  # an epoch: 800 samples / 32
     assert [one["samples"] for one in found["evaluations"]] == [32 * step for step in steps]
     assert found["stopped"] == {"step": steps[-1], "why": "target"}
     trained = [s for s in record["samples"] if s["pass"] == "train" and s["counts"]]
@@ -102,7 +104,7 @@ def test_the_page_shows_the_way_to_the_target(
     assert found[0][:2] == ["0", "0"]
     assert found[1][:2] == ["25", "800"]
     assert found[-1][2] == acc
-    # how the published MFU was counted, in both tables
+    # the note on how the published MFU was counted, 8 times over the two tables
     assert done.out.count("nominal, one sequence a sample") == 8
 
 
@@ -121,8 +123,8 @@ def test_open_computes_less_of_the_same(reached: dict[str, dict[str, Any]]) -> N
 
 @pytest.mark.full
 def test_two_devices(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
-    """The first evaluation, before anything was dropped at random, is the same; every question is
-    answered once.
+    """Before training, and so before dropout, two devices choose the same candidates as one; after
+    it every question is answered once.
     """
     record = ran(shell, *RUN, "--devices", "2")
     assert (record["status"], record["plan"]["dp"]) == ("valid", 2)
@@ -141,8 +143,8 @@ def test_two_devices(shell: Shell, reached: dict[str, dict[str, Any]]) -> None:
 
 @pytest.fixture
 def hard(tmp_path: Path) -> Path:
-    """The same case with too few steps, as a file of its own: on the command line it would be
-    another question.
+    """Write the case with 30 steps instead of 300 as a file and return its path; set on the command
+    line, it would be another question.
     """
     text = (
         (SRC / "steelyard" / "cases" / f"{CASE}.toml")
@@ -164,7 +166,7 @@ def test_a_target_that_is_not_reached(shell: Shell, hard: Path) -> None:
     assert reason["code"] == "target_not_reached"
     assert reason["text"]["code"] == "check.gate_reach.bad"
     assert 0 < reason["text"]["values"]["value"] < reason["text"]["values"]["target"]
-    # and where it ends
+    # evaluated after the epoch of 25 steps and at the last of 30 steps
     assert [one["step"] for one in record["outputs"]["passes"]["train"]["evaluations"]] == [25, 30]
     assert shell("verify", next(shell.out.glob("*.json"))).code == 0
 
@@ -247,13 +249,13 @@ def test_the_published_way_gives_the_same_answers(
         [s["counts"]["tokens"] for s in r["samples"] if s["pass"] == "train"]
         for r in (record, other)
     ]
-    assert trained[0] == trained[1]  # padding is no work
+    assert trained[0] == trained[1]  # padding does not count as tokens
 
 
 @pytest.mark.full
 def test_real_rows_are_evaluated(shell: Shell, data_dir: Path, tmp_path: Path) -> None:
-    """A small GLM with random weights on the real queries: every one is answered, none better than
-    by chance or so.
+    """A small GLM with random weights answers every one of the real queries, no better than by
+    chance.
     """
     folder = tmp_path / "record"
     folder.mkdir()

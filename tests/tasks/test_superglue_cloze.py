@@ -1,5 +1,5 @@
-"""The cloze: a ReCoRD example worked out by hand in both divisions, candidates, shortening, and
-fingerprints.
+"""Test cloze samples of ReCoRD: an example worked out by hand in both divisions, candidates,
+shortened passages, and fingerprints.
 """
 
 import json
@@ -68,17 +68,22 @@ ANN, BOB, OSLO = (4,), (6, 7), (9, 10)
 
 @pytest.fixture
 def pieces(tmp_path: Path) -> WordPieces:
+    """Return the word-piece tokenizer of PIECES."""
     (tmp_path / "vocab.txt").write_text("\n".join(PIECES))
     return tokenizer.load_word_pieces([tmp_path])
 
 
 @pytest.fixture
 def queries(tmp_path: Path) -> list[Query]:
+    """Return the queries of RECORD_LINE, read from a file."""
     (tmp_path / "x.jsonl").write_text(json.dumps(LINE))
     return superglue.read_queries(tmp_path / "x.jsonl")
 
 
 def lists(found: ClozePack) -> dict[str, Any]:
+    """Return the fields of a pack with its arrays as lists, after checking that these are
+    one-dimensional and int64.
+    """
     out = {name: getattr(found, name) for name in ClozePack.__dataclass_fields__}
     arrays = {name: value for name, value in out.items() if isinstance(value, np.ndarray)}
     assert sorted(arrays) == ["blocks", "positions", "right", "targets", "tokens"]
@@ -198,7 +203,9 @@ def test_no_samples_make_no_pack() -> None:
 
 @dataclass(frozen=True)
 class Letters:
-    """A tokenizer one can follow by hand: every letter but the space is a piece."""
+    """A tokenizer that can be followed by hand: the pieces are the letters, spaces are dropped, and
+    ids are code points.
+    """
 
     vocab: int = 128
     source: str = "letters"
@@ -213,12 +220,14 @@ class Letters:
 
 
 def query(entities: str, answers: str, name: str = "1-1") -> Query:
+    """Return a query with entities and answers given as words."""
     return Query(
         "passage", "who @placeholder then", tuple(entities.split()), tuple(answers.split()), name
     )
 
 
 def texts(found: tuple[list[ClozeSample], int]) -> list[str]:
+    """Return the candidate texts of each sample, joined by spaces."""
     return [" ".join(one.texts) for one in found[0]]
 
 
@@ -236,8 +245,8 @@ def test_up_to_nine_wrong_candidates_stay_in_order() -> None:
 
 
 def test_more_than_nine_are_shuffled_with_one_generator_for_the_set() -> None:
-    """The generator is drawn from in the order of the queries and their answers, and only where
-    there are too many.
+    """The generator is drawn from in the order of queries and answers, and only for queries with
+    more than nine wrong candidates.
     """
     long, short = query("a b c d e f g h i j k l", "k c"), query("a b c", "b", "2-1")
     rng = random.Random(42)
@@ -279,6 +288,7 @@ def test_an_answer_without_a_wrong_candidate_is_alone() -> None:
 
 
 def ids(text: str) -> tuple[int, ...]:
+    """Return the ids that LetterTokenizer gives a text without spaces."""
     return tuple(map(ord, text))
 
 
@@ -289,8 +299,8 @@ def ids(text: str) -> tuple[int, ...]:
 def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(
     positions: int, kept: str, shortened: int
 ) -> None:
-    """Around the passage are [CLS], who, [MASK], then, [PAD]; the longest span is start-of-piece,
-    x, y, z.
+    """Around the passage are [CLS], "who", [MASK], "then" and [PAD]; the longest span is the start
+    token, x, y and z.
     """
     found, count = record.make_evaluation_samples([query("ab xyz", "ab")], Letters(), positions)
     assert count == shortened
@@ -300,7 +310,9 @@ def test_the_passage_is_shortened_from_its_end_for_the_longest_candidate(
 
 
 def test_shortened_contexts_are_counted_for_every_sample() -> None:
-    """Training looks at the candidates of the sample alone."""
+    """A training sample is shortened for its own candidates only, not for those of the query's
+    other answers.
+    """
     longer = query("ab cd xyz", "ab xyz")
     found, count = record.make_training_samples([longer, query("ab", "ab")], Letters(), 20, 9)
     assert [(one.texts, len(one.context)) for one in found] == [

@@ -1,4 +1,4 @@
-"""Made queries of the cloze, and the vocabulary they are read with."""
+"""Test the generated queries of the cloze task and the tokenizer that encodes them."""
 
 from collections import Counter
 
@@ -27,7 +27,8 @@ def test_made_queries_ask_for_the_one_that_is_named_most() -> None:
         assert {count for entity, count in times.items() if entity not in one.answers} == {1}
         assert one.query.count("@placeholder") == 1
     assert Counter(len(one.answers) for one in train + held).keys() == {1, 2}
-    # Neither the first nor the last name gives the answer away.
+    # Neither the first nor the last name of a passage gives the answer away: an answer is there in
+    # 20 % to 80 % of the queries.
     for at in (str.startswith, str.endswith):
         assert 0.2 < sum(at(one.passage, one.answers) for one in train) / 300 < 0.8
 
@@ -42,7 +43,9 @@ def test_made_queries_are_the_same_each_time_and_other_with_another_seed() -> No
 
 
 def test_no_two_made_queries_are_alike() -> None:
-    """With two candidates there are so few of the shortest that some would be."""
+    """With two entities there are so few of the shortest passages that drawing alone would repeat
+    some.
+    """
     train, held = generated.generate_queries(
         GeneratedClozeConfig(queries=6000, held_out=1000, entities=2)
     )

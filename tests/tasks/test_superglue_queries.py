@@ -1,5 +1,5 @@
-"""ReCoRD: reading SuperGLUE's files, texts and candidates worked out by hand, and files that are
-none.
+"""Test reading SuperGLUE's ReCoRD files: texts and candidates worked out by hand, and refusals of
+invalid files.
 """
 
 import gzip
@@ -24,11 +24,14 @@ SHAPE = (
 
 
 def places(*found: tuple[Any, Any]) -> list[dict[str, Any]]:
+    """Return entities of a ReCoRD line from (start, end) pairs."""
     return [{"start": start, "end": end} for start, end in found]
 
 
 def row() -> dict[str, Any]:
-    """Entities in no order, one twice, one with a curly quote in it; two queries."""
+    """Return a ReCoRD line with two queries; its entities are unsorted, one appears twice, and one
+    has a curly quote.
+    """
     return {
         "source": "CNN",
         "passage": {
@@ -59,11 +62,13 @@ QUERIES = [
 
 
 def written(path: Path, *rows: Any) -> Path:
+    """Write values as JSON lines and return the path."""
     path.write_text("".join(json.dumps(one) + "\n" for one in rows))
     return path
 
 
 def refusal(path: Path) -> str:
+    """Return the message with which reading `path` is refused, after checking that it is one line."""
     with pytest.raises(RequestError) as caught:
         superglue.read_queries(path)
     line = str(caught.value)
@@ -110,7 +115,9 @@ def test_every_layout_reads_the_same(pack: Callable[[bytes], bytes], tmp_path: P
 
 
 def changed(at: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """The row with another value in one place; with none there if the value is `...`."""
+    """Return the line of make_line with the value at a path of keys replaced, or removed if the
+    value is `...`.
+    """
     out = json.loads(json.dumps(row()))
     inner = out
     for key in at[:-1]:
@@ -295,7 +302,7 @@ def test_lines_and_files_have_limits(
     if packed:
         path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size)
-    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)  # its end is none of them
+    monkeypatch.setattr(superglue, "MAX_LINE_BYTES", size // 2 - 1)  # without the newline
     assert len(superglue.read_queries(path)) == 4
     monkeypatch.setattr(superglue, "MAX_FILE_BYTES", size - 1)
     assert refusal(path) == golden("larger-than-bytes-which-file-of", path, size - 1)
@@ -309,7 +316,7 @@ def test_lines_and_files_have_limits(
 def test_an_endless_line_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with path.open("wb") as file:
-        file.truncate(1 << 40)  # a hole: reading it whole would take all memory
+        file.truncate(1 << 40)  # a sparse file of 1 TiB: reading it would take all memory
     assert (
         refusal(path)
         == f"{path}: line 1 has more than {1 << 20} bytes, the limit for a line; {SHAPE}"
@@ -332,6 +339,7 @@ def test_both_files_are_found(tmp_path: Path) -> None:
 
 def test_a_folder_without_them(tmp_path: Path) -> None:
     def missing(place: Path) -> str:
+        """Return the message with which finding the files of a folder is refused."""
         with pytest.raises(RequestError) as caught:
             superglue.find_query_files(place)
         return str(caught.value)
@@ -364,7 +372,7 @@ def test_real_rows(
     )
     assert all(set(one.answers) <= set(one.entities) for one in found)
     assert not any(mark in one.passage for one in found for mark in ("@highlight", "“", "’", "–"))
-    # Only white space and highlights can part an entity from the passage it was taken from.
+    # An entity is a slice of the passage; only changed white space or a highlight could break this.
     assert all(entity in one.passage for one in found for entity in one.entities)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the cloze: batches and epochs, evaluation, and the figures of real rows."""
+"""Test the cloze dataset: batches and epochs, evaluation, and the known counts of real samples."""
 
 from collections import Counter
 from dataclasses import replace
@@ -20,6 +20,7 @@ from steelyard.tasks.superglue_record.queries import Query
 def rows(
     count: int, division: Literal["closed", "open"] = "open", batch: int = 4, seed: int = 0
 ) -> ClozeDataset:
+    """Return a dataset of `count` training samples and four held-out ones of several lengths."""
     train = [replace(SHORT, context=(2, *[5] * (i * 7 % 10), 3, 0)) for i in range(count)]
     held = [replace(SHORT, context=(2, *[5] * length, 3, 0)) for length in (1, 4, 4, 2)]
     return ClozeDataset(train, held, division, batch, seed, START, END)
@@ -37,7 +38,7 @@ def test_an_epoch_has_every_sample_once_and_the_next_another_order() -> None:
     assert [rows(12, seed=1).batch(step) for step in range(9)] != [
         found.batch(step) for step in range(9)
     ]
-    # The order is drawn whatever the division, so that both learn from the same samples.
+    # The order does not depend on the division, so that both divisions train on the same samples.
     assert [sorted(rows(12, "closed").batch(step)) for step in range(9)] == [
         sorted(found.batch(step)) for step in range(9)
     ]
@@ -87,11 +88,13 @@ def test_rows_that_are_none() -> None:
 
 @pytest.fixture(scope="module")
 def bert(data_dir: Path) -> WordPieces:
+    """Return the tokenizer of bert-large-uncased."""
     return tokenizer.load_word_pieces([data_dir / "tokenizers" / "bert-large-uncased"])
 
 
 @pytest.fixture(scope="module")
 def real(data_dir: Path) -> list[Query]:
+    """Return the 187 real queries of three files."""
     names = ("train32", "dev32", "explorer123")
     return [
         one
@@ -118,7 +121,9 @@ def test_real_rows(
     real: list[Query],
     bert: WordPieces,
 ) -> None:
-    """The figures of the design: 283 examples of 187 queries, of 2,087 tokens closed and 263 open."""
+    """The expected figures are those of the design: 283 training samples of 187 queries, with a
+    mean of 2,087 tokens in division closed and 263 in open.
+    """
     train, shortened = record.make_training_samples(real, bert, 512, 9)
     ask, asked_shortened = record.make_evaluation_samples(real, bert, 512)
     assert (len(train), len(ask), shortened, asked_shortened) == (283, 187, 0, 0)

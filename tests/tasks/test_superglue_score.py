@@ -1,4 +1,4 @@
-"""ReCoRD's scoring by hand, value by value."""
+"""Test scoring of ReCoRD with values worked out by hand."""
 
 from typing import Any
 
@@ -11,6 +11,9 @@ from steelyard.tasks.task import Breakdown, Differences, Tally
 
 
 def asked(texts: str, answers: str, right: tuple[int, ...]) -> ClozeSample:
+    """Return a cloze sample with candidates and answers separated by `|` and the positions of the
+    right candidates.
+    """
     every = tuple(texts.split("|"))
     return ClozeSample(
         (1, 2, 3), 1, ((7,),) * len(every), right, every, tuple(answers.split("|")), "1-1"
@@ -27,6 +30,9 @@ COMMON = score.make_cloze_outputs(HELD)
 
 
 def evaluation(step: int, *choices: tuple[int, int], samples: int | None = None) -> dict[str, Any]:
+    """Return one evaluation as an engine reports it: its step, the samples trained on (8 per step
+    unless given), and (question, candidate) pairs.
+    """
     return {
         "step": step,
         "samples": 8 * step if samples is None else samples,
@@ -46,6 +52,7 @@ WHOLE = score.merge_cloze_outputs(COMMON, "train", [RANK_0, RANK_1])
 
 
 def passes(found: score.ClozeOutputs) -> dict[str, Any]:
+    """Return the outputs of each pass as they are written to a record."""
     table: dict[str, Any] = found.model_dump(mode="json")["passes"]
     return table
 
@@ -63,8 +70,8 @@ def passes(found: score.ClozeOutputs) -> dict[str, Any]:
         ("Ray Ray Bob", "Ray Ann Ray", 0, 2 / 3),
         ("Ray Ray", "Ray", 0, 2 * 0.5 * 1 / 1.5),
         ("Ray", "Bob", 0, 0.0),
-        ("the", "a", 1, 0.0),  # nothing is left of both
-        ("“Ray”", "Ray", 0, 0.0),  # only ASCII's punctuation is taken out
+        ("the", "a", 1, 0.0),  # both are articles: nothing is left to compare
+        ("“Ray”", "Ray", 0, 0.0),  # only ASCII punctuation is removed
     ],
 )
 def test_texts_are_compared_as_record_does(text: str, answer: str, em: int, f1: float) -> None:
@@ -329,7 +336,7 @@ def test_differences_are_of_the_last_evaluation_after_as_many_steps() -> None:
     theirs = score.merge_cloze_outputs(
         COMMON, "train", [{"stopped": None, "evaluations": [evaluation(5, (0, 2), (1, 1), (2, 1))]}]
     )
-    # 1 and 2 got another candidate
+    # of questions 0, 1 and 2, questions 1 and 2 have another candidate
     assert score.compare_cloze_outputs(WHOLE, theirs, "train") == Differences(3, 2)
     later = score.merge_cloze_outputs(
         COMMON, "train", [{"stopped": None, "evaluations": [evaluation(6, (0, 2))]}]

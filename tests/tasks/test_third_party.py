@@ -1,4 +1,4 @@
-"""A task of another package, from its entry point to its page."""
+"""Test a third-party task from its entry point to its report."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +24,7 @@ def test_the_example_is_short() -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Yield a command line with the package rhyme_task installed."""
     one = Shell(tmp_path, (PACKAGE,))
     yield one
     one.clean()

@@ -1,5 +1,5 @@
-"""Micro-batches of a cloze filled up to a bucket: the same losses, scores and gradients, padding
-counted, few sizes.
+"""Cloze micro-batches filled up to buckets: equal losses, scores and gradients, padding that is
+counted, and few sizes.
 """
 
 from contextlib import nullcontext
@@ -33,17 +33,21 @@ TARGETS = torch.tensor(5.0)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make buckets small enough for the test samples, and compute in float64 for fp32."""
     monkeypatch.setattr(size_buckets, "TOKEN_MULTIPLE", 16)
     monkeypatch.setattr(size_buckets, "FILLER_TOKENS", 5)
     monkeypatch.setitem(tensors.DTYPES, "fp32", torch.float64)
 
 
 def rows_of(division: str, count: int = 5, batch: int = 2) -> ClozeDataset:
+    """Return cloze rows with this many samples to train on and two held out."""
     return ClozeDataset(samples(count), samples(2), division, batch, 1, START, END)
 
 
 def filled(division: str, groups: list[list[int]]):
-    """Micro-batches as they are, and filled up."""
+    """Return the micro-batches of groups of sample indices as they are, filled up to their buckets,
+    and the buckets.
+    """
     rows = rows_of(division)
     sizes = [combine_sizes(measure_sample(rows, key) for key in group) for group in groups]
     made = SizeBuckets(sizes)
@@ -61,10 +65,12 @@ def filled(division: str, groups: list[list[int]]):
 
 
 def gradients(of: Trainer) -> list[Tensor]:
+    """Return copies of the gradients of all parameters."""
     return [of.optimizer.get_gradient(p).clone() for p in of.optimizer.parameters]
 
 
 def learned(made: Trainer, micros) -> tuple[float, list[Tensor]]:
+    """Return the loss and gradients of micro-batches; gradients are zeroed afterwards."""
     loss = float(made.compute_gradients(micros, TARGETS))
     found = gradients(made)
     made.optimizer.zero_grad()
@@ -74,9 +80,7 @@ def learned(made: Trainer, micros) -> tuple[float, list[Tensor]]:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("division", DIVISIONS)
 def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) -> None:
-    """Without dropout. With it the numbers dropped are drawn by a token's place, which differs:
-    another draw, the same mean.
-    """
+    """Without dropout; with it, the mask depends on a token's position, which differs."""
     plain, full, _ = filled(division, [[0, 1, 2], [3, 4]])
     made = trainer(job())
     other = trainer(job(), lambda of: fused.make_cloze_trainer(of, Rerun() if recorded else None))
@@ -88,7 +92,7 @@ def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) ->
         assert torch.equal(both, scores[:, :width].isfinite())
         assert not scores[:, width:].isfinite().any()
         torch.testing.assert_close(scores[:, :width][both], wanted[both], atol=1e-12, rtol=0)
-    for _ in range(3):  # as they are, recorded, replayed
+    for _ in range(3):  # run, recorded, replayed
         loss, wanted = learned(made, plain)
         found, grads = learned(other, full)
         assert found == pytest.approx(loss, abs=1e-12)
@@ -98,8 +102,8 @@ def test_losses_scores_and_gradients_are_equal(division: str, recorded: bool) ->
 
 
 def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three micro-batches of one bucket, in turn: each has its own loss and gradients, and one pair
-    of graphs is there.
+    """Three micro-batches share one bucket: each has its own loss and gradients, and one pair of
+    graphs is recorded.
     """
     monkeypatch.setattr(size_buckets, "TOKEN_MULTIPLE", 64)
     groups = [[0, 1], [1, 2], [2, 0]]
@@ -120,8 +124,8 @@ def test_one_recording_serves_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_padding_learns_nothing() -> None:
-    """What stands in the padding changes nothing, and its own rows of the tables get exactly no
-    gradient.
+    """Other tokens in the padding change neither loss nor gradients, and embedding rows that only
+    padding uses get a gradient of exactly zero.
     """
     _, full, _ = filled("open", [[0, 1], [2, 3, 4]])
     made = trainer(job())
@@ -131,7 +135,7 @@ def test_padding_learns_nothing() -> None:
     real = sum(lengths[0][:2])
     padding = slice(real, sum(lengths[0]))
     assert padding.stop > padding.start
-    micro.tokens[padding] = 58  # no sample has it
+    micro.tokens[padding] = 58  # in no sample
     micro.positions[padding] = 23
     again, other = learned(made, [micro])
     assert again == loss
@@ -191,7 +195,9 @@ def test_too_much_for_a_bucket() -> None:
 
 
 def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], TorchCloze]:
-    """All steps of a pass, with three samples to a micro-batch."""
+    """Run a train pass of six steps, three samples to a micro-batch; return its works and the loop.
+    None records no graphs.
+    """
     train = TRAINING.model_copy(update={"batch": 8, "steps": 6})
     of = job(shape=SHAPE.model_copy(update={"dropout": dropout}), train=train, micro_batch=3)
     of.case.gate = None
@@ -203,9 +209,7 @@ def passed(record: Rerun | None, dropout: float = 0.0) -> tuple[list[Work], Torc
 
 
 def test_a_pass_is_recorded_before_it_begins() -> None:
-    """Every size of it; its losses are those of a pass of which nothing is recorded, and padding is
-    no work.
-    """
+    """Losses equal those of a pass without recordings, and padding counts as no work."""
     record = Rerun()
     plain, _ = passed(None)
     _, loop = passed(record)
@@ -227,7 +231,7 @@ def test_a_pass_is_recorded_before_it_begins() -> None:
 
 
 def test_every_replay_drops_other_numbers() -> None:
-    """The same pass twice has the same losses, and a micro-batch met twice in it has not."""
+    """The same pass twice has the same losses; a micro-batch has different losses in two steps."""
     (first, _), (second, loop) = passed(Rerun(), 0.3), passed(Rerun(), 0.3)
     assert [float(work.values["loss"]) for work in first] == [
         float(work.values["loss"]) for work in second
@@ -241,8 +245,8 @@ def test_every_replay_drops_other_numbers() -> None:
 
 
 def test_a_seed_is_drawn_for_each_micro_batch() -> None:
-    """What kernels draw from: new for each, the same again for the same step, and read by a replay
-    where it stands.
+    """It differs between micro-batches, is the same again for the same step, and a replay reads its
+    current value.
     """
     seed, seen = torch.zeros(1, dtype=torch.int64), []
 
@@ -271,7 +275,7 @@ def test_a_seed_is_drawn_for_each_micro_batch() -> None:
 
 
 def split(values: list[int], mark: int) -> list[list[int]]:
-    """What follows each mark."""
+    """Return the values after each mark, as one list per mark."""
     out: list[list[int]] = []
     for one in values:
         if one == mark:

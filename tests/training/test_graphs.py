@@ -1,5 +1,5 @@
-"""What is recorded: inputs are refreshed, gradients are added again, weights and seeds are read as
-they are at the replay.
+"""Recorded functions: a replay copies new inputs in, adds to gradients again, and reads current
+weights and seeds.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,15 @@ from steelyard.training.graph_replay import ReplayedFunction
 
 @dataclass(frozen=True)
 class Row:
+    """The inputs of the recorded function."""
+
     x: Tensor
 
 
 class Adding(torch.autograd.Function):
-    """A weight times x; the weight's gradient is added to `place`, without autograd."""
+    """The sum of weight times x; backward adds the weight's gradient to a given tensor, outside
+    autograd.
+    """
 
     @staticmethod
     def forward(context, x, weight, place):
@@ -34,6 +38,10 @@ class Adding(torch.autograd.Function):
 def made(
     weight: Tensor, place: Tensor, noise: Tensor, calls: list[int]
 ) -> tuple[ReplayedFunction[Row], Rerun]:
+    """Return a recorded function and its fake recorder; the function appends the length of its
+    input to `calls` whenever it runs.
+    """
+
     def function(row: Row) -> Tensor:
         calls.append(len(row.x))
         return Adding.apply(row.x, weight, place) + noise.sum()
@@ -53,9 +61,9 @@ def test_a_replay_reads_new_inputs_and_adds_to_gradients() -> None:
         (loss * scale).backward()
     assert losses == [6.0, 60.0, 6.0, 60.0]
     assert float(place) == 3 * 1.0 + 30 * 0.5 + 3 * 4.0 + 30 * 0.25
-    assert first.x.tolist() == [1.0, 2.0]  # a caller's tensors are not where inputs are kept
+    assert first.x.tolist() == [1.0, 2.0]  # the caller's tensors are not overwritten
     assert weight.grad is None
-    assert len(record.made) == 2  # one size: a forward and a backward
+    assert len(record.made) == 2  # one size: forward and backward graphs
 
 
 def test_weights_and_seeds_are_those_of_the_replay() -> None:
@@ -75,13 +83,13 @@ def test_a_size_is_recorded_once_when_it_is_met_again() -> None:
     recorded, record = made(weight, place, torch.zeros(1), calls)
     for size in (2, 3):
         recorded(Row(torch.ones(size)))
-    assert (calls, record.made) == ([2, 3], [])  # each as it is
+    assert (calls, record.made) == ([2, 3], [])  # first time: not recorded
     recorded(Row(torch.ones(2)))
     assert float(place) == 0.0
     recorded(Row(torch.ones(2)))
     recorded(Row(torch.ones(3)))
     assert len(record.made) == 4
-    # recorded and replayed, replayed alone; recorded and replayed
+    # size 2: recorded and replayed, then replayed; size 3: recorded and replayed
     assert calls == [2, 3, 2, 2, 2, 3, 3]
 
 

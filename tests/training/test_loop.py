@@ -1,5 +1,5 @@
-"""What the training loop yields: where a step's phases begin, for ranks that meet at its ends and
-for others.
+"""What the training loop yields: where the phases of a step begin, with a separate exchange and
+without.
 """
 
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ PACK = SimpleNamespace(counts=dict.fromkeys(COUNT_NAMES, 5))
 
 
 class Placed:
-    """Two replicas, of which this one does the same as the other."""
+    """A placement of two replicas, of which the other does the same as this one; it logs its calls."""
 
     lockstep = True
 
@@ -48,6 +48,8 @@ class Placed:
 
 
 class Batches:
+    """Batches of two equal micro-batches; it logs transfers and seeds."""
+
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
@@ -69,6 +71,7 @@ class Batches:
 
 
 def loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
+    """Return a training loop over fakes that log to `log`."""
     case = SimpleNamespace(tune=SimpleNamespace(compile=False))
     inputs = SimpleNamespace(batch=lambda step: [step])
     told = {"checkpoint_schedule": None, "world": 2, "device": SimpleNamespace(torch_device=CPU)}
@@ -85,7 +88,9 @@ def loop(log: list[str], placement: Any, steps: int = 2) -> TrainingLoop:
 
 
 def run(separate: bool) -> tuple[list[str], list[Work]]:
-    """Marks among what is done, and the steps."""
+    """Run two steps; return the log of calls with phases and works (`<>`) in between, and the
+    works.
+    """
     log: list[str] = []
     works = []
     for item in loop(log, Placed(log, separate)).work("train"):
@@ -128,7 +133,7 @@ def test_ranks_that_meet_inside_a_step_have_no_mark_of_it_and_data_of_their_own(
 
 def test_marks_change_no_number():
     (_, one), (_, other) = run(separate=True), run(separate=False)
-    # both replicas' losses over all targets
+    # losses of both replicas (12 each) over the targets of both (6 each)
     assert [float(work.values["loss"]) for work in one] == [2 * 12.0 / (2 * 6)] * 2
     assert one == other
 
@@ -154,7 +159,7 @@ def test_a_loop_says_where_ranks_meet(separate, said):
     ],
 )
 def test_only_whole_replicas_are_separate(sizes, separate):
-    """Of copies, shards, stages and tensor so many."""
+    """`sizes` are those of the groups copies, shards, stages and tensor."""
     groups = PlanGroups(*(PlanGroup(size=size) for size in sizes))
     assert (
         TorchPlaced(SimpleNamespace(matmul_dtype=torch.float32), groups, CPU).exchanges_separately

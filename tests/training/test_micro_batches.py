@@ -1,4 +1,4 @@
-"""Rows of a micro-batch laid end to end, with and without what fills them up."""
+"""Rows of a micro-batch packed end to end, with and without their padding."""
 
 import numpy as np
 
@@ -7,6 +7,7 @@ from steelyard.training.packing import TOKEN_MULTIPLE, drop_padding, pack_rows
 
 
 def row(lens: tuple[int, ...], padding: int) -> TrainingRow:
+    """Return a row of segments of these lengths with ascending tokens, then padding."""
     real = sum(lens)
     tokens = np.arange(1, real + padding + 1)
     targets = np.where(tokens <= real, tokens + 1, IGNORED)

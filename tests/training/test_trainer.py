@@ -1,5 +1,5 @@
-"""A trainer of a toy model: what it asks of its model, its placement and its optimizer, and in
-which order.
+"""A trainer of a toy model: what it calls on its model, placement and optimizer, and in which
+order.
 """
 
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from steelyard.training.training_loop import LossWatch, compute_learning_rate
 
 
 class Toy:
-    """A linear model; a micro-batch is a matrix whose rows are all learned from."""
+    """A linear model whose loss is the sum of squared outputs; it logs its calls in `order`."""
 
     def __init__(self, precision: str) -> None:
         self.precision, self.weights, self.fsdp_roots = (
@@ -32,6 +32,9 @@ class Toy:
         self.order: list[str] = []
 
     def build(self) -> list[Tensor] | None:
+        """Build fixed weights; return fp32 master weights if parameters are rounded to bf16, else
+        None.
+        """
         self.module = nn.Linear(3, 2)
         with torch.no_grad():
             self.module.weight.copy_(torch.arange(6).view(2, 3) / 8)
@@ -63,6 +66,7 @@ class Toy:
 
 
 def prepared(placement: Any, precision: str = "fp32") -> Trainer:
+    """Return a prepared trainer of the toy model."""
     case = SimpleNamespace(question=SimpleNamespace(precision=TRAINING_PRESETS[precision]))
     job = SimpleNamespace(case=case, train=TRAINING, device=CpuTorchDevice(0, monotonic))
     made = Trainer(job, Toy(precision), placement)
@@ -123,7 +127,7 @@ def test_warming_up_runs_every_variant_and_changes_nothing(placement: Any) -> No
 
 
 def test_gradients_are_clipped_by_the_norm_that_is_passed_in() -> None:
-    """Of all ranks, say: twice what this one has, so that gradients are clipped to a half."""
+    """The norm of all ranks may be twice that of this one, so that gradients are clipped to half."""
     grads, norms = [], []
     for factor in (1.0, 2.0):
         weight = nn.Parameter(torch.ones(2, 2))
@@ -152,7 +156,7 @@ def test_a_watch_keeps_the_first_loss_that_ends_a_run() -> None:
     watch = LossWatch(None)
     watch.add(0, 1e9)
     assert not watch.has_bad_loss()
-    watch.add(1, lambda: float("inf"))  # one that is still on its way
+    watch.add(1, lambda: float("inf"))  # not computed yet
     assert not watch.has_bad_loss()
     assert watch.has_bad_loss(wait=True)
     assert watch.stop == {"step": 1, "why": "nan", "value": None}

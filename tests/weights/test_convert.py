@@ -1,5 +1,5 @@
-"""Conversions of checkpoints: bit for bit, one tensor at a time, and what is known of a checkpoint
-before.
+"""Test conversions of checkpoints: exact to the bit, within the memory of one tensor, and
+inspections.
 """
 
 import json
@@ -42,12 +42,14 @@ from steelyard.weights.inspection import Inspection, inspect_checkpoint
 
 
 def model_of(shape: LlamaShape) -> LlamaModel:
+    """Return the model of a case with this shape."""
     return LlamaModel(
         family="llama", **{key: value for key, value in asdict(shape).items() if key != "head_dim"}
     )
 
 
 def assert_same(found: Tensors, wanted: Tensors) -> None:
+    """Assert that two tables of tensors have equal names, dtypes, shapes and bits."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
@@ -58,6 +60,7 @@ def assert_same(found: Tensors, wanted: Tensors) -> None:
 
 
 def hf_tensors(folder: Path) -> Tensors:
+    """Return all tensors of a folder's safetensors files."""
     return {
         name: t
         for path in sorted(folder.glob("*.safetensors"))
@@ -83,7 +86,7 @@ def test_round_trip(kind: str, tmp_path: Path) -> None:
     ]
     assert done.size_bytes == sum(size for _, size in done.files)
     assert done.reused == 0
-    # What comes out of a conversion is written as what goes into it.
+    # Converting a result to its own layout gives the same bytes.
     convert.convert_checkpoint(tmp_path / "last", tmp_path / "again", "hf", 1)
     assert hashes(tmp_path / "again") == hashes(tmp_path / "last")
 
@@ -117,7 +120,7 @@ def test_shards(source: int, target: int, kind: str, tmp_path: Path) -> None:
 
 
 def theirs(name: str) -> str:
-    """As files of 2023 call it."""
+    """Return the name that Megatron checkpoints of 2023 give one of our parameters."""
     top = {
         "embed.weight": "embedding.word_embeddings.weight",
         "output.weight": "output_layer.weight",
@@ -262,7 +265,7 @@ def test_what_the_files_do_not_tell(tmp_path: Path) -> None:
             RequestError, match="vocab_size is 251, the case's vocab is 250; give weights of the"
         ) as caught:
             convert.convert_checkpoint(folder, tmp_path / "to", "hf", 1, wrong)
-        assert "--set" not in str(caught.value)  # which convert does not have
+        assert "--set" not in str(caught.value)  # convert has no option --set
     assert not (tmp_path / "to").exists()
 
 
@@ -384,7 +387,7 @@ print(highest - before)
 )
 @pytest.mark.parametrize("to, tp", [pytest.param("megatron", 4, marks=pytest.mark.long), ("hf", 1)])
 def test_host_memory(to: str, tp: int, tmp_path: Path) -> None:
-    # Hugging Face has the embedding in one tensor
+    # the Hugging Face layout joins the two shards of the embedding, the largest tensor
     largest = write_large(tmp_path / "from", 2) * (2 if to == "hf" else 1)
     command = [
         sys.executable,
@@ -396,5 +399,5 @@ def test_host_memory(to: str, tp: int, tmp_path: Path) -> None:
         str(tp),
     ]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert LARGE.vocab * LARGE.hidden * 2 // tp < grown  # the watcher saw the largest
+    assert LARGE.vocab * LARGE.hidden * 2 // tp < grown  # the largest tensor was seen
     assert grown < 1.3 * largest, f"{grown}, largest {largest}"

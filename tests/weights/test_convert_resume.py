@@ -1,5 +1,5 @@
-"""Conversions that are interrupted go on where they stopped, and none is written where something is
-already.
+"""Test that interrupted conversions continue where they stopped, and that none is written over
+other files.
 """
 
 import errno
@@ -23,10 +23,13 @@ from steelyard.weights.inspection import inspect_checkpoint
 
 
 class Stopped(Exception):  # noqa: N818
+    """The interruption that a test raises from a progress call."""
+
     pass
 
 
 def stop_after(calls: int) -> Callable[[int, int], None]:
+    """Return a progress function that raises ConversionStopped at its given call."""
     seen: list[int] = []
 
     def progress(done: int, total: int) -> None:
@@ -37,8 +40,8 @@ def stop_after(calls: int) -> Callable[[int, int], None]:
     return progress
 
 
-# 15 tensors a shard, 21 in all of a Hugging Face folder: the first, the last of a file, one after
-# it, the very last.
+# (layout, tensors written before the interruption). A Megatron shard has 15 tensors, and there are
+# 4; a Hugging Face folder has 21: the first, the last of a file, the one after it, the very last.
 POINTS = [("megatron", 1), ("megatron", 15), ("megatron", 16), ("megatron", 40), ("megatron", 60)]
 POINTS += [("hf", 1), ("hf", 2), ("hf", 9), ("hf", 20), ("hf", 21)]
 
@@ -90,7 +93,9 @@ def test_some_interruptions_come_after_a_complete_file(tmp_path: Path) -> None:
 
 
 def test_what_is_left_behind(tmp_path: Path) -> None:
-    """Rubbish under a temporary name, and complete files that are no longer so."""
+    """Files under temporary names are overwritten, and complete files that were damaged or removed
+    are written again.
+    """
     source, target = hf(tmp_path / "first"), tmp_path / "to"
     convert.convert_checkpoint(source, tmp_path / "whole", "megatron", 4)
     with pytest.raises(Stopped):
@@ -106,7 +111,7 @@ def test_what_is_left_behind(tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_at_its_beginning(tmp_path: Path) -> None:
-    """It leaves its lock and a journal that is not complete; that is as good as nothing, and goes."""
+    """It leaves a lock and an incomplete journal, which count as nothing and are removed."""
     target = tmp_path / "to"
     target.mkdir()
     (target / "conversion.lock").touch()
@@ -199,11 +204,14 @@ def test_targets_of_others(tmp_path: Path) -> None:
 
 
 def other_values(folder: Path) -> Path:
+    """Write a Hugging Face folder with all values negated and return it."""
     return hf(folder, tensors={name: -tensor for name, tensor in odd_tensors(SHAPE).items()})
 
 
 def sources(kind: str, folder: Path) -> tuple[Path, Path]:
-    """Two checkpoints with the same headers and sizes, and other values."""
+    """Write two checkpoints with equal headers and sizes and different values, and return their
+    folders.
+    """
     if kind == "hf":
         return hf(folder / "first"), other_values(folder / "other")
     tensors = odd_tensors(SHAPE)
@@ -221,7 +229,8 @@ def test_other_values_of_the_same_shapes(kind: str, tmp_path: Path) -> None:
         convert.convert_checkpoint(first, target, "megatron", 4, None, stop_after(40))
     mixed = f"{target}/conversion.json: is of another conversion (source differ); "
     refused(lambda: convert.convert_checkpoint(other, target, "megatron", 4), mixed)
-    # The same times do not make it the same source, nor do other times leave it one.
+    # Equal modification times do not make another source the same; a changed time makes the same
+    # file another source.
     files = [path.relative_to(first) for path in first.rglob("*") if path.is_file()]
     for file in files:
         shutil.copystat(first / file, other / file)
@@ -271,10 +280,11 @@ def test_finished_already(to: str, tp: int, tmp_path: Path) -> None:
 def test_two_at_once(tmp_path: Path) -> None:
     source, target = hf(tmp_path / "first"), tmp_path / "to"
     (target).mkdir()
-    (target / "conversion.lock").touch()  # of a run that was killed
+    (target / "conversion.lock").touch()  # left by a conversion that was killed
     seen: list[int] = []
 
     def second(done: int, total: int) -> None:
+        """Try the same conversion while the first is running, at each of its progress calls."""
         seen.append(done)
         refused(
             lambda: convert.convert_checkpoint(source, target, "hf", 1),
@@ -301,10 +311,11 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_lock_of_a_file_that_is_gone_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run before removes its file between our opening it and our lock on it."""
+    """An earlier conversion removes its lock file between our opening it and locking it."""
     real, calls = fcntl.flock, list[int]()
 
     def late(handle: int, how: int) -> None:
+        """Remove the lock file before the first call locks it."""
         calls.append(handle)
         if len(calls) == 1:
             (tmp_path / "to" / "conversion.lock").unlink()

@@ -1,5 +1,5 @@
-"""Checkpoints of a GLM: a round trip to the bit, every layout, and one line for each way in which
-one can be wrong.
+"""Test checkpoints of a GLM: a round trip exact to the bit, every layout, and one line for each way
+in which a checkpoint is wrong.
 """
 
 import argparse
@@ -27,7 +27,9 @@ QKV = "transformer.layers.1.attention.query_key_value.weight"
 
 
 def made(seed: int = 4, dtype: torch.dtype = torch.float32) -> glm.Glm:
-    """Random everywhere: a norm or a bias taken for another would show."""
+    """Return a model with random values in every parameter, so that a norm or bias taken for
+    another would show.
+    """
     model = glm.build_glm(SHAPE, CPU, dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,11 +39,14 @@ def made(seed: int = 4, dtype: torch.dtype = torch.float32) -> glm.Glm:
 
 
 def weights() -> dict[str, Tensor]:
+    """Return copies of the parameters of make_model with its default seed, by name."""
     return {name: parameter.detach().clone() for name, parameter in made().named_parameters()}
 
 
 def put(folder: Path, module: object, name: str = "500", **beside: object) -> Path:
-    """A checkpoint in the authors' layout, as they write it."""
+    """Write a checkpoint in the layout of GLM's authors, with further entries beside the weights,
+    and return its folder.
+    """
     (folder / name).mkdir(parents=True)
     torch.save({"module": module, **beside}, folder / name / FILE)
     (folder / TRACKER).write_text(name)
@@ -49,17 +54,21 @@ def put(folder: Path, module: object, name: str = "500", **beside: object) -> Pa
 
 
 def same(model: glm.Glm) -> bool:
+    """Return whether a model's parameters equal make_weights."""
     wanted = weights()
     return all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
 
 
 def refused(folder: Path) -> str:
+    """Return the message with which loading is refused, after checking that it is one line and that
+    no parameter changed.
+    """
     model = made(9)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(RequestError) as caught:
         glm_checkpoint.load_glm(model, folder)
     assert "\n" not in str(caught.value)
-    # nothing was copied
+    # no parameter was changed
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     return str(caught.value)
 
@@ -87,8 +96,8 @@ def test_round_trip_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_checkpoint_of_the_authors_program(tmp_path: Path) -> None:
-    """With an optimizer's state, arguments and what else stands beside the weights; in fp16, for a
-    model kept in fp32.
+    """The file holds an optimizer state, arguments and other entries beside the weights, which are
+    fp16 for a model in fp32.
     """
     halves = {name: tensor.half() for name, tensor in weights().items()}
     args = argparse.Namespace(layers=2)
@@ -106,7 +115,7 @@ def test_a_checkpoint_of_the_authors_program(tmp_path: Path) -> None:
     assert all(
         torch.equal(parameter, halves[name].float()) for name, parameter in model.named_parameters()
     )
-    facts = glm_checkpoint.load_glm(made(9), folder / "release")  # the folder of the file itself
+    facts = glm_checkpoint.load_glm(made(9), folder / "release")  # the iteration's own folder
     assert (facts["iteration"], facts["files"][0]["name"]) == ("release", FILE)
 
 
@@ -224,6 +233,8 @@ def test_cut_files(tmp_path: Path, keep: float) -> None:
 
 
 class Hostile:
+    """An object whose unpickling would make a folder."""
+
     def __init__(self, told: Path) -> None:
         self.told = told
 
@@ -232,8 +243,8 @@ class Hostile:
 
 
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
-    """Beside the weights a stranger's object is left alone; in their place it is refused. The file
-    would run it if let.
+    """An unknown object beside the weights is ignored, and in place of weights it is refused. The
+    last lines show that unpickling would execute it.
     """
     told = tmp_path / "told"
     folder = put(tmp_path / "a", weights(), beside=Hostile(told))

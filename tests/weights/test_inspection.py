@@ -1,5 +1,5 @@
-"""What is known of a folder before it is read: its family, by the names in it; and of a GLM, what
-its headers tell.
+"""Test what is known of a weights folder before loading: its family by file and tensor names, and a
+GLM's dimensions by its headers.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,9 @@ DIMENSIONS = {"layers": 2, "hidden": 32, "heads": None, "ffn": 48, "vocab": 61, 
 
 
 def safetensors(folder: Path, prefix: str = "") -> Path:
+    """Write GLM's weights as one fp16 safetensors file, with a prefix to its names, and return the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {prefix + name: tensor.half() for name, tensor in weights().items()},
@@ -32,6 +35,7 @@ def safetensors(folder: Path, prefix: str = "") -> Path:
 
 
 def hf(folder: Path) -> Path:
+    """Write a Llama in Hugging Face's layout and return the folder."""
     folder.mkdir()
     return huggingface.write(folder)
 
@@ -117,7 +121,7 @@ def test_inspect_safetensors(tmp_path: Path, prefix: str) -> None:
 
 
 def test_inspect_a_glm_that_is_not_whole(tmp_path: Path) -> None:
-    """The dimensions that are told are told; what is wrong is a note."""
+    """Dimensions that the tensors give are listed, and what is wrong is a note."""
     without = {
         name: tensor
         for name, tensor in weights().items()
@@ -142,7 +146,7 @@ def test_inspect_a_glm_that_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_a_glm_wider_than_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is made of a stranger's number before it is looked at."""
+    """A size from a file is checked before anything is allocated by it."""
     monkeypatch.setattr(glm_checkpoint, "MAX_SIZE", 60)
     assert (
         "vocab is 61, allowed: up to 60; " in inspect_checkpoint(put(tmp_path, weights())).notes[-1]

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what loads, what it costs in memory, and the one line for what does not."""
+"""Test loading Hugging Face folders: exact values, casts, shards, reported facts, and host memory."""
 
 import json
 import subprocess
@@ -178,8 +178,8 @@ def test_host_memory(way: str, tmp_path: Path) -> None:
     assert size > 300e6
     command = [sys.executable, "-c", MEMORY, str(tmp_path), way, json.dumps(asdict(shape))]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert grown >= 0.99 * size  # the watcher saw the model
-    # The second way keeps a copy of everything: it shows that the limit can be passed.
+    assert grown >= 0.99 * size  # the sampling thread saw the full model
+    # The way "copied" keeps a second copy of all tensors: it shows that the limit can be exceeded.
     assert (grown < size + 1.3 * largest) == (way == "streamed"), (
         f"{grown} for {size}, largest {largest}"
     )

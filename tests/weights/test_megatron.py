@@ -1,5 +1,5 @@
-"""Loading Hugging Face and Megatron checkpoints onto any share: every local parameter is what it
-must be.
+"""Test loading Hugging Face and Megatron checkpoints onto every tensor-parallel shard: each local
+parameter has the right values.
 """
 
 import json
@@ -51,8 +51,8 @@ from steelyard.weights.megatron_args import LAYER_NAMES, to_megatron_name, to_ou
 def assert_shares(
     folder: Path, shape: LlamaShape, tensors: Tensors, degrees: tuple[int, ...] = DEGREES
 ) -> None:
-    """Loaded onto every share of every degree, each local parameter is what it must be, padding and
-    all.
+    """Load a folder onto every shard of every tensor-parallel degree and assert that each local
+    parameter, padding included, is the right slice of `tensors`.
     """
     for count in degrees:
         rows = shape.vocab if count == 1 else padded(shape.vocab, count)
@@ -208,11 +208,11 @@ def test_zero_biases_are_left_out(tmp_path: Path) -> None:
 
 
 def test_patched_values(tmp_path: Path) -> None:
-    """By hand: rows of a V head that are stored as 0 1 2 3 go to the places 0 2 1 3."""
+    """Rows of a V head that are stored as 0 1 2 3 belong at positions 0 2 1 3 of a head of four."""
     shape = replace(SHAPE, qkv_bias=True, head_dim=8, heads=8)
     tensors = tensors_of(shape)
     stored = dict(tensors)
-    # of the plain rows in the file: plain = (even, odd) interleaved
+    # the file stores the even rows of a head first, then the odd ones
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     for i in range(2):
         for kind in ("weight", "bias"):
@@ -223,7 +223,7 @@ def test_patched_values(tmp_path: Path) -> None:
 
 
 def test_one_patched_head() -> None:
-    """A head of 4 rows: viewed as (2, 2) = [[a, b], [c, d]], transposed [[a, c], [b, d]], so a, c,
+    """Rows a, b, c, d, viewed as [[a, b], [c, d]] and transposed to [[a, c], [b, d]], become a, c,
     b, d.
     """
     from steelyard.weights.megatron_checkpoint import _restore_value_rows
@@ -256,8 +256,8 @@ def test_random_shares_are_slices_of_the_whole(kind: str) -> None:
                 assert torch.equal(parameter, wanted[name]), (name, index, count)
 
 
-# In a process of its own: the highest anonymous memory while loading, over what the model itself
-# takes.
+# Runs in a process of its own and prints the peak of anonymous memory during loading, in bytes
+# above what the built model takes.
 MEMORY = """
 import json, re, sys, threading, torch
 from pathlib import Path
@@ -294,7 +294,7 @@ print(max(highest, anonymous()) - before)
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """A checkpoint of two gigabytes, and the bytes of its largest tensor."""
+    """Write a checkpoint of two gigabytes; return its folder and the bytes of its largest tensor."""
     folder = tmp_path_factory.mktemp("large")
     return folder, write_large(folder, 2)
 
@@ -319,5 +319,5 @@ def test_host_memory(share: tuple[int, int], way: str, large: tuple[Path, int]) 
         way,
     ]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    # The last way keeps a copy of everything: it shows that the limit can be passed.
+    # The way "copied" keeps a second copy of all tensors: it shows that the limit can be exceeded.
     assert (grown < 1.3 * largest) == (way == "streamed"), f"{grown}, largest {largest}"

@@ -1,4 +1,6 @@
-"""Megatron checkpoints that are refused: each in one line that names the file and says what to do."""
+"""Test Megatron checkpoints that are refused: each in one line that names the file and says what to
+do.
+"""
 
 import shutil
 from dataclasses import replace
@@ -19,7 +21,9 @@ from steelyard.weights import llama_weights as weights
 
 
 def put(**changes: Any) -> Change:
-    """Entries of shard 1's encoder, dots as two underscores; None takes one out."""
+    """Return a change of shard 1's encoder: entries by name, with two underscores for each dot;
+    None removes an entry.
+    """
 
     def change(index: int, file: dict[str, Any]) -> None:
         table = file["model"]["language_model"]["encoder"]
@@ -33,6 +37,7 @@ def put(**changes: Any) -> Change:
 
 
 def refused(folder: Path, *fragments: str, shape: LlamaShape = SHAPE) -> None:
+    """Assert that loading is refused in one line that holds the fragments and a next step."""
     with pytest.raises(RequestError) as caught:
         weights.load_llama(weights.build_llama(shape, CPU, torch.float32), folder, shape, Shard())
     line = str(caught.value)
@@ -86,6 +91,7 @@ def test_one_wrong_shard(name: str, tmp_path: Path) -> None:
 
 
 def everywhere(change: Change) -> Change:
+    """Return the change of change_second_shard for every shard."""
     return lambda index, file: change(1, file)
 
 
@@ -316,6 +322,7 @@ def test_one_shard_too_many(tmp_path: Path) -> None:
 
 
 def exchange(at: Path) -> None:
+    """Swap the folders of shards 1 and 2."""
     (at / "mp_rank_01").rename(at / "kept")
     (at / "mp_rank_02").rename(at / "mp_rank_01")
     (at / "kept").rename(at / "mp_rank_02")
@@ -334,8 +341,8 @@ def test_exchanged_shards_that_we_wrote(tmp_path: Path) -> None:
 
 
 def test_exchanged_shards_of_others(tmp_path: Path) -> None:
-    """Megatron keeps the rank in all of a training, which is the shard's number if there was
-    nothing but its shards.
+    """Megatron stores the rank of the whole training, which is the shard's number if tensor
+    parallelism was the only one.
     """
 
     def change(index: int, file: dict[str, Any]) -> None:
@@ -354,7 +361,7 @@ def test_exchanged_shards_of_others(tmp_path: Path) -> None:
     "world, ranks", [(4, (0, 0, 0, 0)), (8, (0, 2, 1, 3)), (None, (0, 2, 1, 3)), (4, (0, 2, 4, 6))]
 )
 def test_ranks_that_say_nothing(world: int | None, ranks: tuple[int, ...], tmp_path: Path) -> None:
-    """Tools that convert write every shard from one process."""
+    """Conversion tools write every shard from one process, so their ranks do not number the shards."""
 
     def change(index: int, file: dict[str, Any]) -> None:
         file["args"].rank = ranks[index]

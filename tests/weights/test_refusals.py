@@ -1,4 +1,6 @@
-"""Checkpoints that are refused: each in one line that names the file and says what to do."""
+"""Test Hugging Face folders that are refused: each in one line that names the file and says what to
+do.
+"""
 
 import re
 import struct
@@ -185,10 +187,12 @@ Tensors = dict[str, Tensor]
 
 
 def without(*names: str) -> Callable[[Tensors], Tensors]:
+    """Return a function that removes tensors by name."""
     return lambda tensors: {name: t for name, t in tensors.items() if name not in names}
 
 
 def put(**changes: Tensor) -> Callable[[Tensors], Tensors]:
+    """Return a function that adds or replaces tensors; two underscores in a name stand for a dot."""
     return lambda tensors: tensors | {name.replace("__", "."): t for name, t in changes.items()}
 
 
@@ -268,6 +272,7 @@ def test_head_of_a_tied_model(tmp_path: Path) -> None:
 
 
 def header_bytes(raw: bytes) -> int:
+    """Return where the header of a safetensors file ends, in bytes."""
     return 8 + int(struct.unpack("<Q", raw[:8])[0])
 
 
@@ -371,5 +376,4 @@ def test_index_and_shards_disagree(tmp_path: Path) -> None:
     )
 
 
-# In a process of its own: the highest anonymous memory while loading, over what it was before the
-# model was built.
+# How much host memory loading needs is tested in tests/weights/test_load.py.

@@ -1,5 +1,5 @@
-"""Weights that torch.save wrote, pytorch_model.bin, in one file or several: read as safetensors
-are, and never run.
+"""Test weights in pytorch_model.bin, in one file or several: loaded like safetensors, without
+executing anything they name.
 """
 
 import json
@@ -31,6 +31,7 @@ SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def write_saved(folder: Path, tensors: Any = None, shape: LlamaShape = SHAPE) -> Path:
+    """Write config.json and pytorch_model.bin with torch.save and return the folder."""
     (folder / "config.json").write_text(json.dumps(config_of(shape)))
     torch.save(tensors_of(shape) if tensors is None else tensors, folder / SINGLE)
     return folder
@@ -39,6 +40,9 @@ def write_saved(folder: Path, tensors: Any = None, shape: LlamaShape = SHAPE) ->
 def write_shards(
     folder: Path, change: Callable[[dict[str, str]], None] = lambda where: None
 ) -> Path:
+    """Write the weights as three files with an index, which `change` may alter, and return the
+    folder.
+    """
     (folder / "config.json").write_text(json.dumps(config_of(SHAPE)))
     where: dict[str, str] = {}
     parts: dict[str, dict[str, Tensor]] = {}
@@ -54,7 +58,7 @@ def write_shards(
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED])
 def test_one_file(shape: LlamaShape, tmp_path: Path) -> None:
-    """As parameters too, and with what old checkpoints store beside them."""
+    """Parameters in place of tensors, and the rotary buffers of old checkpoints, are accepted."""
     tensors = {name: torch.nn.Parameter(tensor) for name, tensor in tensors_of(shape).items()}
     found = tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     assert_holds(load(write_saved(tmp_path, found, shape), shape), tensors_of(shape))
@@ -70,7 +74,7 @@ def test_several_files(tmp_path: Path) -> None:
 
 
 def test_its_digest_tells_of_its_tensors(tmp_path: Path) -> None:
-    """Not of their values, as that of safetensors."""
+    """The digest covers names, dtypes and shapes, as that of safetensors does."""
     folders = [tmp_path / str(i) for i in range(3)]
     for folder in folders:
         folder.mkdir()
@@ -94,6 +98,8 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
 
 
 class Attack:
+    """An object whose unpickling would make the folder `marker`."""
+
     def __init__(self, marker: Path) -> None:
         self.marker = marker
 

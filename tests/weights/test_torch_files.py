@@ -1,4 +1,6 @@
-"""Files of torch.save: exact values come out."""
+"""Test reading files of torch.save without unpickling: exact values, shared storages, and no memory
+for tensors that are not opened.
+"""
 
 import os
 import pickle
@@ -41,7 +43,7 @@ def test_a_megatron_checkpoint(protocol, tmp_path):
     assert states["random_rng_state"] == wanted["random_rng_state"]
     same(states["torch_rng_state"], wanted["torch_rng_state"])
     assert states["np_rng_state"][0] == "MT19937"
-    # numpy's module has had two names, and since protocol 5 another function
+    # numpy.core became numpy._core, and protocol 5 rebuilds arrays with another function
     keys = states["np_rng_state"][1]
     assert re.fullmatch(
         r"numpy\._?core\.(multiarray\._reconstruct|numeric\._frombuffer)", keys.name
@@ -117,7 +119,7 @@ def test_opening_takes_no_memory(tmp_path):
 
     path = saved(tmp_path, {"w": torch.ones(1 << 26)})
     ref = read_torch_file(path)["w"]
-    torch.ones(1 << 20).sum()  # the threads' own memory
+    torch.ones(1 << 20).sum()  # so that torch's threads exist before memory is measured
     before = anonymous()
     assert ref.nbytes == 256 << 20
     assert ref.open().sum().item() == 1 << 26
@@ -127,7 +129,7 @@ def test_opening_takes_no_memory(tmp_path):
 
 
 def test_reading_does_not_read_the_tensors(tmp_path):
-    """Over 4 GiB of a sparse file, which takes ZIP64."""
+    """The sparse file is larger than 4 GiB and so has ZIP64 entries."""
     path = tmp_path / "sparse.pt"
     with torch.serialization.skip_data():
         torch.save({"a": torch.empty((1 << 30) + 8), "b": torch.zeros(2)}, path)

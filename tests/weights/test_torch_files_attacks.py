@@ -1,5 +1,5 @@
-"""Hostile and damaged files of torch.save: nothing they name is imported or called, and each gets
-one line.
+"""Test malicious and damaged files of torch.save: nothing they name is imported or called, and each
+is read or refused in one line.
 """
 
 import os
@@ -23,6 +23,8 @@ from steelyard.weights.torch_files import Stub, TensorRef, read_torch_file
 
 
 class Attack:
+    """An object that is pickled as a call of `function` with `args`."""
+
     def __init__(self, function: Any, *args: Any) -> None:
         self.reduced = function, args
 
@@ -31,7 +33,9 @@ class Attack:
 
 
 def attacks(marker: str) -> dict[str, bytes]:
-    """Pickles that would make the marker, or import what they name, each in another way."""
+    """Return pickles by name, each of which would create the file `marker` or import a module in
+    another way.
+    """
     touch = f"touch {marker}"
     line = f"open({marker!r}, 'w')"
     quoted, system, arg = (
@@ -102,6 +106,9 @@ ATTACKS = sorted(attacks(MARKER))
 
 
 def tables() -> Any:
+    """Return copies of the reader's lookup tables, classes and functions, to show that an attack
+    changed none.
+    """
     every = (
         torch_files.INTERPRETED_FUNCTIONS,
         torch_files.REBUILD_FUNCTIONS,
@@ -135,14 +142,14 @@ def test_nothing_is_called(name, tmp_path, monkeypatch):
         repr(found)
     assert not (tmp_path / MARKER).exists()
     assert "antigravity" not in sys.modules
-    # codecs load when first used
+    # Python imports codecs when they are first used
     assert {one for one in sys.modules if not one.startswith("encodings.")} <= modules
     assert tables() == before
 
 
 @pytest.mark.process
 def test_the_attacks_work_on_the_unpickler(tmp_path, monkeypatch):
-    """Else the test above would show nothing."""
+    """Otherwise test_no_attack_imports_or_calls_anything would show nothing."""
     monkeypatch.chdir(tmp_path)
     for name in ("system 0", "exec 4", "stack global", "inst", "obj", "called twice", "eval 2"):
         pickle.loads(attacks(MARKER)[name])
@@ -242,6 +249,9 @@ def test_limits(limit, value, fragment, tmp_path, monkeypatch):
 
 
 def storage(key: str = "0", count: Any = b"K\x04", kind: str = "FloatStorage") -> bytes:
+    """Return opcodes that push a storage `key` of `count` elements, which is itself an opcode with
+    its argument.
+    """
     keyed = b"X" + struct.pack("<I", len(key)) + key.encode()
     return (
         b"(X\x07\x00\x00\x00storagectorch\n"
@@ -260,6 +270,9 @@ def tensor(
     stride: bytes = b"K\x01\x85",
     base: bytes | None = None,
 ) -> bytes:
+    """Return a pickle of one tensor; offset, size and stride are opcodes, and `base` is the storage
+    it views.
+    """
     return (
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
         + (base or storage())
@@ -373,7 +386,7 @@ def test_tensors_beyond_their_storage(name, tmp_path):
 
 
 def directory_changed(path: Path, change: Any) -> Path:
-    """The entry data/0 changed in the zip's directory alone."""
+    """Change the entry data/0 in the zip's directory, not in its local header, and return the path."""
     content = bytearray(path.read_bytes())
     at = content.rindex(b"PK\x01\x02", 0, content.rindex(b"a/data/0"))
     change(content, at)
@@ -409,7 +422,7 @@ def test_the_local_header_says_where_the_bytes_begin(tmp_path):
     path = raw(tmp_path, tensor())
     with zipfile.ZipFile(path, "a") as archive:
         info = zipfile.ZipInfo("a/data/0")
-        info.extra = b"FB" + struct.pack("<H", 9) + b"Z" * 9  # torch pads so
+        info.extra = b"FB" + struct.pack("<H", 9) + b"Z" * 9  # torch.save aligns with such padding
         archive.writestr(info, np.arange(4, dtype="<f4").tobytes())
     same(read_torch_file(path), torch.arange(4.0))
 
@@ -453,7 +466,7 @@ def test_a_torchscript_archive(tmp_path):
 
 
 def walk(value: Any) -> None:
-    """Open every tensor of what came out."""
+    """Open every tensor inside a value that was read."""
     stack, seen = [value], set()
     while stack:
         one = stack.pop()
@@ -471,6 +484,7 @@ def walk(value: Any) -> None:
 
 
 def outcome(path: Path) -> None:
+    """Read a file and open its tensors, or assert that it is refused in one line."""
     try:
         walk(read_torch_file(path))
     except RequestError:
@@ -478,6 +492,9 @@ def outcome(path: Path) -> None:
 
 
 def mutate(data: bytes, draw: random.Random) -> bytes:
+    """Return the data with one to eight random changes of single bytes or bits, deletions or
+    insertions.
+    """
     out = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 8))):
         out = out or bytearray(1)

@@ -1,5 +1,5 @@
-"""One catalogue: every code that is used has a text in both languages, every text is used, and the
-two say the same values.
+"""The catalogue of texts: each code that the source uses has a text in both languages, each text is
+used, and both languages have the same placeholders.
 """
 
 import ast
@@ -34,7 +34,7 @@ MESSAGE_CODES = {
     for part in (english.checks, english.notes, english.metrics, english.machine)
     for code in part.TEXTS
 }
-# Codes that are put together: what they begin with, and who knows what follows.
+# Prefixes of codes that are formatted strings, with the names that may follow (None: any).
 NO_TEXTS = {"__init__", "meanings", "cases"}
 HAN = re.compile(r"[\u3001\u3002\u4e00-\u9fff]")
 FAMILIES = {
@@ -46,14 +46,16 @@ FAMILIES = {
 SAID = {
     "make_check": 3,
     "make_failed_check": 2,
-}  # where the code of a check's texts stands among the arguments
+}  # position of the code among the arguments
 
 
 def placeholders(template: str) -> set[str]:
+    """Return the names of the placeholders of a template."""
     return {name for _, name, _, _ in Formatter().parse(template) if name is not None}
 
 
 def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
+    """Yield each call of the function `name` in the source, with the path of its file."""
     for path, tree in TREES.items():
         for node in ast.walk(tree):
             if (
@@ -65,14 +67,16 @@ def calls(name: str) -> Iterator[tuple[Path, ast.Call]]:
 
 
 def constants(node: ast.expr) -> list[str]:
-    """The strings that an argument may be: itself, or both ends of a choice."""
+    """Return the strings that an argument may be: a literal, or both branches of a conditional;
+    none otherwise.
+    """
     if isinstance(node, ast.IfExp):
         return constants(node.body) + constants(node.orelse)
     return [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
 
 
 def literal_keys(node: ast.expr) -> set[str] | None:
-    """The names of values that are written out; None where they come from elsewhere."""
+    """Return the keys of a dict that is written out; None where it comes from elsewhere."""
     if not isinstance(node, ast.Dict) or not all(
         isinstance(key, ast.Constant) for key in node.keys
     ):
@@ -135,11 +139,11 @@ def test_values_that_are_written_out_are_those_of_the_text() -> None:
 
 
 def test_codes_are_put_together_in_known_families_alone() -> None:
-    """A code that is a variable comes from a table of codes; one that is a formatted string is of a
-    family.
+    """A code that is a variable comes from a table of codes; one that is a formatted string begins
+    with a known prefix.
     """
     for path, call in MESSAGES:
-        # by the result of a check
+        # result.py forms codes from the result of a check
         if isinstance(call.args[0], ast.JoinedStr) and path != SRC / "metrics" / "result.py":
             start = call.args[0].values[0]
             assert isinstance(start, ast.Constant), path
@@ -162,7 +166,9 @@ def test_every_text_is_used() -> None:
 
 
 def pattern(node: ast.AST) -> str | None:
-    """What a formatted string may be, of those that can be a code: one with a dot of its own."""
+    """Return a regular expression for the values of a formatted string that can be a code, which
+    has a literal dot; None for other nodes.
+    """
     if not isinstance(node, ast.JoinedStr):
         return None
     found = "".join(
@@ -172,7 +178,7 @@ def pattern(node: ast.AST) -> str | None:
 
 
 def test_every_check_has_a_text_for_each_result() -> None:
-    """One that is only made where something is wrong has none for ok."""
+    """A check that is only made where something is wrong has no text for ok."""
     pairs = {
         code
         for name, call in CHECKS
@@ -185,9 +191,9 @@ def test_every_check_has_a_text_for_each_result() -> None:
         if name == "make_failed_check"
         for code in constants(call.args[SAID[name]])
     }
-    # The code is a variable in one place, chosen between these two.
+    # In one place each the code is a variable, chosen between two of these.
     pairs |= {"check.covered", "check.covered_part", "check.accounted", "check.accounted_short"}
-    for_ok = {"check.reported_few", "check.accounted_short"}  # where nothing can be wrong
+    for_ok = {"check.reported_few", "check.accounted_short"}  # these cannot fail
     told = {code for code in CODES if code.startswith("check.")}
     assert told == {
         *(f"{code}.ok" for code in pairs),
@@ -205,7 +211,7 @@ def test_the_text_of_a_check_agrees_with_its_result(code: str) -> None:
 
 
 def test_what_a_window_leaves_out_is_no_complaint() -> None:
-    """It read "ok: 904 questions without an answer"."""
+    """An earlier text was "ok: 904 questions without an answer"."""
     told = {
         "pass": "infer",
         "items": 1000,
@@ -225,7 +231,7 @@ def test_what_a_window_leaves_out_is_no_complaint() -> None:
 
 
 def test_version_1_has_every_note_and_its_parts() -> None:
-    # of later records
+    # codes that only later wordings use
     later = {"note.stepped_down", "note.emulated", "note.selected", "note.own_case", "note.counted"}
     notes = {code for code in CODES if code.startswith("note.")} - later
     assert notes == {code for code in version_1.NOTES if code.startswith("note.")}
@@ -234,7 +240,7 @@ def test_version_1_has_every_note_and_its_parts() -> None:
 
 
 def test_every_unit_of_every_metric_has_a_text() -> None:
-    units = {"TFLOP/s", "GB/s", "MHz", "W"}  # of pages' own columns
+    units = {"TFLOP/s", "GB/s", "MHz", "W"}  # units of columns that are no metric
     for task in tasks.load_tasks().values():
         for metric in metric_table.list_task_metrics(task):
             units |= {metric.unit} if isinstance(metric.unit, str) else set()
@@ -274,7 +280,7 @@ def test_a_text_of_a_users_own_case_stays_as_it_is() -> None:
 
 
 def install(folder: Path, *lines: str) -> None:
-    """Texts of another package: a module, and metadata with entry points."""
+    """Write a package of texts into the folder: a module, and metadata with entry points."""
     names = [f"text_{number}" for number in range(len(lines))]
     body = [f"{name} = Text({line})" for name, line in zip(names, lines, strict=True)]
     (folder / "rhyme_texts.py").write_text("\n".join(["from steelyard.words import Text", *body]))

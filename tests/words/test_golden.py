@@ -1,6 +1,8 @@
-"""Every text in each language, with sample values, as it stands in golden/: one file a language.
-The texts are checked here, so other tests compare codes and values. Write the files again with:
-python -m words.test_golden (in tests/)."""
+"""Each text in each language, with sample values, is equal to the golden file of the language.
+
+Texts are checked here, so other tests compare codes and values. To write the files again, run
+`python -m words.test_golden` in tests/.
+"""
 
 from pathlib import Path
 from string import Formatter
@@ -14,13 +16,16 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 def sample(name: str, form: str) -> str | float:
-    """A value that a placeholder takes: a number for a numeric form, else its own name."""
+    """Return a value for a placeholder: a number for a numeric format, else the name in angle
+    brackets.
+    """
     if form.endswith(("%", "f")):
         return 0.25
     return 1234 if form else f"<{name}>"
 
 
 def rendered(template: str) -> str:
+    """Return the template with sample values in its placeholders."""
     fields = [
         (name, form or "") for _, name, form, _ in Formatter().parse(template) if name is not None
     ]
@@ -32,6 +37,9 @@ def rendered(template: str) -> str:
 
 
 def golden(lang: Lang) -> str:
+    """Return the content of the language's golden file: a line for each code and for each meaning
+    of a metric.
+    """
     meanings = english.MEANINGS if lang == "en" else chinese.MEANINGS
     texts = [
         f"{code}: {rendered(words.SHIPPED_TEXTS[code].in_language(lang))}"

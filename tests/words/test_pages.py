@@ -1,6 +1,4 @@
-"""Whole Chinese pages of published records: no English sentence is left but names and what is
-quoted.
-"""
+"""Whole Chinese pages of published records hold no English sentence but names and quotations."""
 
 import json
 import re
@@ -19,8 +17,8 @@ from steelyard.record import ceilings_record, record
 from steelyard.report.derived_texts import DerivedTexts
 from steelyard.words import PageWords
 
-# Three words and more in a row. What touches a digit, a sign of a path or an equals sign is an
-# identifier.
+# Three or more words in a row. Words beside a digit, a slash or an equals sign are identifiers, no
+# sentence.
 ENGLISH = re.compile(r"(?<![\w.=/\\-])[A-Za-z]{2,}(?:[,;:]? [A-Za-z]{2,}){2,}(?![\w=/])")
 # Names and terms of the field, which Chinese texts keep too.
 NAMES = ("model flops utilization",)
@@ -28,12 +26,18 @@ NAMES = ("model flops utilization",)
 
 @cache
 def told(path: Path) -> dict[str, Any]:
+    """Return the record at `path` as a JSON table, read once."""
     table: dict[str, Any] = json.loads(path.read_bytes())
     return table
 
 
 def smallest(**wanted: str) -> Path:
+    """Return the path of the smallest published record with these values; `name` is the name of its
+    case.
+    """
+
     def fits(path: Path) -> bool:
+        """Return whether the record has all these values."""
         one = told(path)
         return all(
             (one["case"] if key == "name" else one)[key] == value for key, value in wanted.items()
@@ -51,7 +55,9 @@ PAGES = {
 
 
 class Shown(HTMLParser):
-    """What a reader of a page sees of it, but for code: the tails of programs."""
+    """The text of an HTML page that a reader sees, without code (the last lines of programs'
+    output).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,17 +79,18 @@ class Shown(HTMLParser):
 
 
 def page(path: Path, format: str) -> str:
+    """Return the visible text of the record's Chinese page, without code."""
     text = report.render([record.read_record(path)], format, "zh")
     if format == "html":
         shown = Shown()
         shown.feed(text)
         return shown.text
-    return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)  # code
+    return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)  # drop code, which is indented
 
 
 def evidence(found: dict[str, Any]) -> Iterator[str]:
-    """What is no text of this program: names of machines and packages, sources, and what programs
-    said.
+    """Yield the texts of a record that are not the catalogue's: names of machines and packages,
+    sources, and the output of programs.
     """
     yield json.dumps(found["environment"], ensure_ascii=False)
     yield json.dumps(found["engine"], ensure_ascii=False)
@@ -94,6 +101,7 @@ def evidence(found: dict[str, Any]) -> Iterator[str]:
 
 
 def english(text: str, known: str) -> list[str]:
+    """Return the English phrases of the text that are neither in `quoted` nor names."""
     plain = re.sub(r"\s+", " ", known)
     return [one for one in ENGLISH.findall(text) if one not in plain and one not in NAMES]
 
@@ -107,7 +115,7 @@ def test_a_chinese_page_is_chinese(name: str, format: str) -> None:
 def test_an_english_sentence_would_be_found() -> None:
     said = "检查：train: every rank took all steps，micro_batch=4 与 NVIDIA H200"
     assert english(said, "") == ["train: every rank took all steps"]
-    assert len(CASES) == 6 + 3  # shipped ones, and those of a model of one's own
+    assert len(CASES) == 6 + 3  # six shipped cases and three of SmolLM2
 
 
 @pytest.mark.parametrize("path", SPECS, ids=lambda path: path.name)
@@ -127,8 +135,8 @@ def test_a_chinese_page_of_a_machine_is_chinese(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_what_is_derived_is_what_is_stored(name: str) -> None:
-    """In English a page says what a new record would hold; codes, names and results are those of
-    the record.
+    """An English page says what a new record would hold; its codes, names and results are those of
+    the stored record.
     """
     found = record.read_record(PAGES[name])
     checks = DerivedTexts(found, PageWords("en")).list_checks()

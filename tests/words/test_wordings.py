@@ -1,5 +1,5 @@
-"""Versions of the wording: a record's notes are those of its own version, and of no other. From 3
-on they are messages.
+"""Versions of the wording: a record's notes follow its own version and no other. From version 3 on
+they are messages of codes and values.
 """
 
 import hashlib
@@ -23,15 +23,19 @@ CASE = "lambada-full-closed-bf16-torch"
 
 
 def of_version(wording: int | None, folder: Path) -> Path:
-    """A published record, which is of version 1, or the same as a later version would have made it."""
+    """Write a published record, which is of version 1, as the given version would have made it, and
+    return its path.
+    """
     return changed(published(CASE, folder), lambda table: table.update(wording=wording))
 
 
 def notes(path: Path) -> list[Message | str]:
+    """Return the notes of the record at `path`."""
     return record.read_record(path).notes
 
 
 def resealed(path: Path, **changes: Any) -> Path:
+    """Replace fields of the record at `path`, seal it again, and return the path."""
     found = record.read_record(path).model_copy(update=changes)
     path.write_bytes(record.to_canonical_bytes(record.record_to_json(record.seal_record(found))))
     return path
@@ -108,7 +112,8 @@ def test_what_is_no_message_is_not_read(told: dict[str, Any], tmp_path: Path) ->
 
 def test_sentences_of_wording_2_are_frozen() -> None:
     """Records of wording 2 are verified by the English notes of its time. If you change one of
-    those, keep the old template in `words/version_1.py`, as one of wording 2."""
+    those, keep the old template in `words/version_1.py` as one of wording 2.
+    """
     codes = sorted(
         {
             *version_1.NOTES,
@@ -146,7 +151,7 @@ def test_a_note_of_another_version_does_not_verify(
 
 
 def test_published_records_have_notes_of_version_1() -> None:
-    """That they verify is a test of the docs; here, that there are notes to compare."""
+    """That they verify is tested with the docs; here, that there are notes to compare."""
     told = [json.loads(path.read_bytes()) for path in RUNS]
     assert sum(len(one["notes"]) for one in told if "wording" not in one) > 20
 

@@ -1,9 +1,9 @@
-"""What goes wrong inside a process of a run. The fault suite puts this folder on PYTHONPATH, so
-every Python of a run loads it.
+"""Faults inside a process of a run. The fault suite puts this folder on PYTHONPATH, so every Python
+of a run loads this file.
 
-FAULT_WHO (a rank, `agent` or `parent`) and FAULT_PHASE say where, FAULT_ACT what. FAULT_MARK is a
-file that gets the process and its parent just before, so that a test knows when, and whom to do
-something to.
+FAULT_WHO (a rank, `agent` or `parent`) and FAULT_PHASE say where, FAULT_ACT what happens. Just
+before, the ids of the process and of its parent are written to the file FAULT_MARK, so that a test
+knows when it happens and to which process.
 """
 
 import os
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Phase → the part of the budget that it is, or the mark of the measured loop; by their beginning.
+# Phase of a fault → beginning of the name of the time budget's part, or name of the engine's phase.
 PARTS = {
     "imports": "imports",
     "join": "join",
@@ -27,6 +27,7 @@ MARKS = {"pass": "compute", "evaluation": "evaluate"}
 
 
 def who() -> str | None:
+    """Return the role of this process: its rank, `agent`, `parent`, or None outside of a run."""
     words = sys.orig_argv
     if "steelyard.run.worker" in words:
         return os.environ.get("RANK")
@@ -34,7 +35,7 @@ def who() -> str | None:
 
 
 def happen() -> None:
-    """Once: a second batch is like any other."""
+    """Write the mark and do FAULT_ACT, unless the mark exists already: a fault happens once."""
     mark = Path(os.environ["FAULT_MARK"])
     if mark.exists():
         return
@@ -45,17 +46,19 @@ def happen() -> None:
 
 
 def wait() -> None:
+    """Sleep until the process is killed."""
     while True:
         time.sleep(0.05)
 
 
 def pause() -> None:
-    """Until whoever watches says so."""
+    """Sleep until the test creates the file with suffix `.go` beside the mark."""
     while not Path(os.environ["FAULT_MARK"]).with_suffix(".go").exists():
         time.sleep(0.05)
 
 
 def stubborn() -> None:
+    """Ignore SIGTERM, and sleep until the process is killed."""
     import signal
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,23 +66,26 @@ def stubborn() -> None:
 
 
 def memory() -> None:
+    """Raise MemoryError, as if host memory were exhausted."""
     raise MemoryError("no more of it")
 
 
 def device_memory() -> None:
+    """Raise torch's OutOfMemoryError, as if device memory were exhausted."""
     import torch
 
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def allocate() -> None:
+    """Allocate 1 PiB, which torch's allocator refuses."""
     import torch
 
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
 def nan() -> None:
-    """All that this rank knows of the model is gone."""
+    """Fill all parameters of this rank's models with NaN."""
     import gc
 
     import torch
@@ -91,7 +97,7 @@ def nan() -> None:
 
 
 def wrong_sum() -> None:
-    """What this rank brings into the all-reduce is not what it should be."""
+    """Patch all_reduce so that this rank's part of every sum is wrong by 0.5."""
     import torch.distributed as dist
 
     real = dist.all_reduce
@@ -99,7 +105,7 @@ def wrong_sum() -> None:
 
 
 def full_disk() -> None:
-    """Whatever this process writes from now on, there is no room for it."""
+    """Patch the writing of files so that from now on it raises ENOSPC."""
     import errno
 
     from steelyard import files
@@ -111,6 +117,7 @@ def full_disk() -> None:
 
 
 def die(number: int) -> Callable[[], None]:
+    """Return a function that sends a signal to this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -132,6 +139,7 @@ ACTS: dict[str, Callable[[], None]] = {
 
 
 def in_parts(begin: str) -> None:
+    """Make the fault happen inside the part of the time budget whose name begins like this."""
     from steelyard.run.measure import Budget
 
     real = Budget.part
@@ -147,7 +155,7 @@ def in_parts(begin: str) -> None:
 
 
 def at_marks(name: str) -> None:
-    """Where the engine says that a phase begins."""
+    """Make the fault happen where the engine begins a phase of this name."""
     from steelyard.engine.work import Phase
 
     real = Phase.__init__
@@ -161,7 +169,7 @@ def at_marks(name: str) -> None:
 
 
 def in_compiler() -> None:
-    """When all is compiled, and the processes that did it are still there."""
+    """Make the fault happen after compilation, while the compiler's processes still live."""
     from steelyard.run.measure import Budget
 
     real = Budget.part
@@ -177,7 +185,7 @@ def in_compiler() -> None:
 
 
 def in_checkpoint() -> None:
-    """Within a checkpoint, of which a part is written."""
+    """Make the fault happen inside a checkpoint of which a part is written."""
     from steelyard.engine.work import Phase
 
     real = Phase.__init__
@@ -199,7 +207,7 @@ def in_checkpoint() -> None:
 
 
 def at_rank_file() -> None:
-    """When a rank leaves its result."""
+    """Make the fault happen when a rank writes its final rank file."""
     from steelyard import files
 
     real = files.write_file
@@ -213,6 +221,7 @@ def at_rank_file() -> None:
 
 
 def at_hello() -> None:
+    """Make the fault happen when the agent is about to answer the parent's first message."""
     from steelyard.run.host import Host
 
     real = Host.make_hello
@@ -220,8 +229,8 @@ def at_hello() -> None:
 
 
 def in_news() -> None:
-    """When the agent looks at how far its ranks are, and they are in the pass, or have just left
-    it.
+    """Make the fault happen when the agent reads its ranks' progress, and they are in the train
+    pass or have just left it.
     """
     from steelyard.run.ranks import HostRanks
 
@@ -237,7 +246,7 @@ def in_news() -> None:
 
 
 def at_record() -> None:
-    """When the parent writes the record of a run that has ended."""
+    """Make the fault happen when the parent writes the record of a run that has ended."""
     from steelyard.record import record
 
     real = record.write_record
@@ -251,6 +260,7 @@ def at_record() -> None:
 
 
 def install(phase: str) -> None:
+    """Patch this process so that the fault happens in a phase."""
     if who() == "agent" and phase == "pass":
         in_news()
     elif phase in PARTS:
